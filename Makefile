@@ -1,0 +1,31 @@
+# `make demo` and `make test` each do all the set-up that they need on a fresh machine.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(BIN)/python scripts/demo/corpus.py data/demo/text
+	$(BIN)/kempner prepare --out data/demo/train data/demo/text/train
+	$(BIN)/kempner prepare --out data/demo/held_out data/demo/text/held_out
+	$(BIN)/kempner supervise configs/train/debug.toml
+	$(BIN)/python scripts/demo/report.py configs/train/debug.toml
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

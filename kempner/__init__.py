@@ -1,0 +1,3 @@
+"""A fault-tolerant training daemon for PyTorch on shared Slurm clusters."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,69 @@
+"""How a rank or a supervisor ends: the one table of exit codes, and the errors that carry them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a process of kempner says with its exit status."""
+
+    COMPLETED = 0
+    """All steps are done and committed."""
+    CRASHED = 1
+    """An unexpected exception; the log has its traceback."""
+    USAGE = 2
+    """The command line or the configuration is wrong."""
+    BAD_DATA = 65
+    """Data or a checkpoint cannot be used."""
+    CHECKPOINT_FAILED = 74
+    """A checkpoint could not be written."""
+    STOPPED = 75
+    """Stopped on request, checkpoint committed: start again to go on."""
+    PEERS_LOST = 76
+    """Another rank is gone."""
+    HUNG = 77
+    """No progress."""
+    DIVERGED = 78
+    """The loss left the rails for good."""
+    INTERRUPTED = 130
+    """Left at once because the user insisted; the last commit is intact."""
+
+
+class RunError(Exception):
+    """Something that a person can act on: one sentence, shown without a traceback.
+
+    `code` is the exit status of the process that this error ends.
+    """
+
+    code: ExitCode = ExitCode.CRASHED
+
+
+class UsageError(RunError):
+    """What was asked for cannot be done as asked."""
+
+    code = ExitCode.USAGE
+
+
+class DataError(RunError):
+    """A token file, an index or a checkpoint is missing, damaged or does not fit."""
+
+    code = ExitCode.BAD_DATA
+
+
+class CheckpointWriteError(RunError):
+    """A checkpoint could not be committed."""
+
+    code = ExitCode.CHECKPOINT_FAILED
+
+
+class PeersLostError(RunError):
+    """A collective failed because another rank is gone."""
+
+    code = ExitCode.PEERS_LOST
+
+
+class DivergedError(RunError):
+    """The loss is not finite."""
+
+    code = ExitCode.DIVERGED

@@ -1,0 +1,53 @@
+"""Durable little files: the few ways in which kempner changes what a reader may see on disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the directory's entries (creations, renames, removals) survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durable(path: Path, content: bytes) -> None:
+    """Write a new file and fsync it. The caller fsyncs the directory."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_durable(path: Path, content: bytes, *, unique: str) -> None:
+    """Replace `path` so that a reader sees the old content or the new one, also after a crash.
+
+    `unique` keeps the temporary names of concurrent writers apart.
+    """
+    temporary = path.with_name(f".{path.name}.{unique}")
+    temporary.unlink(missing_ok=True)
+    write_durable(temporary, content)
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line with a single write(2), and start it on a line of its own.
+
+    A writer that was killed may have left half a line behind: without the newline that this puts
+    before the next one, the new line would be lost together with the torn one.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        content = (("\n" if torn else "") + line + "\n").encode()
+        if os.write(descriptor, content) != len(content):
+            raise OSError(errno.ENOSPC, "only a part of the line was written", str(path))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,54 @@
+"""Where everything of one run lies on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The paths below `<run.dir>/<run.name>/`. Nothing is created by naming it."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The configuration as resolved by the first attempt."""
+        return self.path / "config.toml"
+
+    @property
+    def ledger(self) -> Path:
+        """Append-only events, one JSON object a line."""
+        return self.path / "ledger.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per logged step or evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        """One numbered folder per attempt, and CURRENT, which names the live one."""
+        return self.path / "attempts"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The default of `checkpoint.dir`."""
+        return self.path / "checkpoints"
+
+    def samples(self, rank: int) -> Path:
+        """The ids that a rank consumed, one JSON line a step."""
+        return self.path / "samples" / f"rank-{rank:05d}.jsonl"
+
+    def attempt(self, number: int) -> Path:
+        """Logs and evidence of one attempt."""
+        return self.attempts / str(number)
+
+    def log(self, attempt: int, rank: int) -> Path:
+        """A rank's structured log, one JSON object a line."""
+        return self.attempt(attempt) / f"rank-{rank:05d}.jsonl"
+
+    def output(self, attempt: int, rank: int) -> Path:
+        """What a rank other than the first printed."""
+        return self.attempt(attempt) / f"rank-{rank:05d}.out"

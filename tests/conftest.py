@@ -1,0 +1,52 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import KEMPNER, Run
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared corpus of about 12,000 byte tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = [f"step {n} of {n * n % 977} follows {n - 1}" for n in range(460)]
+    for name, part in (("a.txt", words[:200]), ("b.txt", words[200:])):
+        (folder / name).write_text("\n".join(part))
+    subprocess.run(
+        [*KEMPNER, "prepare", "--out", folder / "tokens", folder / "a.txt", folder / "b.txt"],
+        check=True,
+    )
+    return folder / "tokens"
+
+
+@pytest.fixture
+def run(tmp_path: Path, corpus: Path) -> Iterator[Run]:
+    """A tiny run; whatever it leaves running is killed."""
+    run = Run(tmp_path / "a", corpus)
+    yield run
+    end_jobs(run)
+
+
+@pytest.fixture
+def reference(tmp_path: Path, corpus: Path) -> Iterator[Run]:
+    """A second run, to compare with."""
+    run = Run(tmp_path / "reference", corpus)
+    yield run
+    end_jobs(run)
+
+
+def end_jobs(run: Run) -> None:
+    """Kill what a failed test left behind; its ranks follow, because they watch their parent."""
+    for job in run.jobs:
+        if job.process.poll() is None:
+            os.killpg(job.process.pid, signal.SIGKILL)
+            job.process.wait()

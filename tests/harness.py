@@ -1,0 +1,191 @@
+"""What the tests share: a tiny run on a tiny corpus, real processes, and waiting for events."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kempner.run.attempts import read_current
+from kempner.run.layout import RunDirectory
+from kempner.run.ledger import read_lines
+
+ROOT = Path(__file__).resolve().parents[1]
+KEMPNER = [sys.executable, "-m", "kempner"]
+
+TINY = """
+[run]
+dir = "{dir}"
+name = "run"
+[model]
+dim = 32
+n_layers = 2
+n_heads = 2
+n_kv_heads = 1
+ffn_dim = 64
+dropout = 0.1
+[train]
+max_steps = 40
+global_batch_size = 8
+micro_batch_size = 2
+seq_len = 32
+threads = 1
+log_samples = true
+[optimizer]
+lr = 3e-3
+[scheduler]
+warmup_steps = 5
+[data]
+dataset_path = "{data}"
+[checkpoint]
+interval = 10
+"""
+
+
+def wait_until(
+    condition: Callable[[], Any], what: str, deadline: float = 60.0, job: Job | None = None
+) -> Any:
+    """Poll until `condition()` is truthy and return it; fail after `deadline` seconds.
+
+    Fails at once if `job` has ended: what is waited for will not come.
+    """
+    end = time.monotonic() + deadline
+    while not (value := condition()):
+        if job is not None and job.process.poll() is not None and not (value := condition()):
+            raise AssertionError(f"ended before: {what}\n{job.output()}")
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {deadline} s: {what}\n{job.output() if job else ''}")
+        time.sleep(0.005)
+    return value
+
+
+@dataclass
+class Job:
+    """A process of ours and what it prints."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, deadline: float = 60.0) -> int:
+        try:
+            return self.process.wait(deadline)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGQUIT)
+            raise AssertionError(f"still there after {deadline} s\n{self.output()}") from None
+
+
+@dataclass
+class Run:
+    """A run of the tiny configuration in a folder of its own."""
+
+    folder: Path
+    data: Path
+    overrides: list[str] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(TINY.format(dir=self.folder / "runs", data=self.data))
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "tiny.toml"
+
+    @property
+    def record(self) -> RunDirectory:
+        return RunDirectory(self.folder / "runs" / "run")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.record.checkpoints
+
+    def start(self, command: Sequence[str], *overrides: str, **environ: str) -> Job:
+        """Start `command CONFIG overrides` in a session of its own."""
+        log = self.folder / f"job-{len(self.jobs)}.out"
+        with open(log, "wb") as out:
+            process = subprocess.Popen(
+                [*command, str(self.config), *self.overrides, *overrides],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+            )
+        self.jobs.append(Job(process, log))
+        return self.jobs[-1]
+
+    def train(self, *overrides: str, **environ: str) -> Job:
+        return self.start([*KEMPNER, "train"], *overrides, **environ)
+
+    def supervise(self, nproc: int, *overrides: str, **environ: str) -> Job:
+        return self.start([*KEMPNER, "supervise", "--nproc", str(nproc)], *overrides, **environ)
+
+    def complete(self, nproc: int, *overrides: str) -> None:
+        """Run to the end."""
+        job = self.supervise(nproc, *overrides)
+        assert job.wait(120) == 0, job.output()
+
+    def ready_pid(self, attempt: int, rank: int, job: Job) -> int:
+        """The process id of a rank, once it is about to train."""
+        log = self.record.log(attempt, rank)
+        ready = lambda: [e["pid"] for e in read_lines(log) if e["event"] == "ready"]  # noqa: E731
+        return int(wait_until(ready, f"rank {rank} ready", job=job)[0])
+
+    def reach(self, step: int, job: Job) -> None:
+        """Wait until a step is in the metrics."""
+        wait_until(lambda: any(s >= step for s in self.steps()), f"step {step}", job=job)
+
+    def attempt(self) -> int:
+        current = read_current(self.record.attempts)
+        return current.number if current else 0
+
+    def committed(self) -> list[int]:
+        return sorted(
+            int(p.name.removeprefix("step-"))
+            for p in self.checkpoints.glob("step-????????")
+            if (p / "manifest.json").exists()
+        )
+
+    def latest(self) -> int:
+        return int(str((self.checkpoints / "latest").readlink()).removeprefix("step-"))
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        return (line for line in read_lines(self.record.metrics) if "loss" in line)
+
+    def steps(self) -> dict[int, tuple[float, float]]:
+        """Loss and gradient norm of every step; the last attempt's counts."""
+        return {line["step"]: (line["loss"], line["grad_norm"]) for line in self.metrics()}
+
+    def samples(self) -> dict[int, list[int]]:
+        """Global sample positions of every step over all ranks; the last attempt's count."""
+        taken: dict[int, dict[int, list[tuple[int, list[int]]]]] = {}
+        for path in sorted((self.record.path / "samples").glob("rank-*.jsonl")):
+            for line in read_lines(path):
+                by_attempt = taken.setdefault(line["step"], {})
+                by_attempt.setdefault(line["attempt"], []).append((line["rank"], line["samples"]))
+        return {
+            step: [s for _, ids in sorted(by_attempt[max(by_attempt)]) for s in ids]
+            for step, by_attempt in sorted(taken.items())
+        }
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in read_lines(self.record.ledger) if e["event"] == name]
+
+
+def manifest(checkpoint: Path) -> dict[str, Any]:
+    """A manifest as plain JSON."""
+    content: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text())
+    return content

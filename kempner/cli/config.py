@@ -1,0 +1,65 @@
+"""`kempner config`: what a configuration file means, and which keys there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kempner.config.loading import dumps, load
+from kempner.config.sections import Config
+from kempner.model.sizes import count_parameters
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration in TOML.")]
+"""The first argument of every command that takes a configuration."""
+
+TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""`context_settings` of such a command; `load(path, context.args)` then reads the overrides."""
+
+commands = typer.Typer(
+    help="Show, check or explain a configuration.", rich_markup_mode=None, add_completion=False
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `config show`, `config check` and `config schema` to `app`."""
+    app.add_typer(commands, name="config")
+
+
+@commands.command(context_settings=TAKES_OVERRIDES)
+def show(context: typer.Context, file: ConfigFile) -> None:
+    """Print the configuration as a run would use it: CONFIG, then --section.key=value."""
+    typer.echo(dumps(load(file, context.args)), nl=False)
+
+
+@commands.command(context_settings=TAKES_OVERRIDES)
+def check(context: typer.Context, file: ConfigFile) -> None:
+    """Say whether a run would accept it: CONFIG, then --section.key=value."""
+    typer.echo(f"ok: {file}: {summary(load(file, context.args))}")
+
+
+@commands.command()
+def schema() -> None:
+    """Print the JSON schema of all sections and keys, with their meaning."""
+    typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+
+
+def summary(config: Config) -> str:
+    """Where the run goes, how long it is and how large its model, in one line."""
+    train = config.train
+    return ", ".join(
+        [
+            f"run {Path(config.run.dir) / str(config.run.name)}",
+            f"{train.max_steps:,} steps of {train.global_batch_size * train.seq_len:,} tokens",
+            _parameters(config),
+        ]
+    )
+
+
+def _parameters(config: Config) -> str:
+    vocabulary = config.model.vocab_size
+    if vocabulary is None:
+        return "parameter count unknown: model.vocab_size is left to the data"
+    return f"{count_parameters(config.model, vocabulary):,} parameters"

@@ -1,0 +1,117 @@
+"""`kempner prepare`: text to the token files that training reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kempner.run.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from kempner.data.prepare import Prepared
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `prepare` to `app`."""
+    app.command("prepare")(_prepare)
+
+
+def _prepare(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Texts, .jsonl files, or folders of them."),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to write; new, or of an earlier try.")],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="byte|PATH", help="Plain bytes, or a tokenizer.json.")
+    ] = "byte",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; one per available core by default.")
+    ] = None,
+    text_key: Annotated[
+        str, typer.Option(metavar="KEY", help="Where a line of .jsonl has its text.")
+    ] = "text",
+    eot: Annotated[
+        str | None,
+        typer.Option(metavar="TOKEN", help="The token of PATH that ends a document."),
+    ] = None,
+) -> ExitCode:
+    """Turn text into token files; started again after an interruption, go on."""
+    from kempner.data.prepare import prepare
+
+    console = Console(stderr=True)
+    try:
+        with _reporter(console) as on_progress:
+            prepared = prepare(
+                out,
+                files,
+                tokenizer=tokenizer,
+                eot=eot,
+                text_key=text_key,
+                workers=workers or len(os.sched_getaffinity(0)),
+                on_progress=on_progress,
+            )
+    except KeyboardInterrupt:
+        typer.echo(
+            "kempner: interrupted; what is done is kept: run the same command again", err=True
+        )
+        return ExitCode.INTERRUPTED
+    typer.echo(_summary(out, prepared))
+    return ExitCode.COMPLETED
+
+
+@contextmanager
+def _reporter(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal, elsewhere a line for every tenth."""
+    if not console.is_terminal:
+        yield _lines(console)
+        return
+    columns = (
+        TextColumn("preparing"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("preparing", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines(console: Console) -> Callable[[int, int], None]:
+    told = 0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        tenths = 10 * done // total
+        if tenths > told:
+            told = tenths
+            console.print(f"preparing: {done:,} of {total:,} bytes", highlight=False)
+
+    return tell
+
+
+def _summary(out: Path, prepared: Prepared) -> str:
+    index = prepared.index
+    empty = sum(shard.empty_documents for shard in index.shards)
+    kept = 0 if prepared.was_finished else prepared.kept
+    facts = [
+        f"{index.tokens:,} tokens",
+        f"{index.documents:,} documents",
+        f"{len(index.shards):,} token files",
+        f"{index.tokenizer.kind} tokenizer of {index.vocab_size:,} tokens in {index.dtype}",
+    ]
+    left_out = prepared.left_out
+    notes = [
+        f"kept from before: {kept:,}" if kept else "",
+        f"empty documents left out: {empty:,}" if empty else "",
+        f"files left out as no text: {len(left_out):,}, {left_out[0]} first" if left_out else "",
+    ]
+    head = "was prepared before, and is intact" if prepared.was_finished else "prepared"
+    return "; ".join([f"{out} {head}: {', '.join(facts)}", *filter(None, notes)])

@@ -1,0 +1,30 @@
+"""`kempner train`: one rank."""
+
+from __future__ import annotations
+
+import typer
+
+from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
+from kempner.config.loading import load
+from kempner.run import logs
+from kempner.training.shutdown import ShutdownHandler
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `train` to `app`."""
+    app.command(context_settings=TAKES_OVERRIDES)(train)
+
+
+def train(context: typer.Context, file: ConfigFile) -> None:
+    """Train as one rank: CONFIG, then --section.key=value.
+
+    The world comes from torchrun or `kempner supervise`, or is this process alone. Started again,
+    the run goes on from its newest checkpoint.
+    """
+    shutdown = ShutdownHandler()
+    shutdown.install()
+    logs.configure()
+    config = load(file, context.args)
+    from kempner.training.rank import main
+
+    main(config, shutdown)

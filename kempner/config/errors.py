@@ -1,0 +1,116 @@
+"""What is said about a wrong configuration: one sentence with the place, the key and the remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
+class ConfigError(Exception):
+    """The configuration is wrong: one sentence that says what, where and what to do.
+
+    It ends a command with exit code 2 and without a traceback.
+    """
+
+
+_LONGEST_QUOTE = 80
+
+# What pydantic's error types demand (https://docs.pydantic.dev/latest/errors/validation_errors/).
+_DEMANDS: Mapping[str, str] = {
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be a string in quotes",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list in square brackets",
+    "too_short": "must have at least {min_length} values",
+    "too_long": "must have at most {max_length} values",
+    "model_type": "must be a table of keys",
+}
+
+
+def quote(value: object) -> str:
+    """`value` as TOML writes it, cut to a length and depth that keep the sentence readable."""
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, list):
+        items = ("[...]" if isinstance(item, list) else quote(item) for item in value)
+        return shorten(f"[{', '.join(items)}]")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return shorten(json.dumps(value, ensure_ascii=False))
+    return shorten(str(value))
+
+
+def shorten(text: str) -> str:
+    """`text`, or its beginning and an ellipsis if it is longer than a sentence can carry."""
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 3]}..."
+
+
+def dotted(keys: Sequence[str | int]) -> str:
+    """The key as a person writes it: `optimizer.betas[1]` for ("optimizer", "betas", 1)."""
+    parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys]
+    return "".join(parts).removeprefix(".")
+
+
+def describe(details: ErrorDetails, known: Sequence[str]) -> str:
+    """One of pydantic's errors as a clause without its place; `known` are the dotted keys."""
+    kind, keys, value = details["type"], details["loc"], details["input"]
+    context: dict[str, Any] = details.get("ctx", {})
+    if kind == "extra_forbidden":
+        inside = list(value) if isinstance(value, Mapping) else []
+        return unknown([str(key) for key in keys], inside, known)
+    if kind == "value_error":  # raised by a validator that looks at several keys
+        return f"[{dotted(keys)}] {context['error']}" if keys else str(context["error"])
+    bounds = {name: f"{x:g}" if isinstance(x, float) else x for name, x in context.items()}
+    demand = _DEMANDS.get(kind, "").format(**bounds) or f"is refused ({details['msg']})"
+    return f"{dotted(keys)} {demand}, not {quote(value)}"
+
+
+def unknown(keys: Sequence[str], inside: Sequence[str], known: Sequence[str]) -> str:
+    """Names an unknown key or section and the nearest known one.
+
+    `keys` leads to it, `inside` are the keys of the table it holds, `known` all dotted keys.
+    """
+    *table, key = keys
+    siblings = _children(table, known)
+    guesses = (
+        _named(key, known)
+        or [dotted([*table, near]) for near in get_close_matches(key, siblings, n=1)]
+        or [name for below in inside for name in _named(below, known)]
+        or get_close_matches(dotted(keys), [] if siblings else known, n=1)
+    )
+    kind, name = "key" if table else "section", shorten(dotted(keys))
+    if guesses:
+        return f"unknown {kind} {name}; did you mean {' or '.join(guesses)}?"
+    if siblings:
+        return f"unknown {kind} {name}; the {kind}s here are {', '.join(siblings)}"
+    sections = ", ".join(_children((), known))
+    return f"unknown section {shorten(dotted(table))}; the sections are {sections}"
+
+
+def _children(table: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The names directly below `table`, in the order of the schema; none if it is unknown."""
+    depth = len(table)
+    paths = [name.split(".") for name in known]
+    below = [path[depth] for path in paths if path[:depth] == list(table) and len(path) > depth]
+    return list(dict.fromkeys(below))
+
+
+def _named(key: str, known: Sequence[str]) -> list[str]:
+    """The dotted keys whose last part is `key`."""
+    return [name for name in known if name.rpartition(".")[2] == key]

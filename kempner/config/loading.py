@@ -1,0 +1,189 @@
+"""From a TOML file and overrides to a `Config`, and back to TOML."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from kempner.config.errors import ConfigError, describe, dotted, shorten
+from kempner.config.overrides import Override, parse, place
+from kempner.config.sections import Config, RunSection
+
+Keys = tuple[str | int, ...]
+"""The way to a value: names of tables and keys, and positions in lists."""
+
+_LARGEST_FILE = 1 << 20
+"""Bytes; a configuration has a few thousand, so a larger file is something else."""
+
+_SYNTAX_HINTS: Mapping[str, str] = {
+    "Invalid value": "strings need quotes, true and false are lower case",
+    "Cannot overwrite a value": "a key may be given only once",
+}
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads the TOML file at `path` and applies `--section.key=value` arguments to it.
+
+    `run.name` becomes the file's stem when neither sets it.
+
+    Raises:
+        ConfigError: the file cannot be read, or it or an argument asks for something wrong.
+    """
+    table = _parse_toml(path, _read(path))
+    known = known_keys()
+    given = parse(overrides, known)
+    for override in given:
+        try:
+            place(table, override.keys, override.value)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    for keys, value in _leaves(table):
+        _refuse_unportable(keys, value, _origin(path, given, keys))
+    try:
+        config = Config.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, path, given, known)) from None
+    return config if config.run.name is not None else _named_after(path, config)
+
+
+def dumps(config: Config) -> str:
+    """The configuration as TOML; `load` turns it into an equal `Config`.
+
+    Keys that are None are left out: TOML has no null, and None is their default.
+    """
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def digest(config: Config) -> str:
+    """SHA-256, in hexadecimal, of everything that `config` sets: the same wherever it is computed.
+
+    It covers the JSON of the non-null keys, sorted, so that neither the order of keys in a file
+    nor a later optional key changes it.
+    """
+    document = config.model_dump(mode="json", exclude_none=True)
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def known_keys(schema: type[BaseModel] = Config) -> list[str]:
+    """The dotted names of all keys, in the order of the schema: run.name, run.dir, ..."""
+    names = []
+    for name, field in schema.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            names += [f"{name}.{below}" for below in known_keys(kind)]
+        else:
+            names.append(name)
+    return names
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; name a TOML file") from None
+    except FileNotFoundError:
+        raise ConfigError(_missing(path)) from None
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path} cannot be read: {reason}") from None
+    if len(content) > _LARGEST_FILE:
+        raise ConfigError(f"{path} is larger than 1 MiB; name a configuration in TOML")
+    return content
+
+
+def _missing(path: Path) -> str:
+    if str(path).startswith("-"):
+        return f"{path} stands where the configuration file belongs; put the file first"
+    return f"{path} does not exist; name a configuration in TOML"
+
+
+def _parse_toml(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        return tomli.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line}: not UTF-8; save the file as UTF-8") from None
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(f"{path}, {_syntax(error)}") from None
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond all bounds
+        reason = str(error).partition(";")[0]
+        raise ConfigError(f"{path}: no valid TOML: {reason}") from None
+
+
+def _syntax(error: tomli.TOMLDecodeError) -> str:
+    line = error.doc.split("\n")[error.lineno - 1].strip()
+    hint = f" ({_SYNTAX_HINTS[error.msg]})" if error.msg in _SYNTAX_HINTS else ""
+    place_in_file = f"line {error.lineno}, column {error.colno}"
+    return f"{place_in_file}: no valid TOML: {error.msg}{hint}: {shorten(line)}"
+
+
+def _named_after(path: Path, config: Config) -> Config:
+    """`config` with the file's stem as the name of the run."""
+    try:
+        run = RunSection.model_validate({**config.run.model_dump(), "name": path.stem})
+    except ValidationError:
+        raise ConfigError(
+            f"{path}: the file's name cannot name the run; set run.name, such as --run.name=my-run"
+        ) from None
+    return config.model_copy(update={"run": run})
+
+
+def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[Keys, object]]:
+    """Every value of nested tables and lists that is neither, with the keys that lead to it.
+
+    A file may nest deeper than Python calls itself.
+    """
+    waiting: list[tuple[Keys, object]] = [((), table)]
+    while waiting:
+        keys, node = waiting.pop()
+        if isinstance(node, dict):
+            waiting += [((*keys, key), below) for key, below in node.items()]
+        elif isinstance(node, list):
+            waiting += [((*keys, index), below) for index, below in enumerate(node)]
+        else:
+            yield keys, node
+
+
+def _refuse_unportable(keys: Keys, value: object, origin: str) -> None:
+    """Refuses what Python's types take but files, tensors and other readers of TOML do not.
+
+    TOML's text is UTF-8 (an argument's undecodable bytes reach Python as lone surrogates), and its
+    integers have 64 bits (https://toml.io/en/v1.0.0#integer).
+    """
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{origin}: {dotted(keys)} must not hold a null character")
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        raise ConfigError(f"{origin}: {dotted(keys)} must be valid UTF-8")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{origin}: {dotted(keys)} must be a number of at most 64 bits")
+
+
+def _explain(
+    error: ValidationError, path: Path, given: Sequence[Override], known: Sequence[str]
+) -> str:
+    first, *others = error.errors(include_url=False)
+    origin = _origin(path, given, first["loc"])
+    hint = ""
+    if first["type"] == "string_type" and origin.startswith("--"):
+        name, _, text = origin.partition("=")
+        hint = f"; with the shell's quotes around TOML's: {name}='\"{text}\"'"
+    more = f" (and {len(others)} more)" if others else ""
+    return f"{origin}: {describe(first, known)}{hint}{more}"
+
+
+def _origin(path: Path, given: Sequence[Override], keys: Keys) -> str:
+    """Where the value at `keys` was given; for a table, the file and all that changes the table."""
+    for override in given:
+        if override.keys == keys[: len(override.keys)]:
+            return override.argument
+    inside = [override.argument for override in given if override.keys[: len(keys)] == keys]
+    return " ".join([str(path), "with", *inside]) if inside else str(path)

@@ -1,0 +1,229 @@
+"""What a run can be asked to do: one typed, strict, frozen section per TOML table.
+
+A field's docstring is its documentation: `kempner config schema` prints it, and an error that
+names the key quotes the bound. A field exists only if code obeys it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A frozen table: unknown keys, and values of a neighbouring type, are refused."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+
+class RunSection(Section):
+    """Where the run's record lives: `<dir>/<name>/`."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    """Name of the run's directory; the configuration file's stem when left out."""
+    dir: Text = "runs"
+    """Folder that holds the runs; relative to the working directory."""
+
+
+class ModelSection(Section):
+    """Sizes of a decoder-only transformer of the Llama family."""
+
+    dim: PositiveInt = 256
+    """Width of the residual stream."""
+    n_layers: PositiveInt = 4
+    """Number of transformer blocks."""
+    n_heads: PositiveInt = 4
+    """Number of query heads."""
+    n_kv_heads: PositiveInt | None = None
+    """Number of key and value heads (grouped-query attention); n_heads when left out."""
+    head_dim: PositiveInt | None = None
+    """Width of one head; dim / n_heads when left out."""
+    ffn_dim: PositiveInt | None = None
+    """Width of the SwiGLU layer; when left out, 8/3 of dim rounded up to a multiple of 256."""
+    vocab_size: PositiveInt | None = None
+    """Number of token ids; the vocabulary of data.dataset_path's index when left out."""
+    max_seq_len: PositiveInt = 4096
+    """Longest sequence that the rotary position table covers."""
+    rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary position frequencies."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of RMSNorm."""
+    tie_embeddings: bool = False
+    """Use the token embedding as the output projection, too."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability of dropping an element of each residual branch."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.n_heads % (self.n_kv_heads or self.n_heads):
+            raise ValueError(
+                f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}"
+            )
+        if self.head_dim is None and self.dim % self.n_heads:
+            raise ValueError(
+                f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or head_dim be given"
+            )
+        if (self.head_dim or self.dim // self.n_heads) % 2:
+            raise ValueError("the head width must be even: rotary positions turn pairs")
+        return self
+
+
+class TrainSection(Section):
+    """The step: how much data, how long, in which precision."""
+
+    max_steps: PositiveInt = 1000
+    """Number of optimizer steps in the whole run."""
+    global_batch_size: PositiveInt = 8
+    """Sequences per step over all ranks; fixed whatever the world size."""
+    micro_batch_size: PositiveInt = 1
+    """Sequences per forward and backward on one rank; accumulation follows from it."""
+    seq_len: PositiveInt = 1024
+    """Tokens per sequence."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the initial weights, the sample order and dropout."""
+    clip_grad_norm: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type; auto is bfloat16 on CUDA and float32 on CPU. Master weights are float32."""
+    deterministic: bool = False
+    """Allow only deterministic kernels (CUDA; on CPU they are deterministic anyway)."""
+    log_samples: bool = False
+    """Write the global ids of every consumed sample to samples/, one line a step and rank."""
+    threads: PositiveInt | None = None
+    """Threads for one rank's CPU kernels; results are bit-identical only for the same number.
+    OMP_NUM_THREADS, or the rank's share of the machine's cores, when left out."""
+
+
+class OptimizerSection(Section):
+    """The optimizer; its learning rate is the schedule's peak."""
+
+    name: Literal["adamw"] = "adamw"
+    """Which optimizer."""
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """Decay rates of AdamW's two moments."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay; applied to matrices, not to norms."""
+
+
+class SchedulerSection(Section):
+    """The learning rate as a pure function of the step."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape after the warm-up; wsd is warm-up, stable, decay."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up from 0 to the peak; a shorter run does not reach it."""
+    decay_steps: PositiveInt | None = None
+    """wsd: steps of linear decay at the end; a tenth of train.max_steps when left out."""
+    min_lr_ratio: Fraction = 0.0
+    """Final learning rate as a fraction of the peak (cosine, linear, wsd)."""
+
+
+class DataSection(Section):
+    """The tokens: a directory that `kempner prepare` wrote."""
+
+    dataset_path: Text = "data/train"
+    """Directory with index.json and its token files."""
+    num_dataloader_workers: NonNegativeInt = 0
+    """Loader processes per rank; 0 reads in the rank itself."""
+    num_shards_per_rank: PositiveInt = 64
+    """Token files that one rank keeps open at once, shared among its loader workers."""
+
+
+class DistributedSection(Section):
+    """How the ranks reach each other."""
+
+    interface: Text | None = None
+    """Network interface for Gloo and NCCL; left to the environment when left out."""
+    timeout: PositiveFloat = 1800.0
+    """Seconds after which a collective that waits for a peer fails."""
+
+
+class CheckpointSection(Section):
+    """Where, how often and how many."""
+
+    dir: Text | None = None
+    """Folder of the checkpoints; checkpoints/ in the run's directory when left out."""
+    interval: PositiveInt = 500
+    """Steps between checkpoints."""
+    async_save: bool = True
+    """Write in the background while training goes on."""
+    keep_last: Annotated[int, Field(ge=2)] = 3
+    """Newest checkpoints to keep; at least 2, since the last may turn out to be damaged."""
+    max_failures: PositiveInt = 3
+    """Saves that may fail in a row before the run ends with exit code 74."""
+    accept_changes: list[Literal["data", "seed"]] = []
+    """What may differ from the checkpoint at a resume; anything else that differs is refused."""
+
+
+class SuperviseSection(Section):
+    """The daemon that launches and follows the ranks."""
+
+    stop_grace: PositiveFloat = 600.0
+    """Seconds that ranks get to commit and leave after a stop was asked for, then they are killed.
+    A second Ctrl-C within two seconds does not wait for it."""
+    crash_grace: NonNegativeFloat = 5.0
+    """Seconds that the others get to leave by themselves after one rank failed."""
+
+
+class MetricsSection(Section):
+    """What is recorded while training."""
+
+    log_interval: PositiveInt = 1
+    """Steps between lines of metrics.jsonl."""
+
+
+class EvalSection(Section):
+    """Loss on held-out data."""
+
+    interval: PositiveInt | None = None
+    """Steps between evaluations; never when left out. The last step is always evaluated then."""
+    dataset_path: Text | None = None
+    """Directory of the held-out tokens, as written by `kempner prepare`."""
+    max_batches: PositiveInt = 8
+    """Global batches per evaluation; fewer if the data has fewer."""
+
+    @model_validator(mode="after")
+    def _needs_data(self) -> Self:
+        if self.interval is not None and self.dataset_path is None:
+            raise ValueError("interval needs dataset_path, the held-out tokens")
+        return self
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    data: DataSection = DataSection()
+    distributed: DistributedSection = DistributedSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    supervise: SuperviseSection = SuperviseSection()
+    metrics: MetricsSection = MetricsSection()
+    eval: EvalSection = EvalSection()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.train.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"train.seq_len={self.train.seq_len} exceeds "
+                f"model.max_seq_len={self.model.max_seq_len}"
+            )
+        return self

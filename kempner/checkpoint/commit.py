@@ -1,0 +1,45 @@
+"""The sequence that makes a written folder a checkpoint. Its order is the promise:
+
+    manifest written and fsynced -> folder fsynced -> fence -> step-<s> by rename -> parent fsynced
+    -> fence -> `latest` swapped by rename -> parent fsynced
+
+A crash after any of these leaves either the previous commit or the new one as the newest, never a
+torn one; and an attempt that was superseded changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kempner.checkpoint.layout import MANIFEST, CheckpointFolder
+from kempner.checkpoint.manifest import Manifest, encode
+from kempner.run.attempts import Fence
+from kempner.run.files import fsync_directory, write_durable
+
+
+def commit(
+    folder: CheckpointFolder,
+    written: Path,
+    manifest: Manifest,
+    fence: Fence,
+    report: Callable[[str], None],
+) -> Path:
+    """Turn `written`, whose data files are durable, into the newest checkpoint; return its path.
+
+    A checkpoint of the same step that is already there was left by a branch that a fallback
+    abandoned: it is set aside first, and `report` gets a sentence. Raises `SupersededError` if a
+    newer attempt owns the run, and `OSError`.
+    """
+    step, attempt = manifest.position.step, fence.attempt
+    write_durable(written / MANIFEST, encode(manifest))
+    fsync_directory(written)
+    fence.check()
+    if folder.step(step).exists():
+        aside = folder.set_aside(step, "abandoned", attempt.number)
+        report(f"step {step} was committed before; the earlier checkpoint is now {aside.name}")
+    written.rename(folder.step(step))
+    fsync_directory(folder.path)
+    fence.check()
+    folder.point_latest(step, unique=f"a{attempt.number}-{attempt.nonce}")
+    return folder.step(step)

@@ -1,0 +1,101 @@
+"""Names in the checkpoint folder, and what each of them means.
+
+    step-00000120                      committed, if its manifest says so
+    latest -> step-00000120            the newest commit of the live branch
+    .step-00000120.a3-9f1c22ab         in progress, by attempt 3
+    step-00000120.abandoned-a4         a commit that attempt 4 made again after a fallback
+    step-00000120.damaged-a4           a commit that attempt 4 found damaged
+
+Anything else belongs to somebody else, and is never read, moved or deleted.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kempner.run.files import fsync_directory
+
+LATEST = "latest"
+MANIFEST = "manifest.json"
+
+_STEP = re.compile(r"step-(\d{8,})")
+_IN_PROGRESS = re.compile(r"\.step-\d{8,}\.a(\d+)-[0-9a-f]+")
+
+
+def step_name(step: int) -> str:
+    """The name of a committed checkpoint."""
+    return f"step-{step:08d}"
+
+
+def in_progress_name(step: int, attempt: int, nonce: str) -> str:
+    """The name of a checkpoint that is being written; `nonce` is hexadecimal."""
+    return f".{step_name(step)}.a{attempt}-{nonce}"
+
+
+def dying_name(step: int, nonce: str) -> str:
+    """The name of a checkpoint whose deletion has begun; the next attempt finishes it."""
+    return in_progress_name(step, 0, nonce)
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a committed checkpoint's name, or None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """The folder that holds a run's checkpoints."""
+
+    path: Path
+
+    def step(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, or will be."""
+        return self.path / step_name(step)
+
+    def committed(self) -> list[int]:
+        """Steps that have a manifest, ascending. Whether it verifies is another question."""
+        if not self.path.is_dir():
+            return []
+        steps = (parse_step(entry.name) for entry in self.path.iterdir())
+        return sorted(s for s in steps if s is not None and (self.step(s) / MANIFEST).is_file())
+
+    def latest(self) -> int | None:
+        """The step that `latest` names, or None if it is absent or names no step of ours.
+
+        The link's text decides, not what it resolves to: a link that points out of this folder is
+        not followed.
+        """
+        try:
+            return parse_step(str((self.path / LATEST).readlink()))
+        except OSError:
+            return None
+
+    def point_latest(self, step: int, unique: str) -> None:
+        """Swap `latest` to `step` by an atomic rename, durably."""
+        temporary = self.path / f".{LATEST}.{unique}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(step_name(step))
+        temporary.replace(self.path / LATEST)
+        fsync_directory(self.path)
+
+    def leftovers(self, before_attempt: int) -> list[Path]:
+        """In-progress folders of attempts below `before_attempt`: nobody will finish them."""
+        if not self.path.is_dir():
+            return []
+        matches = ((entry, _IN_PROGRESS.fullmatch(entry.name)) for entry in self.path.iterdir())
+        return sorted(entry for entry, m in matches if m and int(m[1]) < before_attempt)
+
+    def set_aside(self, step: int, why: str, attempt: int) -> Path:
+        """Rename a checkpoint out of the way, to `step-<s>.<why>-a<attempt>`; return its new path.
+
+        `why` is "abandoned" or "damaged". The caller fsyncs the folder.
+        """
+        name = f"{step_name(step)}.{why}-a{attempt}"
+        target, again = self.path / name, 1
+        while target.exists():
+            again += 1
+            target = self.path / f"{name}.{again}"
+        return self.step(step).rename(target)

@@ -1,0 +1,254 @@
+"""`CheckpointManager`: saves in the background, commits, and finds the way back.
+
+Every method is called on every rank, in the same order. The process group is used for nothing
+else: the background half of a save talks on it while training goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+from torch.optim import Optimizer
+
+from kempner.checkpoint import commit, retention, state
+from kempner.checkpoint.compatibility import judge
+from kempner.checkpoint.layout import CheckpointFolder, in_progress_name
+from kempner.checkpoint.manifest import FileEntry, Identity, Manifest, Position, read
+from kempner.checkpoint.selection import choose
+from kempner.checkpoint.verify import Damage, verify_files
+from kempner.checkpoint.writer import CommittingWriter
+from kempner.run.attempts import Fence, SupersededError
+from kempner.run.exit_codes import DataError
+from kempner.run.logs import logger
+
+T = TypeVar("T")
+
+
+_STAGING = StagingOptions(
+    use_pinned_memory=False,
+    use_shared_memory=False,
+    use_async_staging=True,
+    use_non_blocking_copy=False,
+)
+
+
+class Recorder(Protocol):
+    """Takes an event for the run's ledger; only rank 0's calls need go anywhere."""
+
+    def __call__(self, event: str, **fields: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Save:
+    position: Position
+    path: Path
+    staged: Future[None]
+    committed: Future[None]
+
+
+class CheckpointManager:
+    """Saves and restores a model and its optimizer below one folder.
+
+    `identity` says what a checkpoint must have in common with the run, `fence` which attempt is
+    writing, `group` is a Gloo group of its own over all ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        identity: Identity,
+        fence: Fence,
+        group: dist.ProcessGroup,
+        keep_last: int,
+        background: bool = True,
+        record: Recorder = lambda event, **fields: None,
+    ) -> None:
+        self._folder = CheckpointFolder(folder)
+        self._model, self._optimizer = model, optimizer
+        self._identity, self._fence, self._group = identity, fence, group
+        self._keep_last, self._background, self._record = keep_last, background, record
+        self._rank = dist.get_rank(group)
+        self._stager = DefaultStager(_STAGING)
+        self._in_flight: _Save | None = None
+        self._saves = 0
+        self.failed_in_a_row = 0
+        """Saves that failed since the last commit."""
+        self.committed_step: int | None = None
+        """Step of the newest commit of this run that this rank knows of."""
+
+    def restore(self, accept: Collection[str] = ()) -> Position | None:
+        """Load the newest checkpoint that verifies; None if the run has none.
+
+        A damaged one is set aside, never deleted. Raises `DataError` if what there is cannot be
+        used: damaged throughout, or made with another model, other data or another seed (unless
+        `accept` names "data" or "seed").
+        """
+        if self._rank == 0:
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+            for leftover, error in retention.sweep(self._folder, self._fence.attempt.number):
+                logger().warning("cannot delete a leftover", path=str(leftover), error=str(error))
+        while (step := self._told_by_rank_0(self._choose)) is not None:
+            damages = self._verify_together(step)
+            if not damages:
+                return self._load(step, accept)
+            self._told_by_rank_0(partial(self._reject, step, damages))
+        if link := self._told_by_rank_0(self._folder.latest):
+            raise DataError(
+                f"no checkpoint in {self._folder.path} verifies, although `latest` names step "
+                f"{link}; to start over from step 0, remove that link"
+            )
+        return None
+
+    def save(self, position: Position) -> None:
+        """Start to save the state as of `position`; the previous save is waited for."""
+        self.join()
+        self._saves += 1
+        attempt = self._fence.attempt
+        unique = hashlib.blake2b(f"{attempt.nonce}.{self._saves}".encode(), digest_size=4)
+        name = in_progress_name(position.step, attempt.number, unique.hexdigest())
+        path = self._folder.path / name
+        started = time.monotonic()
+        response = async_save(
+            state.capture(self._model, self._optimizer),
+            storage_writer=CommittingWriter(
+                path, self._rank, lambda files: self._commit(path, position, files, started)
+            ),
+            process_group=self._group,
+            async_stager=self._stager,
+        )
+        assert isinstance(response, AsyncSaveResponse)  # what DCP returns for an async stager
+        self._in_flight = _Save(
+            position, path, response.staging_completion, response.upload_completion
+        )
+        if not self._background:
+            self.join()
+
+    def release_staging(self) -> None:
+        """Wait until the copy of the state is out; call it before anything writes the state."""
+        if self._in_flight is not None:
+            wait([self._in_flight.staged])  # its failure, if any, is the save's, and join tells
+
+    def poll(self) -> None:
+        """Take note of a save that has ended; never waits."""
+        if self._in_flight is not None and self._in_flight.committed.done():
+            self.join()
+
+    def join(self) -> None:
+        """Wait for the save in flight and take note of how it ended.
+
+        A failure is logged and counted; raises `SupersededError` if a newer attempt owns the run.
+        """
+        if self._in_flight is None:
+            return
+        save, self._in_flight = self._in_flight, None
+        error = save.committed.exception()
+        if error is None:
+            self.committed_step, self.failed_in_a_row = save.position.step, 0
+            return
+        if not isinstance(error, CheckpointException | OSError):
+            raise error
+        self.failed_in_a_row += 1
+        self._report_failure(save, error)
+
+    def close(self) -> None:
+        """Wait for the save in flight and let the staging buffers go."""
+        self.join()
+        self._stager.close()
+
+    def _commit(
+        self, path: Path, position: Position, files: Mapping[str, FileEntry], started: float
+    ) -> None:
+        attempt = self._fence.attempt.number
+        manifest = Manifest(position, self._identity, attempt, time.time(), files)
+        commit.commit(self._folder, path, manifest, self._fence, logger().warning)
+        seconds = round(time.monotonic() - started, 3)
+        size = sum(entry.bytes for entry in files.values())
+        logger().info("checkpoint committed", step=position.step, seconds=seconds, bytes=size)
+        self._record("checkpoint_committed", step=position.step, seconds=seconds, bytes=size)
+        for step, error in retention.prune(self._folder, self._keep_last):
+            logger().warning("cannot delete an old checkpoint", step=step, error=str(error))
+
+    def _report_failure(self, save: _Save, error: BaseException) -> None:
+        failures: dict[int, BaseException] = {self._rank: error}
+        if isinstance(error, CheckpointException):
+            failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
+        for failure in failures.values():
+            if isinstance(failure, SupersededError):
+                raise failure
+        step = save.position.step
+        reasons = {f"rank {rank}": str(failure) for rank, failure in sorted(failures.items())}
+        if self._rank == 0:
+            logger().warning("checkpoint failed; the last one is intact", step=step, **reasons)
+            self._record("checkpoint_failed", step=step, reasons=reasons)
+            retention.discard(save.path)
+
+    def _choose(self) -> int | None:
+        return choose(self._folder.committed(), self._folder.latest())
+
+    def _verify_together(self, step: int) -> list[Damage]:
+        path, size = self._folder.step(step), dist.get_world_size(self._group)
+        try:
+            manifest = read(path)
+            mine = sorted(manifest.files)[self._rank :: size]
+            found = verify_files(path, manifest, mine)
+        except DataError as error:
+            found = [Damage("manifest.json", str(error))]
+        gathered: list[list[Damage]] = [[] for _ in range(size)]
+        dist.all_gather_object(gathered, found, group=self._group)
+        return [damage for damages in gathered for damage in damages]
+
+    def _reject(self, step: int, damages: list[Damage]) -> None:
+        aside = self._folder.set_aside(step, "damaged", self._fence.attempt.number)
+        found = [str(damage) for damage in damages[:10]]
+        logger().warning("checkpoint is damaged", step=step, kept_as=aside.name, damage=found)
+        self._record("checkpoint_damaged", step=step, kept_as=aside.name, damage=found)
+
+    def _load(self, step: int, accept: Collection[str]) -> Position:
+        path = self._folder.step(step)
+        manifest = read(path)
+        judgement = judge(manifest.identity, self._identity, accept)
+        if judgement.refusals:
+            raise DataError(f"cannot go on from {path}: {'; '.join(judgement.refusals)}")
+        reader = FileSystemReader(path)
+        metadata = reader.read_metadata()
+        saved = state.saved_optimizer_tensors(metadata)
+        state.create_optimizer_state(self._model, self._optimizer, saved)
+        table = state.capture(self._model, self._optimizer)
+        state.check_shapes(table, metadata)
+        load(table, storage_reader=reader, process_group=self._group)
+        self.committed_step = step
+        self._told_by_rank_0(lambda: self._go_on_from(step, judgement.remarks))
+        return manifest.position
+
+    def _go_on_from(self, step: int, remarks: Collection[str]) -> None:
+        if self._folder.latest() != step:
+            self._fence.check()
+            attempt = self._fence.attempt
+            self._folder.point_latest(step, unique=f"a{attempt.number}-{attempt.nonce}")
+        for remark in remarks:
+            logger().warning(remark)
+        self._record("resumed", step=step)
+
+    def _told_by_rank_0(self, answer: Callable[[], T]) -> T:
+        """What only one process may ask of the file system, asked by rank 0 for all."""
+        box: list[T | None] = [answer() if self._rank == 0 else None]
+        dist.broadcast_object_list(box, group_src=0, group=self._group)
+        told: T = box[0]  # type: ignore[assignment]  # None only where T allows it
+        return told

@@ -1,0 +1,77 @@
+"""The state as a flat table of tensors, and back.
+
+Keys are `model.<parameter>` and `optimizer.<parameter>.<entry>`. Hyper-parameters are not among
+them: they follow from the configuration and the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from kempner.run.exit_codes import DataError
+
+_OPTIMIZER = "optimizer."
+
+
+def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """References to every tensor of the state (no copies); sharded ones as DTensors."""
+    table = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            table[f"{_OPTIMIZER}{name}.{entry}"] = value
+    return table
+
+
+def create_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, TensorStorageMetadata]
+) -> None:
+    """Give the optimizer empty state of the saved shapes, for a load to fill.
+
+    A fake step, the usual way to get there, would move counters. Raises `DataError` if the
+    checkpoint has state for a parameter that the model lacks.
+    """
+    parameters = dict(model.named_parameters())
+    on_device = {
+        id(parameter): bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    optimizer.state.clear()
+    for key, metadata in saved.items():
+        name, _, entry = key.removeprefix(_OPTIMIZER).rpartition(".")
+        if name not in parameters:
+            raise DataError(f"the checkpoint has {key}, but the model has no parameter {name}")
+        parameter = parameters[name]
+        dtype = metadata.properties.dtype
+        if metadata.size == parameter.shape:
+            value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        else:
+            device = parameter.device if on_device[id(parameter)] else torch.device("cpu")
+            value = torch.zeros(metadata.size, dtype=dtype, device=device)
+        optimizer.state[parameter][entry] = value
+
+
+def saved_optimizer_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """The optimizer's share of a checkpoint's metadata."""
+    return {
+        key: value
+        for key, value in metadata.state_dict_metadata.items()
+        if key.startswith(_OPTIMIZER) and isinstance(value, TensorStorageMetadata)
+    }
+
+
+def check_shapes(table: Mapping[str, Tensor], metadata: Metadata) -> None:
+    """Raise `DataError` unless the checkpoint holds just these tensors, by name and shape."""
+    saved = metadata.state_dict_metadata
+    if missing := sorted(table.keys() ^ saved.keys()):
+        where = "checkpoint" if missing[0] in table else "model"
+        raise DataError(f"{missing[0]} is missing in the {where} ({len(missing)} names differ)")
+    for key, tensor in table.items():
+        entry = saved[key]
+        if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.shape:
+            raise DataError(f"{key} has shape {tuple(tensor.shape)}, the checkpoint's differs")

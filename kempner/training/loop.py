@@ -1,0 +1,147 @@
+"""The step loop. It reads from top to bottom; everything else serves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch.optim import Optimizer
+
+from kempner.checkpoint.manager import CheckpointManager, Recorder
+from kempner.checkpoint.manifest import Position
+from kempner.config.sections import Config
+from kempner.data.loader import Feed, MicroBatch, StepBatch
+from kempner.model.transformer import Transformer
+from kempner.run.exit_codes import CheckpointWriteError, ExitCode
+from kempner.run.logs import logger
+from kempner.training.council import Council, Wish
+from kempner.training.distributed import Ranks
+from kempner.training.evaluation import Evaluation
+from kempner.training.optimizer import update
+from kempner.training.schedule import learning_rate
+from kempner.training.shutdown import ShutdownHandler
+from kempner.training.step import accumulate, weightless
+from kempner.training.telemetry import Telemetry
+
+
+@dataclass
+class Training:
+    """Everything the loop needs, ready to go; `position` moves with every step."""
+
+    config: Config
+    ranks: Ranks
+    model: Transformer
+    optimizer: Optimizer
+    feed: Feed
+    council: Council
+    shutdown: ShutdownHandler
+    checkpoints: CheckpointManager
+    evaluation: Evaluation
+    telemetry: Telemetry
+    record: Recorder
+    position: Position
+
+    def wish(self, void: bool = False) -> Wish:
+        """What this rank wants at this moment."""
+        self.checkpoints.poll()
+        return Wish(self.shutdown.wish(), void, self.checkpoints.failed_in_a_row)
+
+    def no_data(self) -> list[MicroBatch]:
+        """A step's worth of rows that weigh nothing."""
+        train = self.config.train
+        return weightless(self.feed.micro_steps, train.micro_batch_size, train.seq_len)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        config = self.config
+        return learning_rate(step, config.optimizer.lr, config.train.max_steps, config.scheduler)
+
+
+def train(run: Training) -> ExitCode:
+    """Train to the last step or until the ranks agree to stop; either way, commit and say how."""
+    last = run.config.train.max_steps
+    verdict = evaluate_if_due(run)  # again, if the run was stopped in the middle of it
+    while run.position.step < last and not verdict.stop:
+        step = run.position.step + 1
+        batch = run.feed.take(give_up=run.shutdown.should_shutdown)
+        ballot = run.council.open(run.wish(void=batch is None))
+        loss = accumulate(
+            run.model,
+            batch.micro if batch is not None else run.no_data(),
+            device=run.ranks.device,
+            seed=run.config.train.seed,
+            step=step,
+            data_rank=run.ranks.world.rank,
+        )
+        run.checkpoints.release_staging()
+        verdict = ballot.close()
+        if verdict.void or batch is None:
+            break  # a rank had no data: the step did not happen, on any rank
+        norm = update(run.model, run.optimizer, run.rate(step), run.config.train.clip_grad_norm)
+        run.position = advance(run, batch)
+        run.telemetry.record(run.position, loss, norm, run.rate(step), batch.samples)
+        if save_is_due(run, verdict):
+            run.checkpoints.save(run.position)
+        if not verdict.stop:
+            verdict = evaluate_if_due(run)
+    return leave(run, verdict)
+
+
+def advance(run: Training, batch: StepBatch) -> Position:
+    """Where the run stands after a step on `batch`."""
+    train, position = run.config.train, run.position
+    return replace(
+        position,
+        step=position.step + 1,
+        cursor=batch.cursor_after,
+        tokens=position.tokens + train.global_batch_size * train.seq_len,
+    )
+
+
+def save_is_due(run: Training, verdict: Wish) -> bool:
+    """Whether to save after this step: at the interval, and again where the last save failed.
+
+    Raises `CheckpointWriteError`, on all ranks alike, when saves keep failing.
+    """
+    if verdict.failed_saves >= run.config.checkpoint.max_failures:
+        raise CheckpointWriteError(
+            f"{verdict.failed_saves} checkpoints in a row could not be written; the last good one "
+            "is intact. Look for a full disk or quota in the warnings above, then start again"
+        )
+    on_interval = run.position.step % run.config.checkpoint.interval == 0
+    return not verdict.stop and (on_interval or verdict.failed_saves > 0)
+
+
+def evaluate_if_due(run: Training) -> Wish:
+    """Evaluate where the interval says so; the verdict of its last vote."""
+    if not run.evaluation.due(run.position.step):
+        return Wish()
+    result = run.evaluation.run(run.model, run.ranks, run.council, run.wish)
+    if result.loss is not None:
+        run.telemetry.evaluated(run.position, result.loss)
+    return result.verdict
+
+
+def leave(run: Training, verdict: Wish) -> ExitCode:
+    """Commit the state of the last step, say why the run ends, and part from the others.
+
+    Raises `CheckpointWriteError` if the state cannot be committed.
+    """
+    step = run.position.step
+    run.checkpoints.join()
+    if step > 0 and run.checkpoints.committed_step != step:
+        run.checkpoints.save(run.position)
+        run.checkpoints.join()
+        if run.checkpoints.committed_step != step:
+            raise CheckpointWriteError(
+                f"the checkpoint of step {step} could not be written; the last good one is intact"
+            )
+    run.checkpoints.close()
+    name, words = "completed", f"completed {step} steps"
+    if verdict.stop:
+        name, words = "stopped", f"stopped after step {step}; start again to go on"
+    logger().info(name, step=step, reason=verdict.stop.name)
+    run.record(name, step=step, reason=verdict.stop.name)
+    run.telemetry.say(words)
+    run.telemetry.close()
+    run.ranks.farewell()
+    return ExitCode.STOPPED if verdict.stop else ExitCode.COMPLETED

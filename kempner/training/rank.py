@@ -1,0 +1,304 @@
+"""The life of a rank: find its place, build everything, train, leave with the right code."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+import kempner
+from kempner.checkpoint.manager import CheckpointManager, Recorder
+from kempner.checkpoint.manifest import Identity, Position
+from kempner.cluster.world import World, discover
+from kempner.config.loading import digest, dumps
+from kempner.config.sections import Config
+from kempner.data.index import fingerprint
+from kempner.data.loader import Feed
+from kempner.data.tokens import Corpus
+from kempner.model.sharding import build_model
+from kempner.model.sizes import Shape, flops_per_token
+from kempner.run import ledger
+from kempner.run.attempts import Attempt, Fence, begin_attempt
+from kempner.run.exit_codes import DataError, ExitCode, PeersLostError, RunError, UsageError
+from kempner.run.files import replace_durable
+from kempner.run.launch import Launch
+from kempner.run.layout import RunDirectory
+from kempner.run.logs import logger, open_log
+from kempner.training.council import Council
+from kempner.training.display import open_display
+from kempner.training.distributed import Ranks, connect
+from kempner.training.evaluation import Evaluation
+from kempner.training.loop import Training, train
+from kempner.training.optimizer import build_optimizer
+from kempner.training.shutdown import ShutdownHandler, follow_parent
+from kempner.training.telemetry import Telemetry, peak_flops
+
+_PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Read error",
+    "Timed out waiting",
+    "Socket Timeout",
+)
+"""What Gloo and the store say when a peer is gone; they have no exception type for it."""
+
+
+def main(config: Config, shutdown: ShutdownHandler) -> NoReturn:
+    """Run this process as one rank and end it; the exit code says how it went."""
+    try:
+        code = run_rank(config, shutdown)
+    except RunError as error:
+        logger().error(str(error))
+        code = error.code
+    except Exception as error:  # noqa: BLE001 - the process ends here, with a code for the cause
+        logger().exception("unexpected exception")
+        code = classify(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a daemon thread in native code, Gloo's destructors or a loader worker that is
+    # stuck on storage could turn a clean end into an abort or a hang.
+    os._exit(code)
+
+
+def classify(error: BaseException) -> ExitCode:
+    """The exit code for an exception that nobody expected: a lost peer, or a crash of our own."""
+    lost = isinstance(error, PeersLostError | torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_GONE)
+    )
+    return ExitCode.PEERS_LOST if lost else ExitCode.CRASHED
+
+
+def run_rank(config: Config, shutdown: ShutdownHandler) -> ExitCode:
+    """Connect, build, resume, train. Raises `RunError` for what a person can mend."""
+    launch = Launch.from_environment(os.environ)
+    if launch is not None:
+        follow_parent(launch.supervisor_pid)
+    world = _find_place()
+    torch.set_num_threads(thread_count(config, world))
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    run = RunDirectory(Path(config.run.dir) / str(config.run.name))
+    ranks = connect(world, config)
+    shutdown.join_group()
+    attempt = _agree_on_attempt(run, ranks, launch)
+    open_log(run.log(attempt.number, world.rank), attempt=attempt.number, rank=world.rank)
+    training = build(config, run, ranks, attempt, shutdown)
+    try:
+        return train(training)
+    finally:
+        training.telemetry.close()
+        training.feed.close()
+
+
+def build(
+    config: Config, run: RunDirectory, ranks: Ranks, attempt: Attempt, shutdown: ShutdownHandler
+) -> Training:
+    """Everything the loop needs, with the state of the newest checkpoint."""
+    corpus = Corpus.open(Path(config.data.dataset_path), max_open=config.data.num_shards_per_rank)
+    vocab_size = _vocabulary(config, corpus)
+    shape = Shape.of(config.model, vocab_size)
+    model = build_model(config, vocab_size, ranks.device, ranks.mesh)
+    optimizer = build_optimizer(model, config.optimizer)
+    record = _recorder(run, ranks.world, attempt)
+    checkpoints = CheckpointManager(
+        Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints,
+        model,
+        optimizer,
+        identity=_identity(config, corpus, shape, ranks),
+        fence=Fence(run.attempts, attempt),
+        group=ranks.saves,
+        keep_last=config.checkpoint.keep_last,
+        background=config.checkpoint.async_save,
+        record=record,
+    )
+    if ranks.world.rank == 0:
+        _snapshot_config(config, run, attempt)
+    position = checkpoints.restore(config.checkpoint.accept_changes) or Position()
+    logger().info("ready", step=position.step, parameters=shape.parameters, **_place(ranks))
+    return Training(
+        config=config,
+        ranks=ranks,
+        model=model,
+        optimizer=optimizer,
+        feed=_open_feed(config, corpus, ranks, position),
+        council=Council(ranks.votes),
+        shutdown=shutdown,
+        checkpoints=checkpoints,
+        evaluation=_open_evaluation(config, vocab_size),
+        telemetry=_open_telemetry(config, run, ranks, attempt, shape, position),
+        record=record,
+        position=position,
+    )
+
+
+def thread_count(config: Config, world: World) -> int:
+    """Threads for CPU kernels: as configured, else OMP_NUM_THREADS, else a share of the cores."""
+    if config.train.threads is not None:
+        return config.train.threads
+    if asked := os.environ.get("OMP_NUM_THREADS", ""):
+        if not asked.isdecimal() or int(asked) == 0:
+            raise UsageError(f"OMP_NUM_THREADS={asked} is no number of threads; unset it")
+        return int(asked)
+    return max(1, len(os.sched_getaffinity(0)) // world.local_size)
+
+
+def _find_place() -> World:
+    try:
+        world = discover(os.environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if world.warning:
+        logger().warning(world.warning)
+    return world
+
+
+def _agree_on_attempt(run: RunDirectory, ranks: Ranks, launch: Launch | None) -> Attempt:
+    if launch is not None:
+        return launch.attempt
+    attempt: Attempt | None = None
+    if ranks.world.rank == 0:
+        attempt = begin_attempt(run)
+        world = ranks.world
+        ledger.record(
+            run.ledger,
+            "attempt_started",
+            attempt=attempt.number,
+            ranks=world.size,
+            launcher=world.launcher,
+        )
+    told = ranks.broadcast(attempt)
+    assert isinstance(told, Attempt)  # rank 0 made one
+    return told
+
+
+def _recorder(run: RunDirectory, world: World, attempt: Attempt) -> Recorder:
+    def record(event: str, **fields: object) -> None:
+        if world.rank == 0:
+            ledger.record(run.ledger, event, attempt=attempt.number, **fields)
+
+    return record
+
+
+def _vocabulary(config: Config, corpus: Corpus) -> int:
+    wanted, there = config.model.vocab_size, corpus.index.vocab_size
+    if wanted is not None and wanted < there:
+        raise DataError(
+            f"model.vocab_size={wanted} is too small for {config.data.dataset_path}, whose tokens "
+            f"go up to {there - 1}; leave it out or set at least {there}"
+        )
+    return wanted or there
+
+
+def _identity(config: Config, corpus: Corpus, shape: Shape, ranks: Ranks) -> Identity:
+    model = dataclasses.asdict(shape)
+    for free in ("dropout", "max_seq_len"):  # may change without touching a weight
+        del model[free]
+    return Identity(
+        world=ranks.world.size,
+        mesh=dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True)),
+        seed=config.train.seed,
+        data_fingerprint=fingerprint(corpus.index, config.train.seq_len),
+        model=model,
+        config_hash=digest(config),
+        host={
+            "device": _device_name(ranks.device),
+            "threads": torch.get_num_threads(),
+            "dtype": config.train.dtype,
+        },
+        versions={
+            "kempner": kempner.__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _place(ranks: Ranks) -> dict[str, object]:
+    world = ranks.world
+    return {
+        "pid": os.getpid(),
+        "world": world.size,
+        "local_rank": world.local_rank,
+        "host": platform.node(),
+        "device": str(ranks.device),
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        "threads": torch.get_num_threads(),
+        "launcher": world.launcher,
+    }
+
+
+def _snapshot_config(config: Config, run: RunDirectory, attempt: Attempt) -> None:
+    """Keep the configuration with the run; a changed one with the attempt that it is for."""
+    content = dumps(config).encode()
+    if not run.config.exists():
+        replace_durable(run.config, content, unique=attempt.nonce)
+    elif run.config.read_bytes() != content:
+        replace_durable(run.attempt(attempt.number) / "config.toml", content, unique=attempt.nonce)
+
+
+def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, position: Position) -> Feed:
+    return Feed(
+        corpus,
+        seq_len=config.train.seq_len,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        seed=config.train.seed,
+        rank=ranks.world.rank,
+        world=ranks.world.size,
+        cursor=position.cursor,
+        workers=config.data.num_dataloader_workers,
+        shards_open=config.data.num_shards_per_rank,
+        pin_memory=ranks.device.type == "cuda",
+    )
+
+
+def _open_evaluation(config: Config, vocab_size: int) -> Evaluation:
+    if config.eval.dataset_path is None or config.eval.interval is None:
+        return Evaluation(config, None)
+    corpus = Corpus.open(Path(config.eval.dataset_path))
+    if corpus.index.vocab_size > vocab_size:
+        raise DataError(
+            f"eval.dataset_path={config.eval.dataset_path} has {corpus.index.vocab_size} token "
+            f"ids, the model knows {vocab_size}; prepare it with the training data's tokenizer"
+        )
+    return Evaluation(config, corpus)
+
+
+def _open_telemetry(
+    config: Config,
+    run: RunDirectory,
+    ranks: Ranks,
+    attempt: Attempt,
+    shape: Shape,
+    position: Position,
+) -> Telemetry:
+    display = open_display(ranks.world.rank, position.step, config.train.max_steps)
+    if position.step > 0:
+        display.say(f"resumed at step {position.step}, sample {position.cursor}")
+    run.samples(0).parent.mkdir(parents=True, exist_ok=True)
+    telemetry = Telemetry(
+        config,
+        run,
+        attempt=attempt.number,
+        rank=ranks.world.rank,
+        flops_per_second_at_peak=peak_flops(ranks.device, ranks.world.size),
+        flops_per_token=flops_per_token(shape, config.train.seq_len),
+        display=display,
+    )
+    telemetry.start(position)
+    return telemetry

@@ -1,0 +1,115 @@
+"""What a step leaves behind: metrics, sample ids, a word on the terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kempner.checkpoint.manifest import Position
+from kempner.config.sections import Config
+from kempner.run.exit_codes import DivergedError
+from kempner.run.files import append_line
+from kempner.run.layout import RunDirectory
+from kempner.training.display import Display
+
+PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets."""
+
+
+class Telemetry:
+    """Rank 0 writes metrics.jsonl and talks to the terminal; every rank writes its samples."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        *,
+        attempt: int,
+        rank: int,
+        flops_per_second_at_peak: float | None,
+        flops_per_token: float,
+        display: Display,
+    ) -> None:
+        self._config, self._run, self._attempt, self._rank = config, run, attempt, rank
+        self._peak, self._flops_per_token = flops_per_second_at_peak, flops_per_token
+        self._display = display
+        self._logged_at, self._logged_tokens = time.monotonic(), 0
+
+    def start(self, position: Position) -> None:
+        """Count time and tokens from here."""
+        self._logged_at, self._logged_tokens = time.monotonic(), position.tokens
+
+    def record(
+        self, position: Position, loss: Tensor, norm: Tensor, rate: float, samples: Sequence[int]
+    ) -> None:
+        """Take note of a step that is done. Raises `DivergedError` if its loss is not finite.
+
+        The check needs the numbers on the host, so it comes at logged steps and before saves only.
+        """
+        step = position.step
+        if self._config.train.log_samples:
+            self._write(self._run.samples(self._rank), step=step, samples=list(samples))
+        logged = step % self._config.metrics.log_interval == 0
+        if not logged and step % self._config.checkpoint.interval:
+            return
+        loss_value, norm_value = torch.stack([loss.float(), norm.float()]).tolist()
+        if not torch.isfinite(torch.tensor([loss_value, norm_value])).all():
+            raise DivergedError(
+                f"step {step} has loss {loss_value} and gradient norm {norm_value}; nothing of it "
+                "was saved: go on from the last checkpoint with a lower optimizer.lr"
+            )
+        if logged and self._rank == 0:
+            self._log(position, loss_value, norm_value, rate)
+
+    def evaluated(self, position: Position, loss: float) -> None:
+        """Take note of a held-out loss."""
+        if self._rank == 0:
+            self._write(self._run.metrics, step=position.step, eval_loss=loss)
+            self._display.say(f"step {position.step}: held-out loss {loss:.4f}")
+
+    def say(self, sentence: str) -> None:
+        """Tell whoever watches."""
+        self._display.say(sentence)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._display.close()
+
+    def _log(self, position: Position, loss: float, norm: float, rate: float) -> None:
+        now = time.monotonic()
+        speed = (position.tokens - self._logged_tokens) / max(now - self._logged_at, 1e-9)
+        self._logged_at, self._logged_tokens = now, position.tokens
+        mfu = speed * self._flops_per_token / self._peak if self._peak else None
+        self._write(
+            self._run.metrics,
+            step=position.step,
+            loss=loss,
+            grad_norm=norm,
+            lr=rate,
+            tokens=position.tokens,
+            tokens_per_second=round(speed, 1),
+            mfu=round(mfu, 4) if mfu is not None else None,
+        )
+        self._display.step(position.step, loss, speed)
+
+    def _write(self, path: Path, **fields: Any) -> None:
+        step = fields.pop("step")
+        entry = {"step": step, "attempt": self._attempt, "rank": self._rank, **fields}
+        if path == self._run.metrics:
+            del entry["rank"]
+            entry["time"] = round(time.time(), 3)
+        append_line(path, json.dumps(entry))
+
+
+def peak_flops(device: torch.device, world: int) -> float | None:
+    """What the world's devices could do per second, if the device is a known one."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((world * peak for part, peak in PEAK_FLOPS.items() if part in name), None)

@@ -1,0 +1,76 @@
+"""What the end of an attempt means: a pure function of how its ranks ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kempner.run.exit_codes import ExitCode
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How a rank ended: its exit status, or minus the number of the signal that killed it.
+
+    `ended_by_us` says that the supervisor killed it.
+    """
+
+    rank: int
+    status: int
+    ended_by_us: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The supervisor's exit code, and a sentence for the person who reads it.
+
+    `culprit` is the rank that failed first, if one did.
+    """
+
+    code: ExitCode
+    reason: str
+    culprit: int | None = None
+
+
+def decide(exits: Sequence[RankExit], stop_requested: bool) -> Decision:
+    """Turn the ranks' exits, in the order in which they were seen, into the run's outcome."""
+    causes = [e for e in exits if not _harmless(e, stop_requested)]
+    if not causes and all(e.status == ExitCode.COMPLETED for e in exits):
+        return Decision(ExitCode.COMPLETED, "completed")
+    if causes:
+        first = causes[0]
+        return Decision(_code(first), f"rank {first.rank} {describe(first.status)}", first.rank)
+    if any(e.status == ExitCode.STOPPED for e in exits) or stop_requested:
+        return Decision(ExitCode.STOPPED, "stopped on request; start again to go on")
+    return Decision(ExitCode.PEERS_LOST, "the ranks lost each other")
+
+
+def failed(exit_: RankExit) -> bool:
+    """Whether the other ranks cannot go on after this exit."""
+    return exit_.status not in (ExitCode.COMPLETED, ExitCode.STOPPED)
+
+
+def describe(status: int) -> str:
+    """An exit status in words."""
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    try:
+        return f"ended with exit code {status} ({ExitCode(status).name.lower()})"
+    except ValueError:
+        return f"ended with exit code {status}"
+
+
+def _harmless(exit_: RankExit, stop_requested: bool) -> bool:
+    """Ends that follow from a stop or from another rank's end, and are no cause of their own."""
+    if exit_.status == -signal.SIGTERM and stop_requested:
+        return True  # asked to stop before its interpreter could trap the signal
+    follow = (ExitCode.COMPLETED, ExitCode.STOPPED, ExitCode.PEERS_LOST)
+    return exit_.status in follow or exit_.ended_by_us
+
+
+def _code(exit_: RankExit) -> ExitCode:
+    try:
+        return ExitCode(exit_.status)
+    except ValueError:
+        return ExitCode.CRASHED

@@ -1,0 +1,73 @@
+"""What the end of an attempt means, as a table."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from kempner.run.exit_codes import ExitCode
+from kempner.run.signals import Received
+from kempner.supervisor.policy import RankExit, decide, failed
+from kempner.supervisor.supervise import insists
+
+KILL, TERM, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
+
+
+def ends(*statuses: int, ours: tuple[int, ...] = ()) -> list[RankExit]:
+    return [RankExit(r, status, r in ours) for r, status in enumerate(statuses)]
+
+
+@pytest.mark.parametrize(
+    ("exits", "stop", "code", "words"),
+    [
+        (ends(0), False, ExitCode.COMPLETED, "completed"),
+        (ends(0, 0), True, ExitCode.COMPLETED, "completed"),
+        (ends(75, 75), True, ExitCode.STOPPED, "start again"),
+        (ends(75, 75), False, ExitCode.STOPPED, "start again"),
+        (ends(75, 76), True, ExitCode.STOPPED, "start again"),
+        (ends(TERM, 75), True, ExitCode.STOPPED, "start again"),
+        (ends(TERM, 76), False, ExitCode.CRASHED, "rank 0 was killed by SIGTERM"),
+        (ends(1, 76), False, ExitCode.CRASHED, "rank 0 ended with exit code 1 (crashed)"),
+        (ends(76, 1), False, ExitCode.CRASHED, "rank 1 ended with exit code 1 (crashed)"),
+        (ends(76, KILL), False, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
+        (ends(KILL, SEGV, ours=(0,)), False, ExitCode.CRASHED, "rank 1 was killed by SIGSEGV"),
+        (ends(75, 74), True, ExitCode.CHECKPOINT_FAILED, "rank 1 ended with exit code 74"),
+        (ends(65, 65), False, ExitCode.BAD_DATA, "rank 0 ended with exit code 65 (bad_data)"),
+        (ends(2, 76), False, ExitCode.USAGE, "rank 0"),
+        (ends(78, 78), False, ExitCode.DIVERGED, "rank 0"),
+        (ends(99, 76), False, ExitCode.CRASHED, "rank 0 ended with exit code 99"),
+        (ends(76, 76), False, ExitCode.PEERS_LOST, "lost each other"),
+        (ends(KILL, 75, ours=(0,)), True, ExitCode.STOPPED, "start again"),
+        (ends(0, 1), False, ExitCode.CRASHED, "rank 1"),
+    ],
+)
+def test_outcome(exits: list[RankExit], stop: bool, code: ExitCode, words: str) -> None:
+    decision = decide(exits, stop_requested=stop)
+    assert decision.code is code
+    assert words in decision.reason
+
+
+def test_completed_and_stopped_ranks_do_not_end_the_others() -> None:
+    assert not failed(RankExit(0, 0))
+    assert not failed(RankExit(0, 75))
+    assert failed(RankExit(0, 1))
+    assert failed(RankExit(0, KILL))
+
+
+@pytest.mark.parametrize(
+    ("received", "expected"),
+    [
+        ([], False),
+        ([("SIGINT", 1.0)], False),
+        ([("SIGINT", 1.0), ("SIGINT", 2.9)], True),
+        ([("SIGINT", 1.0), ("SIGINT", 3.1)], False),
+        ([("SIGTERM", 1.0), ("SIGTERM", 1.1)], False),
+        ([("SIGINT", 1.0), ("SIGTERM", 1.1), ("SIGINT", 2.0)], True),
+        ([("SIGINT", 1.0), ("SIGINT", 5.0), ("SIGINT", 6.0)], True),
+    ],
+)
+def test_only_a_quick_second_ctrl_c_insists(
+    received: list[tuple[str, float]], expected: bool
+) -> None:
+    assert insists([Received(signal.Signals[name], at) for name, at in received]) is expected

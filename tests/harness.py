@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kempner.data.index import INDEX_FILE, Index, Shard, Source, TokenizerIdentity
+from kempner.data.tokens import TokenWriter
 from kempner.run.attempts import read_current
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import read_lines
@@ -189,3 +193,38 @@ def manifest(checkpoint: Path) -> dict[str, Any]:
     """A manifest as plain JSON."""
     content: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text())
     return content
+
+
+def write_tokens(directory: Path, shards: Sequence[Sequence[int]]) -> Path:
+    """A prepared corpus with a token file for each sequence of byte tokens."""
+    directory.mkdir()
+    listed = []
+    for number, tokens in enumerate(shards):
+        name = f"part-{number}.tokens"
+        with TokenWriter(directory / name, "uint16") as writer:
+            writer.append(np.array(tokens, np.int64))
+            written = writer.finish()
+        listed.append(
+            Shard(
+                file=name,
+                tokens=written.tokens,
+                documents=1,
+                empty_documents=0,
+                bytes=written.bytes,
+                checksum=written.checksum,
+                source=Source(first="made up", files=1, digest="0" * 32),
+            )
+        )
+    index = Index(
+        format="kempner-tokens",
+        version=1,
+        dtype="uint16",
+        vocab_size=257,
+        eot=256,
+        tokenizer=TokenizerIdentity(kind="byte", fingerprint="byte-1"),
+        tokens=sum(map(len, shards)),
+        documents=len(shards),
+        shards=listed,
+    )
+    (directory / INDEX_FILE).write_bytes(index.to_bytes())
+    return directory

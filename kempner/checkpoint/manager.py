@@ -88,8 +88,7 @@ class CheckpointManager:
         self._stager = DefaultStager(_STAGING)
         self._in_flight: _Save | None = None
         self._saves = 0
-        self.failed_in_a_row = 0
-        """Saves that failed since the last commit."""
+        self._failed_in_a_row = 0
         self.committed_step: int | None = None
         """Step of the newest commit of this run that this rank knows of."""
 
@@ -160,12 +159,17 @@ class CheckpointManager:
         save, self._in_flight = self._in_flight, None
         error = save.committed.exception()
         if error is None:
-            self.committed_step, self.failed_in_a_row = save.position.step, 0
+            self.committed_step, self._failed_in_a_row = save.position.step, 0
             return
         if not isinstance(error, CheckpointException | OSError):
             raise error
-        self.failed_in_a_row += 1
+        self._failed_in_a_row += 1
         self._report_failure(save, error)
+
+    @property
+    def settled_failures(self) -> int:
+        """Saves that failed since the last commit; 0 while another one is under way."""
+        return self._failed_in_a_row if self._in_flight is None else 0
 
     def close(self) -> None:
         """Wait for the save in flight and let the staging buffers go."""

@@ -12,7 +12,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.run.exit_codes import CheckpointWriteError
+from kempner.run.exit_codes import CheckpointWriteError, UsageError
 from kempner.run.files import replace_durable
 from kempner.run.layout import RunDirectory
 
@@ -59,7 +59,20 @@ def read_current(attempts: Path) -> Attempt | None:
 
 
 def begin_attempt(run: RunDirectory) -> Attempt:
-    """Number a new attempt and make it the live one."""
+    """Number a new attempt and make it the live one.
+
+    Raises `UsageError` if the run's directory cannot be written.
+    """
+    try:
+        return _begin(run)
+    except OSError as error:
+        raise UsageError(
+            f"the run's directory {run.path} cannot be written ({error.strerror}); "
+            "set run.dir to a folder that can"
+        ) from error
+
+
+def _begin(run: RunDirectory) -> Attempt:
     run.attempts.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(p.name) for p in run.attempts.iterdir() if p.name.isdecimal()), default=0)
     while True:

@@ -22,6 +22,9 @@ from kempner.training.shutdown import ShutdownHandler
 from kempner.training.step import accumulate, weightless
 from kempner.training.telemetry import Telemetry
 
+LAST_TRIES = 2
+"""Tries to write the last checkpoint: what fails once may be a passing fault of the storage."""
+
 
 @dataclass
 class Training:
@@ -43,7 +46,7 @@ class Training:
     def wish(self, void: bool = False) -> Wish:
         """What this rank wants at this moment."""
         self.checkpoints.poll()
-        return Wish(self.shutdown.wish(), void, self.checkpoints.failed_in_a_row)
+        return Wish(self.shutdown.wish(), void, self.checkpoints.settled_failures)
 
     def no_data(self) -> list[MicroBatch]:
         """A step's worth of rows that weigh nothing."""
@@ -78,8 +81,16 @@ def train(run: Training) -> ExitCode:
             break  # a rank had no data: the step did not happen, on any rank
         norm = update(run.model, run.optimizer, run.rate(step), run.config.train.clip_grad_norm)
         run.position = advance(run, batch)
-        run.telemetry.record(run.position, loss, norm, run.rate(step), batch.samples)
-        if save_is_due(run, verdict):
+        due = save_is_due(run, verdict)
+        run.telemetry.record(
+            run.position,
+            loss,
+            norm,
+            run.rate(step),
+            batch.samples,
+            saved=due or leaving(run, verdict),
+        )
+        if due:
             run.checkpoints.save(run.position)
         if not verdict.stop:
             verdict = evaluate_if_due(run)
@@ -97,8 +108,13 @@ def advance(run: Training, batch: StepBatch) -> Position:
     )
 
 
+def leaving(run: Training, verdict: Wish) -> bool:
+    """Whether this step is the last one of this attempt, to be saved before the ranks part."""
+    return bool(verdict.stop) or run.position.step == run.config.train.max_steps
+
+
 def save_is_due(run: Training, verdict: Wish) -> bool:
-    """Whether to save after this step: at the interval, and again where the last save failed.
+    """Whether to save now and train on: at the interval, and once more where a save has failed.
 
     Raises `CheckpointWriteError`, on all ranks alike, when saves keep failing.
     """
@@ -108,7 +124,8 @@ def save_is_due(run: Training, verdict: Wish) -> bool:
             "is intact. Look for a full disk or quota in the warnings above, then start again"
         )
     on_interval = run.position.step % run.config.checkpoint.interval == 0
-    return not verdict.stop and (on_interval or verdict.failed_saves > 0)
+    # After a second failure the next try waits for the interval: what is wrong will take a while.
+    return not leaving(run, verdict) and (on_interval or verdict.failed_saves == 1)
 
 
 def evaluate_if_due(run: Training) -> Wish:
@@ -128,13 +145,14 @@ def leave(run: Training, verdict: Wish) -> ExitCode:
     """
     step = run.position.step
     run.checkpoints.join()
+    for _ in range(LAST_TRIES):
+        if step > 0 and run.checkpoints.committed_step != step:
+            run.checkpoints.save(run.position)
+            run.checkpoints.join()
     if step > 0 and run.checkpoints.committed_step != step:
-        run.checkpoints.save(run.position)
-        run.checkpoints.join()
-        if run.checkpoints.committed_step != step:
-            raise CheckpointWriteError(
-                f"the checkpoint of step {step} could not be written; the last good one is intact"
-            )
+        raise CheckpointWriteError(
+            f"the checkpoint of step {step} could not be written; the last good one is intact"
+        )
     run.checkpoints.close()
     name, words = "completed", f"completed {step} steps"
     if verdict.stop:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from kempner.data.loader import IGNORE, MicroBatch
 from kempner.training.seeds import set_rng
@@ -27,13 +26,12 @@ def accumulate(
 
     The loss is the sum over all valid tokens of all ranks divided by their global count, so neither
     loss nor gradient depends on how the batch is split. Every rank passes the same number of micro
-    batches; rows without a valid token weigh nothing.
+    batches; rows without a valid token weigh nothing. Gradients are reduced after every micro
+    batch: kept whole until the last one, they would not fit for the models that need sharding.
     """
     valid = sum_over_ranks(_valid_tokens(micro_batches).to(device)).clamp(min=1)
     total = torch.zeros((), device=device)
     for micro_step, micro_batch in enumerate(micro_batches):
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(micro_step == len(micro_batches) - 1)
         set_rng(seed, step, micro_step, data_rank)
         loss = summed_loss(model, micro_batch, device)
         (loss / valid).backward()  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,20 +47,28 @@ class Telemetry:
         self._logged_at, self._logged_tokens = time.monotonic(), position.tokens
 
     def record(
-        self, position: Position, loss: Tensor, norm: Tensor, rate: float, samples: Sequence[int]
+        self,
+        position: Position,
+        loss: Tensor,
+        norm: Tensor,
+        rate: float,
+        samples: Sequence[int],
+        *,
+        saved: bool,
     ) -> None:
-        """Take note of a step that is done. Raises `DivergedError` if its loss is not finite.
+        """Take note of a step that is done, and whether its state is `saved` next.
 
-        The check needs the numbers on the host, so it comes at logged steps and before saves only.
+        Raises `DivergedError` if its loss or gradient norm is not finite. The check needs the
+        numbers on the host, so it comes at logged steps and before saves only.
         """
         step = position.step
         if self._config.train.log_samples:
             self._write(self._run.samples(self._rank), step=step, samples=list(samples))
         logged = step % self._config.metrics.log_interval == 0
-        if not logged and step % self._config.checkpoint.interval:
+        if not logged and not saved:
             return
         loss_value, norm_value = torch.stack([loss.float(), norm.float()]).tolist()
-        if not torch.isfinite(torch.tensor([loss_value, norm_value])).all():
+        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
             raise DivergedError(
                 f"step {step} has loss {loss_value} and gradient norm {norm_value}; nothing of it "
                 "was saved: go on from the last checkpoint with a lower optimizer.lr"

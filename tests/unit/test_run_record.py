@@ -15,6 +15,7 @@ import pytest
 
 from kempner.run import ledger
 from kempner.run.attempts import Attempt, Fence, SupersededError, begin_attempt, read_current
+from kempner.run.exit_codes import UsageError
 from kempner.run.files import append_line, replace_durable
 from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
@@ -73,6 +74,12 @@ def test_attempts_begun_at_once_have_different_numbers(record: RunDirectory) -> 
         attempts = list(pool.map(lambda _: begin_attempt(record), range(16)))
     assert sorted(a.number for a in attempts) == list(range(1, 17))
     assert read_current(record.attempts) in attempts
+
+
+def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file/run cannot be written .*; set run"):
+        begin_attempt(RunDirectory(tmp_path / "file" / "run"))
 
 
 def test_a_new_attempt_fences_the_old_one(record: RunDirectory) -> None:

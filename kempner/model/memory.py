@@ -1,0 +1,113 @@
+"""How much memory a rank needs, estimated before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+from kempner.model.sizes import Shape
+
+MASTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on the device of one rank, at the moment of the step that needs most.
+
+    What a CUDA context, the allocator's fragments and NCCL's buffers take (a few GB) is not in it.
+    """
+
+    parameters: int
+    """Float32 master weights, this rank's shard."""
+    gradients: int
+    """Float32 gradients, this rank's shard."""
+    moments: int
+    """AdamW's two float32 moments, this rank's shard."""
+    gathered: int
+    """Whole weights in the compute type: the root's, and two blocks, in use and on the way."""
+    gradient_buffers: int
+    """Whole gradients of the root or a block, in the compute type and as float32 to be summed."""
+    accumulated: int
+    """Whole float32 gradients of the micro batches that wait for the step's last, to be summed."""
+    activations: int
+    """What the forward keeps for the backward, without the logits."""
+    logits: int
+    """The logits and what the loss makes of them."""
+
+    @property
+    def total(self) -> int:
+        """All parts together, bytes."""
+        return sum(astuple(self))
+
+
+def estimate_memory(
+    shape: Shape,
+    *,
+    world: int,
+    micro_batch_size: int,
+    micro_steps: int,
+    seq_len: int,
+    compute_bytes: int,
+) -> Estimate:
+    """Memory of one rank while it trains with AdamW.
+
+    With P parameters, W ranks, T tokens in a micro batch and c bytes per element of the compute
+    type: 4 P / W for each of weights, gradients and two moments; in a world of more than one,
+    c (root + 2 blocks) for gathered weights, (c + 4) max(root, block) for gradients on their
+    way and, if a step has several micro batches, 4 P for those that are summed at its end; alone,
+    c P for autocast's copies unless c = 4. Activations and logits as their own functions say.
+    Nothing is recomputed in the backward. Shards of a matrix whose rows W does not divide are up
+    to one row larger on some ranks.
+
+    Args:
+        shape: sizes of the model.
+        world: number of ranks that the parameters are sharded over.
+        micro_batch_size: sequences per forward.
+        micro_steps: forwards per step.
+        seq_len: tokens per sequence.
+        compute_bytes: 2 for bfloat16, 4 for float32.
+    """
+    shard = MASTER_BYTES * -(-shape.parameters // world)
+    tokens = micro_batch_size * seq_len
+    root, block = shape.root_parameters, shape.block_parameters
+    if world > 1:
+        gathered = compute_bytes * (root + 2 * block)
+        gradient_buffers = (compute_bytes + MASTER_BYTES) * max(root, block)
+    else:
+        gathered = 0 if compute_bytes == MASTER_BYTES else compute_bytes * shape.parameters
+        gradient_buffers = 0
+    waits = world > 1 and micro_steps > 1
+    return Estimate(
+        parameters=shard,
+        gradients=shard,
+        moments=2 * shard,
+        gathered=gathered,
+        gradient_buffers=gradient_buffers,
+        accumulated=MASTER_BYTES * shape.parameters if waits else 0,
+        activations=tokens * activation_bytes_per_token(shape, compute_bytes),
+        logits=tokens * logit_bytes_per_token(shape),
+    )
+
+
+def activation_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
+    """Bytes per token that a forward keeps for the backward, without the logits.
+
+    Counted tensor by tensor, with fused RMSNorm and attention as on CUDA. A block keeps the input
+    and the output of both norms and a float32 scale for each; queries, keys, values, what was
+    attended and, per head, a float32 sum; four tensors of SwiGLU; with dropout, two byte masks.
+    Outside the blocks: the token id and the last norm. On CPU, where RMSNorm is not fused, each
+    norm keeps one more float32 tensor.
+    """
+    elements = 4 * shape.dim + 2 * shape.q_dim + 2 * shape.kv_dim + 4 * shape.ffn_dim
+    masks = 2 * shape.dim if shape.dropout else 0
+    block = compute_bytes * elements + 2 * 4 + 4 * shape.n_heads + masks
+    root = 8 + compute_bytes * 2 * shape.dim + 4
+    return shape.n_layers * block + root
+
+
+def logit_bytes_per_token(shape: Shape) -> int:
+    """Bytes per token of four float32 vectors over the vocabulary.
+
+    Logits, their log-softmax, and the gradients of both, which exist together when the backward
+    of the cross entropy begins.
+    """
+    return 4 * 4 * shape.vocab_size

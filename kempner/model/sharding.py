@@ -1,0 +1,77 @@
+"""From a configuration to a model that is ready to train: sharded, materialised, filled."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from kempner.config.sections import Config
+from kempner.model.init import initialise
+from kempner.model.sizes import Shape
+from kempner.model.transformer import Transformer
+
+
+def build_model(
+    config: Config, vocab_size: int, device: torch.device, mesh: DeviceMesh | None
+) -> Transformer:
+    """The model of a run, with float32 weights drawn from `train.seed`.
+
+    Weights are the same bits for every world. In a world of more than one rank, parameters are
+    `DTensor` shards over `mesh` and gradients come out as the sum, not the mean, over its ranks:
+    divide the loss by the global number of tokens. A single rank keeps plain tensors.
+
+    Args:
+        config: the run's configuration; reads `model`, `train.seed` and `train.dtype`.
+        vocab_size: number of token ids.
+        device: where the parameters live.
+        mesh: the data-parallel ranks, one-dimensional, on `device`'s type (Gloo for CPU, NCCL
+            for CUDA); None for a process that is alone.
+    """
+    dtype = compute_dtype(config, device)
+    with torch.device("meta"):
+        model = Transformer(Shape.of(config.model, vocab_size))
+    if mesh is not None and mesh.size() > 1:
+        shard(model, mesh, dtype)
+    elif dtype is not torch.float32:
+        model.autocast_dtype = dtype
+    model.to_empty(device=device)
+    initialise(model, config.train.seed)
+    return model
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """The type in which matrices multiply: as asked, or bfloat16 on CUDA and float32 on CPU."""
+    wanted = config.train.dtype
+    if wanted == "auto":
+        wanted = "bfloat16" if device.type == "cuda" else "float32"
+    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+
+
+def shard(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shard a model's parameters over the mesh with FSDP2, block by block, in place.
+
+    Parameters, gradients and optimizer state stay float32; blocks are gathered in `dtype` and
+    gradients are summed over the ranks in float32.
+
+    Args:
+        model: on any device, meta included.
+        mesh: one-dimensional.
+        dtype: compute type.
+    """
+    # Inputs are not cast: the rotary table would lose its float32 on the way into each block, and
+    # everything else that goes in is computed from gathered weights, in `dtype` already.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for module in (*model.layers, model):
+        # Not left to the default, which keeps the root gathered after a forward: an evaluation
+        # would then leave stale full parameters behind for whoever changes the shards next.
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        _sum_gradients(sharded)
+
+
+def _sum_gradients(module: FSDPModule) -> None:
+    """Make a module's gradients the sum over ranks, with the one reduction every backend has."""
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)

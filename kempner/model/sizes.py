@@ -1,0 +1,109 @@
+"""Sizes of the transformer before it exists: shapes, parameter count, FLOPs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kempner.config.sections import ModelSection
+
+FFN_MULTIPLE = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Every size of the transformer, with nothing left to default.
+
+    The names are those of `ModelSection`; `vocab_size` is the number of token ids.
+    """
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    max_seq_len: int
+    rope_theta: float
+    norm_eps: float
+    tie_embeddings: bool
+    dropout: float
+
+    @classmethod
+    def of(cls, model: ModelSection, vocab_size: int) -> Shape:
+        """The shape that a configuration asks for, with this number of token ids."""
+        return cls(
+            dim=model.dim,
+            n_layers=model.n_layers,
+            n_heads=model.n_heads,
+            n_kv_heads=model.n_kv_heads or model.n_heads,
+            head_dim=model.head_dim or model.dim // model.n_heads,
+            ffn_dim=model.ffn_dim or default_ffn_dim(model.dim),
+            vocab_size=vocab_size,
+            max_seq_len=model.max_seq_len,
+            rope_theta=model.rope_theta,
+            norm_eps=model.norm_eps,
+            tie_embeddings=model.tie_embeddings,
+            dropout=model.dropout,
+        )
+
+    @property
+    def q_dim(self) -> int:
+        """Width of all query heads together."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of all key heads together, and of all value heads together."""
+        return self.n_kv_heads * self.head_dim
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one block: attention, SwiGLU and their two norms."""
+        attention = self.dim * (2 * self.q_dim + 2 * self.kv_dim)
+        ffn = 3 * self.dim * self.ffn_dim
+        return attention + ffn + 2 * self.dim
+
+    @property
+    def root_parameters(self) -> int:
+        """Parameters outside the blocks: embedding, last norm, output projection."""
+        tables = 1 if self.tie_embeddings else 2
+        return tables * self.vocab_size * self.dim + self.dim
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; a tied embedding counts once."""
+        return self.n_layers * self.block_parameters + self.root_parameters
+
+
+def default_ffn_dim(dim: int) -> int:
+    """8/3 of `dim`, rounded up to a multiple of 256.
+
+    SwiGLU has three matrices where a plain layer has two; 2/3 of the usual 4 * dim keeps the
+    number of parameters (Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202).
+    """
+    exact = -(-8 * dim // 3)
+    return -(-exact // FFN_MULTIPLE) * FFN_MULTIPLE
+
+
+def count_parameters(model: ModelSection, vocab_size: int) -> int:
+    """Number of parameters of the transformer; a tied embedding counts once."""
+    return Shape.of(model, vocab_size).parameters
+
+
+def flops_per_token(shape: Shape, seq_len: int) -> float:
+    """Floating-point operations of a forward and backward pass, per token.
+
+    6 N + 12 L H Q T, as in "PaLM", arXiv:2204.02311, appendix B: two operations per parameter
+    and token forward and four backward, and the two attention products, without a discount for
+    the causal mask. N counts the parameters that multiply: not the embedding, which is looked
+    up, unless it is the output projection, too. Recomputed activations do not count.
+
+    Args:
+        shape: sizes of the model.
+        seq_len: T, tokens per sequence.
+    """
+    looked_up = 0 if shape.tie_embeddings else shape.vocab_size * shape.dim
+    multiplied = shape.parameters - looked_up
+    attention = 12 * shape.n_layers * shape.q_dim * seq_len
+    return float(6 * multiplied + attention)

@@ -1,0 +1,153 @@
+"""A decoder-only transformer of the Llama family.
+
+RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU, no biases.
+
+Rotary positions turn element i of a head together with element i + head_dim / 2 ("rotate half",
+the layout of Hugging Face's Llama), not with its neighbour as in Meta's own files: weights can be
+exchanged with Hugging Face by renaming alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kempner.model.sizes import Shape
+
+
+def rotary_table(head_dim: int, max_seq_len: int, theta: float) -> Tensor:
+    """Cosines and sines of the rotary positions, float32 on CPU, [2, max_seq_len, head_dim].
+
+    The angle of pair i at position t is t * theta ** (-2 i / head_dim) (Su et al., "RoFormer",
+    arXiv:2104.09864). Computed on CPU so that every device gets the same bits.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    positions = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, 1.0 / theta**exponents).repeat(1, 2)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the heads by their positions, in float32.
+
+    Args:
+        x: queries or keys, [batch, heads, seq, head_dim].
+        cos: float32, [seq, head_dim].
+        sin: float32, [seq, head_dim].
+
+    Returns:
+        A tensor of the shape and type of `x`.
+    """
+    exact = x.float()
+    low, high = exact.chunk(2, dim=-1)
+    return (exact * cos + torch.cat((-high, low), dim=-1) * sin).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; [batch, seq, dim] to the same shape."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.grouped = shape.n_kv_heads != shape.n_heads
+        self.wq = nn.Linear(shape.dim, shape.q_dim, bias=False)
+        self.wk = nn.Linear(shape.dim, shape.kv_dim, bias=False)
+        self.wv = nn.Linear(shape.dim, shape.kv_dim, bias=False)
+        self.wo = nn.Linear(shape.q_dim, shape.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.wq, self.wk, self.wv)
+        )
+        attended = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.grouped
+        )
+        mixed: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x); [batch, seq, dim] to the same shape."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
+        self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fed: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return fed
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each added to the residual stream behind dropout."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.attention = Attention(shape)
+        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.ffn = FeedForward(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+        deeper: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        return deeper
+
+
+class Transformer(nn.Module):
+    """Tokens to logits.
+
+    Parameters: `embed.weight`, `layers.<i>.attention_norm.weight`,
+    `layers.<i>.attention.{wq,wk,wv,wo}.weight`, `layers.<i>.ffn_norm.weight`,
+    `layers.<i>.ffn.{w1,w2,w3}.weight`, `norm.weight` and, unless the embedding is tied,
+    `output.weight`.
+
+    Args:
+        shape: all sizes.
+
+    Attributes:
+        autocast_dtype: type in which matrices multiply while the parameters stay as they are;
+            None multiplies in the parameters' own type.
+    """
+
+    rotary: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.autocast_dtype: torch.dtype | None = None
+        self.embed = nn.Embedding(shape.vocab_size, shape.dim)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.n_layers))
+        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.output = (
+            None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        )
+        empty = torch.empty(2, shape.max_seq_len, shape.head_dim, dtype=torch.float32)
+        self.register_buffer("rotary", empty, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next token at every position.
+
+        Args:
+            tokens: int64, [batch, seq], seq at most `shape.max_seq_len`.
+
+        Returns:
+            float32, [batch, seq, vocab_size].
+        """
+        if self.autocast_dtype is None:
+            return self._logits(tokens).float()
+        with torch.autocast(tokens.device.type, self.autocast_dtype):
+            return self._logits(tokens).float()
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        cos, sin = self.rotary[:, : tokens.shape[1]]
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        weight = self.embed.weight if self.output is None else self.output.weight
+        return F.linear(self.norm(x), weight)

@@ -1,0 +1,51 @@
+"""What the demo's run came to: its held-out loss beside the trigram's, and a sample of text.
+
+    python scripts/demo/report.py CONFIG
+
+Exits with 1 if the network does not beat the trigram.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from sample import load_model, sample_text
+from yardstick import held_out_loss
+
+from kempner.checkpoint.layout import CheckpointFolder
+from kempner.config.loading import load
+from kempner.data.tokens import Corpus
+from kempner.run.layout import RunDirectory
+from kempner.run.ledger import read_lines
+
+PROMPT = "The "
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", type=Path, help="the configuration that was trained")
+    config = load(parser.parse_args().config)
+    run = RunDirectory(Path(config.run.dir) / str(config.run.name))
+    train, held_out = (
+        Corpus.open(config.data.dataset_path),
+        Corpus.open(config.eval.dataset_path or ""),
+    )
+    evaluated = [line for line in read_lines(run.metrics) if "eval_loss" in line][-1]
+    network, trigram = evaluated["eval_loss"], held_out_loss(train, held_out, config)
+
+    steps = ", ".join(str(step) for step in CheckpointFolder(run.checkpoints).committed())
+    print(f"checkpoints in {run.checkpoints}: steps {steps}")
+    print(f"network held-out loss: {network:.4f} nats per byte, after step {evaluated['step']}")
+    print(f"trigram held-out loss: {trigram:.4f} nats per byte, fitted on the same training bytes")
+    model = load_model(config, run.checkpoints / "latest", train.index.vocab_size)
+    print(f"\n{sample_text(model, PROMPT, context=config.train.seq_len)}\n")
+    if network >= trigram:
+        print("the network did not beat the trigram", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kempner.config.errors import ConfigError
 from kempner.config.loading import dumps, load
 from kempner.config.sections import Config
-from kempner.model.sizes import count_parameters
+from kempner.model.memory import estimate_memory
+from kempner.model.sizes import Shape, count_parameters
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration in TOML.")]
 """The first argument of every command that takes a configuration."""
@@ -35,9 +38,18 @@ def show(context: typer.Context, file: ConfigFile) -> None:
 
 
 @commands.command(context_settings=TAKES_OVERRIDES)
-def check(context: typer.Context, file: ConfigFile) -> None:
+def check(
+    context: typer.Context,
+    file: ConfigFile,
+    world: Annotated[
+        int | None, typer.Option(min=1, help="Estimate the memory of one of this many ranks.")
+    ] = None,
+) -> None:
     """Say whether a run would accept it: CONFIG, then --section.key=value."""
-    typer.echo(f"ok: {file}: {summary(load(file, context.args))}")
+    config = load(file, context.args)
+    typer.echo(f"ok: {file}: {summary(config)}")
+    if world is not None:
+        typer.echo(memory(config, world))
 
 
 @commands.command()
@@ -56,6 +68,31 @@ def summary(config: Config) -> str:
             _parameters(config),
         ]
     )
+
+
+def memory(config: Config, world: int) -> str:
+    """What one of `world` ranks needs on its device, in one line.
+
+    Raises:
+        ConfigError: the vocabulary, and with it the model's size, is left to the data.
+    """
+    vocabulary = config.model.vocab_size
+    if vocabulary is None:
+        raise ConfigError("--world needs model.vocab_size, which is left to the data; set it")
+    train = config.train
+    estimate = estimate_memory(
+        Shape.of(config.model, vocabulary),
+        world=world,
+        micro_batch_size=train.micro_batch_size,
+        seq_len=train.seq_len,
+        compute_bytes=4 if train.dtype == "float32" else 2,
+    )
+    parts = ", ".join(f"{name} {_gb(size)}" for name, size in asdict(estimate).items() if size)
+    return f"one of {world} ranks needs about {_gb(estimate.total)} on its device: {parts}"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
 
 
 def _parameters(config: Config) -> str:

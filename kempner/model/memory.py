@@ -26,8 +26,6 @@ class Estimate:
     """Whole weights in the compute type: the root's, and two blocks, in use and on the way."""
     gradient_buffers: int
     """Whole gradients of the root or a block, in the compute type and as float32 to be summed."""
-    accumulated: int
-    """Whole float32 gradients of the micro batches that wait for the step's last, to be summed."""
     activations: int
     """What the forward keeps for the backward, without the logits."""
     logits: int
@@ -44,7 +42,6 @@ def estimate_memory(
     *,
     world: int,
     micro_batch_size: int,
-    micro_steps: int,
     seq_len: int,
     compute_bytes: int,
 ) -> Estimate:
@@ -52,9 +49,9 @@ def estimate_memory(
 
     With P parameters, W ranks, T tokens in a micro batch and c bytes per element of the compute
     type: 4 P / W for each of weights, gradients and two moments; in a world of more than one,
-    c (root + 2 blocks) for gathered weights, (c + 4) max(root, block) for gradients on their
-    way and, if a step has several micro batches, 4 P for those that are summed at its end; alone,
-    c P for autocast's copies unless c = 4. Activations and logits as their own functions say.
+    c (root + 2 blocks) for gathered weights and (c + 4) max(root, block) for gradients on their
+    way, which are summed over the ranks after every micro batch; alone, c P for autocast's copies
+    unless c = 4. Activations and logits as their own functions say.
     Nothing is recomputed in the backward. Shards of a matrix whose rows W does not divide are up
     to one row larger on some ranks.
 
@@ -62,7 +59,6 @@ def estimate_memory(
         shape: sizes of the model.
         world: number of ranks that the parameters are sharded over.
         micro_batch_size: sequences per forward.
-        micro_steps: forwards per step.
         seq_len: tokens per sequence.
         compute_bytes: 2 for bfloat16, 4 for float32.
     """
@@ -75,14 +71,12 @@ def estimate_memory(
     else:
         gathered = 0 if compute_bytes == MASTER_BYTES else compute_bytes * shape.parameters
         gradient_buffers = 0
-    waits = world > 1 and micro_steps > 1
     return Estimate(
         parameters=shard,
         gradients=shard,
         moments=2 * shard,
         gathered=gathered,
         gradient_buffers=gradient_buffers,
-        accumulated=MASTER_BYTES * shape.parameters if waits else 0,
         activations=tokens * activation_bytes_per_token(shape, compute_bytes),
         logits=tokens * logit_bytes_per_token(shape),
     )

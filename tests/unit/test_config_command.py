@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,19 @@ def test_check_sums_the_run_up(path: Path, capsys: pytest.CaptureFixture[str]) -
     parameters = 2 * 257 * 256 + 4 * 256 * 256 + 3 * 256 * 768 + 3 * 256
     line = f"ok: {path}: run runs/debug, 1,234 steps of 2,048 tokens, {parameters:,} parameters\n"
     assert capsys.readouterr().out == line
+
+
+def test_check_estimates_the_memory_of_a_rank(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("config", "check", path, "--model.vocab_size=257", "--world", "2") == 0
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert line.startswith("one of 2 ranks needs about ")
+    total, *parts = [float(size) for size in re.findall(r"([0-9.]+) GB", line)]
+    assert sum(parts) == pytest.approx(total, abs=0.05 * len(parts))
+
+    assert run("config", "check", path, "--world", "2") == 2
+    assert "--world needs model.vocab_size" in capsys.readouterr().err
 
 
 def test_check_says_that_the_data_decides_the_size(

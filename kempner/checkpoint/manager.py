@@ -18,7 +18,6 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
@@ -28,6 +27,7 @@ from kempner.checkpoint import commit, retention, state
 from kempner.checkpoint.compatibility import judge
 from kempner.checkpoint.layout import CheckpointFolder, in_progress_name
 from kempner.checkpoint.manifest import FileEntry, Identity, Manifest, Position, read
+from kempner.checkpoint.reader import RestrictedReader
 from kempner.checkpoint.selection import choose
 from kempner.checkpoint.verify import Damage, verify_files
 from kempner.checkpoint.writer import CommittingWriter
@@ -230,7 +230,7 @@ class CheckpointManager:
         judgement = judge(manifest.identity, self._identity, accept)
         if judgement.refusals:
             raise DataError(f"cannot go on from {path}: {'; '.join(judgement.refusals)}")
-        reader = FileSystemReader(path)
+        reader = RestrictedReader(path)
         metadata = reader.read_metadata()
         saved = state.saved_optimizer_tensors(metadata)
         state.create_optimizer_state(self._model, self._optimizer, saved)

@@ -24,9 +24,8 @@ from kempner.checkpoint.manifest import (
     sum_file,
     whole_sum,
 )
+from kempner.checkpoint.reader import METADATA
 from kempner.run.files import write_durable
-
-_METADATA = ".metadata"
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class CommittingWriter(FileSystemWriter):
         writes: list[RankWrite] = results
         super().finish(metadata, [write.results for write in writes])
         files = {name: entry for write in writes for name, entry in write.files.items()}
-        files[_METADATA] = _whole_entry((self._folder / _METADATA).read_bytes())
+        files[METADATA] = _whole_entry((self._folder / METADATA).read_bytes())
         self._commit(files)
 
 

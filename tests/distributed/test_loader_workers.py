@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ PATIENCE = 60.0
 # A rank in a process of its own. It says what it has reached as lines of JSON.
 RANK = """
 import json, os, signal, sys, threading, time
+from multiprocessing import resource_tracker
 import psutil
 from kempner.data.loader import Feed
 
@@ -37,8 +39,8 @@ def say(**facts):
 
 
 def workers():
-    children = psutil.Process().children()
-    return [child.pid for child in children if "--multiprocessing-fork" in child.cmdline()]
+    tracker = resource_tracker._resource_tracker._pid
+    return [child.pid for child in psutil.Process().children() if child.pid != tracker]
 
 
 def make():
@@ -91,11 +93,9 @@ def stream(source: Feed, count: int) -> list[tuple[list[int], int, list[Any]]]:
 
 
 def worker_processes() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children()
-        if "--multiprocessing-fork" in child.cmdline()
-    ]
+    """All children but multiprocessing's resource tracker, which stays as long as Python."""
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    return [child for child in psutil.Process().children() if child.pid != tracker]
 
 
 Start = Callable[[str], "subprocess.Popen[str]"]
@@ -135,9 +135,12 @@ def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(line)  # type: ignore[no-any-return]
 
 
-def all_gone(pids: list[int]) -> bool:
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+def all_gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=PATIENCE)[1]
+
+
+def with_ids(pids: list[int]) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
 
 
 def test_two_workers_give_the_stream_of_none(tokens: Path) -> None:
@@ -147,7 +150,7 @@ def test_two_workers_give_the_stream_of_none(tokens: Path) -> None:
     # 40 is in the middle of the second of three epochs
     assert stream(feed(tokens, workers=2, cursor=40), 7) == whole[5:]
     assert torch.equal(before, torch.get_rng_state())
-    assert worker_processes() == []
+    assert all_gone(worker_processes())
 
 
 def test_uneven_ranks_with_workers_give_the_stream_of_none(tokens: Path) -> None:
@@ -182,7 +185,7 @@ def test_a_worker_that_is_killed_is_noticed_where_it_matters(tokens: Path) -> No
         wait_until(lambda: not killed.is_running() or killed.status() == psutil.STATUS_ZOMBIE)
         with pytest.raises(RunError, match=f"worker {killed.pid} has died with exit code -9"):
             drain(source)
-    assert worker_processes() == []
+    assert all_gone(worker_processes())
 
 
 def test_workers_stuck_on_storage_are_left(tokens: Path) -> None:
@@ -192,7 +195,7 @@ def test_workers_stuck_on_storage_are_left(tokens: Path) -> None:
         assert len(stuck) == 2
         pids = [worker.pid for worker in stuck]
         assert source.take(give_up=lambda: all(map(blocked_in_open, pids))) is None
-    assert not any(worker.is_running() for worker in stuck)
+    assert all_gone(stuck)
 
 
 def make_stuck(tokens: Path) -> None:
@@ -202,9 +205,13 @@ def make_stuck(tokens: Path) -> None:
 
 
 def blocked_in_open(pid: int) -> bool:
-    """Whether a process waits for somebody to open the other end of a FIFO."""
+    """Whether a worker has started up, and waits for somebody to open the other end of a FIFO."""
+    ignored = Path(f"/proc/{pid}/status").read_text().split("SigIgn:")[1].split()[0]
     openat = {"x86_64": "257", "aarch64": "56"}[os.uname().machine]
-    return Path(f"/proc/{pid}/syscall").read_text().split()[0] == openat
+    return (
+        int(ignored, 16) >> (signal.SIGTERM - 1) & 1 == 1
+        and Path(f"/proc/{pid}/syscall").read_text().split()[0] == openat
+    )
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -234,8 +241,8 @@ ready.set()
 shooter.join()
 say(steps=steps, received=len(received), same=workers() == young, workers=len(young))
 feed.close()
-say(left=[child.pid for child in psutil.Process().children()
-          if "resource_tracker" not in str(child.cmdline())])
+left = [psutil.Process(pid) for pid in workers()]
+say(left=len(psutil.wait_procs(left, timeout=60)[1]))
 """
 
 
@@ -244,7 +251,7 @@ def test_signals_to_the_whole_group_from_birth_on_kill_no_worker(start: Start) -
     facts = heard(process)
     assert facts.pop("received") > 100
     assert facts == {"steps": [8, 16, 24], "same": True, "workers": 2}
-    assert heard(process) == {"left": []}
+    assert heard(process) == {"left": 0}
     _, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (0, "")
 
@@ -257,7 +264,7 @@ def test_a_killed_rank_takes_its_stuck_workers_along(start: Start, tokens: Path)
     wait_until(lambda: all(map(blocked_in_open, workers)))
     process.kill()
     process.communicate(timeout=PATIENCE)
-    assert all_gone(workers)
+    assert all_gone(with_ids(workers))
 
 
 def test_workers_notice_that_their_rank_died_while_they_were_born(
@@ -268,7 +275,7 @@ def test_workers_notice_that_their_rank_died_while_they_were_born(
     workers = heard(process)["workers"]
     process.kill()  # they still import torch
     process.communicate(timeout=PATIENCE)
-    assert all_gone(workers)
+    assert all_gone(with_ids(workers))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +291,7 @@ def test_a_rank_leaves_at_once_though_the_feed_is_open_and_stuck(
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, errors
     assert errors.count("Traceback") == (code == 1)
-    assert all_gone(workers)
+    assert all_gone(with_ids(workers))
 
 
 HALF_STARTED = """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from kempner.config.loading import load
 from kempner.config.sections import ModelSection
 from kempner.model.sizes import Shape, count_parameters, default_ffn_dim, flops_per_token
 from kempner.model.transformer import Transformer
@@ -33,6 +35,12 @@ def test_count_equals_the_built_model(section: ModelSection) -> None:
 
 def test_llama_7b_has_its_published_size() -> None:
     assert count_parameters(LLAMA_7B, 32000) == 6_738_415_616
+
+
+def test_the_demo_has_about_a_million_parameters() -> None:
+    model = load(Path(__file__).parents[2] / "configs/train/debug.toml").model
+    assert model.vocab_size == 257
+    assert 0.9e6 < count_parameters(model, 257) < 1.2e6
 
 
 @pytest.mark.parametrize(("dim", "ffn_dim"), [(96, 256), (97, 512), (288, 768), (4096, 11008)])

@@ -175,7 +175,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_a_killed_supervisor_loses_nothing(
     job.signal(signal.SIGINT)
     job.signal(signal.SIGINT)
     assert job.wait() in (130, 75)  # 75 if the ranks were faster than the second Ctrl-C
-    assert not any(psutil.pid_exists(pid) for pid in ranks)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks), "ranks to be gone")
 
     job = run.supervise(2, LONG)
     run.reach(max(run.steps()) + 5, job)

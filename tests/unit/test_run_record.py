@@ -156,22 +156,28 @@ def test_a_signal_blocked_by_the_launcher_is_delivered_on_install() -> None:
 
 
 _LEAVE = """
-import os, sys, ctypes
+import ctypes, sys, time
 from kempner.training.shutdown import ShutdownHandler
 handler = ShutdownHandler(); handler.install()
 if sys.argv[1] == "peers": handler.join_group()
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+until = (ctypes.c_int64 * 2)(int(time.time()) + int(sys.argv[2]), 0)
+libc.pthread_mutex_lock(mutex)
 print("ready", flush=True)
-ctypes.CDLL(None).sleep(30 if sys.argv[1] == "alone" else 1)  # native code: no handler runs
+libc.pthread_mutex_timedlock(mutex, until)  # native code that no signal interrupts
 print("left with", handler.should_shutdown(), handler.wish().name, flush=True)
 """
 
 
-@pytest.mark.parametrize(("place", "status", "words"), [("alone", 75, ""), ("peers", 0, "SIGNAL")])
+@pytest.mark.parametrize(
+    ("place", "seconds", "status", "words"),
+    [("alone", 60, 75, ""), ("peers", 3, 0, "left with True SIGNAL")],
+)
 def test_a_lone_rank_leaves_even_from_native_code_and_one_with_peers_waits(
-    place: str, status: int, words: str
+    place: str, seconds: int, status: int, words: str
 ) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", _LEAVE, place], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _LEAVE, place, str(seconds)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"

@@ -9,41 +9,33 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.optim import Optimizer
 
 from kempner.checkpoint import commit, retention, state
 from kempner.checkpoint.compatibility import judge
+from kempner.checkpoint.image import describe, local_part
 from kempner.checkpoint.layout import CheckpointFolder, in_progress_name
 from kempner.checkpoint.manifest import FileEntry, Identity, Manifest, Position, read
 from kempner.checkpoint.reader import RestrictedReader
+from kempner.checkpoint.saver import Layout, SaveFailedError, write_and_commit
 from kempner.checkpoint.selection import choose
+from kempner.checkpoint.staging import Stager
+from kempner.checkpoint.stream import yield_to_training
 from kempner.checkpoint.verify import Damage, verify_files
-from kempner.checkpoint.writer import CommittingWriter
 from kempner.run.attempts import Fence, SupersededError
 from kempner.run.exit_codes import DataError
 from kempner.run.logs import logger
 
 T = TypeVar("T")
-
-
-_STAGING = StagingOptions(
-    use_pinned_memory=False,
-    use_shared_memory=False,
-    use_async_staging=True,
-    use_non_blocking_copy=False,
-)
 
 
 class Recorder(Protocol):
@@ -85,7 +77,9 @@ class CheckpointManager:
         self._identity, self._fence, self._group = identity, fence, group
         self._keep_last, self._background, self._record = keep_last, background, record
         self._rank = dist.get_rank(group)
-        self._stager = DefaultStager(_STAGING)
+        self._stager = Stager(next(iter(model.parameters())).device)
+        self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=yield_to_training)
+        self._layout: Layout | None = None
         self._in_flight: _Save | None = None
         self._saves = 0
         self._failed_in_a_row = 0
@@ -124,18 +118,13 @@ class CheckpointManager:
         name = in_progress_name(position.step, attempt.number, unique.hexdigest())
         path = self._folder.path / name
         started = time.monotonic()
-        response = async_save(
-            state.capture(self._model, self._optimizer),
-            storage_writer=CommittingWriter(
-                path, self._rank, lambda files: self._commit(path, position, files, started)
-            ),
-            process_group=self._group,
-            async_stager=self._stager,
+        table = state.capture(self._model, self._optimizer)
+        layout = self._plan(table)
+        staged = self._stager.copy(
+            layout.image.views, [local_part(table[key]) for key in layout.keys]
         )
-        assert isinstance(response, AsyncSaveResponse)  # what DCP returns for an async stager
-        self._in_flight = _Save(
-            position, path, response.staging_completion, response.upload_completion
-        )
+        committed = self._writer.submit(self._write, path, layout, staged, position, started)
+        self._in_flight = _Save(position, path, staged, committed)
         if not self._background:
             self.join()
 
@@ -161,8 +150,10 @@ class CheckpointManager:
         if error is None:
             self.committed_step, self._failed_in_a_row = save.position.step, 0
             return
-        if not isinstance(error, CheckpointException | OSError):
+        if not isinstance(error, SaveFailedError):
             raise error
+        if error.superseded:
+            raise SupersededError("; ".join(error.reasons.values()))
         self._failed_in_a_row += 1
         self._report_failure(save, error)
 
@@ -172,9 +163,30 @@ class CheckpointManager:
         return self._failed_in_a_row if self._in_flight is None else 0
 
     def close(self) -> None:
-        """Wait for the save in flight and let the staging buffers go."""
+        """Wait for the save in flight, and end the threads."""
         self.join()
         self._stager.close()
+        self._writer.shutdown()
+
+    def _plan(self, table: Mapping[str, Tensor]) -> Layout:
+        """The layout of the state, made anew when its tensors are not what they were."""
+        specs = describe(table, dist.get_world_size(self._group))
+        if self._layout is None or self._layout.specs != specs:
+            self._layout = Layout.of(table, self._group)
+        return self._layout
+
+    def _write(
+        self,
+        path: Path,
+        layout: Layout,
+        staged: Future[None],
+        position: Position,
+        started: float,
+    ) -> None:
+        staged.result()
+        write_and_commit(
+            path, layout, self._group, lambda files: self._commit(path, position, files, started)
+        )
 
     def _commit(
         self, path: Path, position: Position, files: Mapping[str, FileEntry], started: float
@@ -189,16 +201,10 @@ class CheckpointManager:
         for step, error in retention.prune(self._folder, self._keep_last):
             logger().warning("cannot delete an old checkpoint", step=step, error=str(error))
 
-    def _report_failure(self, save: _Save, error: BaseException) -> None:
-        failures: dict[int, BaseException] = {self._rank: error}
-        if isinstance(error, CheckpointException):
-            failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
-        for failure in failures.values():
-            if isinstance(failure, SupersededError):
-                raise failure
-        step = save.position.step
-        reasons = {f"rank {rank}": str(failure) for rank, failure in sorted(failures.items())}
+    def _report_failure(self, save: _Save, error: SaveFailedError) -> None:
         if self._rank == 0:
+            step = save.position.step
+            reasons = {f"rank {rank}": why for rank, why in error.reasons.items()}
             logger().warning("checkpoint failed; the last one is intact", step=step, **reasons)
             self._record("checkpoint_failed", step=step, reasons=reasons)
             retention.discard(save.path)

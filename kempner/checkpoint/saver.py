@@ -1,0 +1,173 @@
+"""The background half of a save: write, agree, commit.
+
+Each rank pours its image into a file and sums it. Then the ranks exchange six numbers each, rank 0
+commits, and tells the others. Whatever fails on one rank fails the save on all of them, at once
+and with that rank's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kempner.checkpoint import plan
+from kempner.checkpoint.image import Image, build_metadata, container, data_file, describe
+from kempner.checkpoint.manifest import FileEntry, encode_sidecar, sidecar_name, whole_sum
+from kempner.checkpoint.reader import METADATA
+from kempner.checkpoint.staging import may_pin
+from kempner.checkpoint.stream import write_stream
+from kempner.run.attempts import SupersededError
+from kempner.run.files import write_durable
+
+_HALF = 1 << 63
+
+
+class SaveFailedError(Exception):
+    """A save that is not to be had: per rank that failed, why. The same on all ranks."""
+
+    def __init__(self, reasons: Mapping[int, str], superseded: bool) -> None:
+        super().__init__("; ".join(f"rank {rank}: {why}" for rank, why in reasons.items()))
+        self.reasons = reasons
+        self.superseded = superseded
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the state goes: planned once, and again only if the state's tensors change."""
+
+    specs: list[plan.TensorSpec]
+    keys: list[str]
+    """Of the tensors that this rank writes, in the order of the image's views."""
+    image: Image
+    world: int
+
+    @cached_property
+    def metadata(self) -> bytes:
+        """DCP's `.metadata`; only rank 0 asks for it, in the thread that writes."""
+        return build_metadata(self.specs, self.world)
+
+    @classmethod
+    def of(cls, table: Mapping[str, Tensor], group: dist.ProcessGroup) -> Layout:
+        """Plan this rank's file and allocate its image."""
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        specs = describe(table, world)
+        placed = plan.place(specs, rank, container)
+        device = next(iter(table.values())).device
+        return cls(
+            specs=specs,
+            keys=[item.chunk.key for item in placed],
+            image=Image(placed, pinned=may_pin(device, plan.file_length(placed))),
+            world=world,
+        )
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What a rank tells the others of its part."""
+
+    ok: bool
+    plan: int
+    data_bytes: int = 0
+    sidecar_bytes: int = 0
+    sidecar_sum: str = "0" * 32
+
+    def encode(self) -> Tensor:
+        high, low = int(self.sidecar_sum[:16], 16), int(self.sidecar_sum[16:], 16)
+        numbers = (self.ok, self.plan, self.data_bytes, self.sidecar_bytes)
+        return torch.tensor([*map(int, numbers), high - _HALF, low - _HALF], dtype=torch.int64)
+
+    @classmethod
+    def decode(cls, numbers: Tensor) -> _Note:
+        ok, planned, data_bytes, sidecar_bytes, high, low = numbers.tolist()
+        total = f"{high + _HALF:016x}{low + _HALF:016x}"
+        return cls(bool(ok), planned, data_bytes, sidecar_bytes, total)
+
+
+def write_and_commit(
+    path: Path,
+    layout: Layout,
+    group: dist.ProcessGroup,
+    commit: Callable[[Mapping[str, FileEntry]], None],
+) -> None:
+    """Write the staged image below `path`; on rank 0, once all have, `commit` the complete files.
+
+    Raises `SaveFailedError` on every rank if anything failed on any.
+    """
+    rank = dist.get_rank(group)
+    planned = _Note(ok=True, plan=plan.digest(layout.specs))
+    note, error = _attempt(lambda: _write(path, layout, rank, planned), planned)
+    notes = _exchange(note, group)
+    agreed = all(other.ok and other.plan == note.plan for other in notes)
+    if agreed and rank == 0:
+        note, error = _attempt(lambda: _commit(commit, notes, layout.metadata), note)
+    if agreed:
+        verdict = torch.tensor([note.ok], dtype=torch.int64)
+        dist.broadcast(verdict, group=group, group_src=0)
+        agreed = bool(verdict.item())
+    if not agreed:
+        _tell_all(error, notes, group)
+
+
+def _attempt(work: Callable[[], _Note], note: _Note) -> tuple[_Note, Exception | None]:
+    """Do this rank's part. An error is kept, because the others wait to be told of it."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - raised again, on all ranks, by _tell_all
+        return replace(note, ok=False), error
+
+
+def _write(path: Path, layout: Layout, rank: int, note: _Note) -> _Note:
+    path.mkdir(parents=True, exist_ok=True)
+    name = data_file(rank)
+    sums = write_stream(path / name, layout.image.content)
+    sidecar = encode_sidecar({name: sums})
+    write_durable(path / sidecar_name(rank), sidecar)
+    if rank == 0:
+        write_durable(path / METADATA, layout.metadata)
+    return replace(
+        note,
+        data_bytes=sums.bytes,
+        sidecar_bytes=len(sidecar),
+        sidecar_sum=whole_sum(sidecar),
+    )
+
+
+def _commit(
+    commit: Callable[[Mapping[str, FileEntry]], None], notes: Sequence[_Note], metadata: bytes
+) -> _Note:
+    commit(_list_files(notes, metadata))
+    return notes[0]
+
+
+def _exchange(note: _Note, group: dist.ProcessGroup) -> list[_Note]:
+    mine = note.encode()
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    return [_Note.decode(numbers) for numbers in gathered]
+
+
+def _list_files(notes: Sequence[_Note], metadata: bytes) -> dict[str, FileEntry]:
+    files = {METADATA: FileEntry(bytes=len(metadata), xxh3_128=whole_sum(metadata))}
+    for rank, note in enumerate(notes):
+        sidecar = sidecar_name(rank)
+        files[data_file(rank)] = FileEntry(bytes=note.data_bytes, sums=sidecar)
+        files[sidecar] = FileEntry(bytes=note.sidecar_bytes, xxh3_128=note.sidecar_sum)
+    return files
+
+
+def _tell_all(error: Exception | None, notes: Sequence[_Note], group: dist.ProcessGroup) -> None:
+    """Raise what went wrong anywhere, on every rank."""
+    words: list[tuple[str, bool] | None] = [None] * len(notes)
+    mine = (str(error), isinstance(error, SupersededError)) if error is not None else None
+    dist.all_gather_object(words, mine, group=group)
+    reasons = {rank: told[0] for rank, told in enumerate(words) if told is not None}
+    if not reasons:
+        reasons = {0: f"the ranks planned differently: {[note.plan for note in notes]}"}
+    superseded = any(told is not None and told[1] for told in words)
+    raise SaveFailedError(reasons, superseded) from error

@@ -1,0 +1,53 @@
+"""Copies the state out of training's way, beside the next forward and backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import psutil
+import torch
+from torch import Tensor
+
+
+class Stager:
+    """A thread that copies tensors into buffers; on CUDA over a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
+        self._stream = (
+            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            if device.type == "cuda"
+            else None
+        )
+
+    def copy(self, buffers: Sequence[Tensor], tensors: Sequence[Tensor]) -> Future[None]:
+        """Start to copy each tensor into its buffer, as of now; nothing may write it until done."""
+        ready = torch.cuda.current_stream().record_event() if self._stream else None
+        return self._thread.submit(self._copy, list(buffers), list(tensors), ready)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+    def _copy(
+        self, buffers: list[Tensor], tensors: list[Tensor], ready: torch.cuda.Event | None
+    ) -> None:
+        if not buffers:
+            return  # other ranks write all that there is
+        if self._stream is None or ready is None:
+            torch._foreach_copy_(buffers, tensors)
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            torch._foreach_copy_(buffers, tensors, non_blocking=True)
+            self._stream.synchronize()
+
+
+def may_pin(device: torch.device, length: int) -> bool:
+    """Whether a buffer of `length` bytes should be page-locked.
+
+    Locked pages count against the job's memory and cannot be swapped: with less than twice that
+    much available, a slower copy is better than a killed job.
+    """
+    return device.type == "cuda" and psutil.virtual_memory().available > 2 * length

@@ -1,0 +1,124 @@
+"""One rank of a test: saves that fail on one rank. Usage: failing_saves.py FOLDER"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from kempner.checkpoint.layout import CheckpointFolder
+from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manifest import Identity, Position
+from kempner.run import logs
+from kempner.run.attempts import Fence, SupersededError, begin_attempt
+from kempner.run.layout import RunDirectory
+
+logs.configure()
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+run = RunDirectory(Path(sys.argv[1]))
+box = [begin_attempt(run) if rank == 0 else None]
+dist.broadcast_object_list(box, 0)
+assert box[0] is not None
+recorded: list[tuple[str, object]] = []
+manager = CheckpointManager(
+    run.checkpoints,
+    model,
+    optimizer,
+    identity=Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {}),
+    fence=Fence(run.attempts, box[0]),
+    group=dist.new_group(backend="gloo"),
+    keep_last=2,
+    record=lambda event, **fields: recorded.append((event, fields)),
+)
+
+
+def step() -> None:
+    model(torch.ones(2, 64)).sum().backward()
+    manager.release_staging()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def expect(failures: int, committed: int | None) -> None:
+    manager.join()
+    assert manager.settled_failures == failures, manager.settled_failures
+    assert manager.committed_step == committed, manager.committed_step
+
+
+step()
+manager.save(Position(1))
+expect(0, 1)
+
+# The last rank finds its file's name taken: an error of its own thread.
+step()
+write = manager._write
+if rank == world - 1:
+
+    def sabotaged(path: Path, *rest: object) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"__{rank}_0.distcp").touch()
+        write(path, *rest)  # type: ignore[arg-type]
+
+    manager._write = sabotaged  # type: ignore[assignment, method-assign]
+manager.save(Position(2))
+expect(1, 1)
+if rank == 0:
+    reasons = recorded[-1][1]["reasons"]  # type: ignore[index]
+    assert list(reasons) == [f"rank {world - 1}"], reasons
+    assert "File exists" in reasons[f"rank {world - 1}"], reasons
+manager._write = write  # type: ignore[method-assign]
+
+# Rank 0 cannot commit: `latest` cannot be replaced.
+step()
+latest = CheckpointFolder(run.checkpoints).path / "latest"
+if rank == 0:
+    latest.unlink()
+    (latest / "in the way").mkdir(parents=True)
+dist.barrier()
+manager.save(Position(3))
+expect(2, 1)
+dist.barrier()
+if rank == 0:
+    assert "rank 0" in recorded[-1][1]["reasons"]  # type: ignore[index]
+    (latest / "in the way").rmdir()
+    latest.rmdir()
+dist.barrier()
+
+# A rank that planned something else than the others.
+step()
+manager.save(Position(4))
+expect(0, 4)
+if rank == 0:
+    assert manager._layout is not None
+    manager._layout.specs.reverse()
+manager._plan = lambda table: manager._layout  # type: ignore[assignment, method-assign, return-value]
+manager.save(Position(5))
+expect(1, 4)
+del manager._plan
+step()
+manager.save(Position(6))
+expect(0, 6)
+
+# A newer attempt: every rank learns of it.
+dist.barrier()
+if rank == 0:
+    begin_attempt(run)
+dist.barrier()
+manager.save(Position(7))
+with pytest.raises(SupersededError, match="names attempt 2"):
+    manager.join()
+assert CheckpointFolder(run.checkpoints).latest() == 6
+left = [p for p in run.checkpoints.iterdir() if p.name.startswith(".step-0000000")]
+assert [p.name.split(".")[1] for p in left if "00007" not in p.name] == [], left
+print(f"rank {rank} has seen it all", flush=True)
+os._exit(0)

@@ -1,0 +1,90 @@
+"""Planning without asking: every element of every tensor is written by exactly one rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from kempner.checkpoint.plan import (
+    ALIGNMENT,
+    Container,
+    TensorSpec,
+    chunk_of,
+    coordinate,
+    digest,
+    file_length,
+    place,
+)
+
+MESHES = [(1,), (2,), (3,), (8,), (2, 2), (2, 3), (3, 1, 2)]
+SHAPES = [(), (1,), (5,), (8, 3), (3, 8), (2, 3, 4), (0,), (4, 0)]
+
+
+def container(dtype: str, sizes: tuple[int, ...]) -> Container:
+    width = {"float32": 4, "int64": 8}[dtype]
+    return Container(b"<" * 64, math.prod(sizes) * width, b">" * 7)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunks_of_all_ranks_cover_each_element_once(
+    mesh: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    options = [None, *range(len(shape))]
+    for placements in itertools.product(options, repeat=len(mesh)):
+        spec = TensorSpec("w", shape, "float32", mesh, placements)
+        times = np.zeros(shape, int)
+        chunks = [chunk_of(spec, rank) for rank in range(math.prod(mesh))]
+        for chunk in filter(None, chunks):
+            where = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+            assert times[where].shape == chunk.sizes
+            times[where] += 1
+        assert (times == 1).all()
+        assert any(chunks), "even an empty tensor is written once"
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_coordinates_are_row_major(mesh: tuple[int, ...]) -> None:
+    ranks = range(math.prod(mesh))
+    assert [coordinate(rank, mesh) for rank in ranks] == list(np.ndindex(*mesh))
+
+
+def test_what_all_hold_is_spread_over_the_ranks() -> None:
+    specs = [TensorSpec(f"step.{n}", (), "float32", (8,), (None,)) for n in range(800)]
+    written = [len(place(specs, rank, container)) for rank in range(8)]
+    assert sum(written) == 800
+    assert min(written) > 50
+
+
+def test_a_file_holds_the_small_first_aligned_and_without_overlap() -> None:
+    specs = [
+        TensorSpec("big", (1000, 10), "float32", (2,), (0,)),
+        TensorSpec("b", (), "float32", (2,), (None,)),
+        TensorSpec("a", (7,), "int64", (2,), (None,)),
+        TensorSpec("bias", (9,), "float32", (2,), (0,)),
+    ]
+    for rank in range(2):
+        placed = place(specs, rank, container)
+        sizes = [item.container.data for item in placed]
+        assert sizes == sorted(sizes)
+        assert placed[-1].chunk.key == "big"
+        for item, following in itertools.pairwise(placed):
+            assert item.start + item.container.length <= following.start
+            assert following.start % ALIGNMENT == 0
+        assert file_length(placed) == placed[-1].start + placed[-1].container.length
+
+
+def test_plans_that_differ_have_different_digests() -> None:
+    spec = TensorSpec("w", (4, 4), "float32", (2,), (0,))
+    others = [
+        TensorSpec("v", (4, 4), "float32", (2,), (0,)),
+        TensorSpec("w", (4, 5), "float32", (2,), (0,)),
+        TensorSpec("w", (4, 4), "int64", (2,), (0,)),
+        TensorSpec("w", (4, 4), "float32", (4,), (0,)),
+        TensorSpec("w", (4, 4), "float32", (2,), (1,)),
+    ]
+    assert len({digest([other]) for other in [spec, *others]}) == 6
+    assert all(0 <= digest([other]) < 2**63 for other in others)

@@ -12,15 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kempner.run.files import append_line
+from kempner.run.journal import Journal
 
 SCHEMA = 1
 
 
-def record(ledger: Path, event: str, **fields: object) -> None:
-    """Append `event` with its fields; values must be JSON values."""
-    entry = {"schema": SCHEMA, "time": round(time.time(), 3), "event": event, **fields}
-    append_line(ledger, json.dumps(entry))
+class Ledger(Journal):
+    """The ledger of a run, open for writing."""
+
+    def record(self, event: str, **fields: object) -> None:
+        """Append `event` with its fields; values must be JSON values."""
+        self.append({"schema": SCHEMA, "time": round(time.time(), 3), "event": event, **fields})
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

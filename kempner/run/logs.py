@@ -29,12 +29,21 @@ class _Sink:
     def __call__(
         self, logger: object, method: str, event: MutableMapping[str, object]
     ) -> Mapping[str, object]:
-        if self.file is not None:
-            self.file.write(json.dumps({**event, **self.context}, default=str) + "\n")
-            self.file.flush()
-        if _LEVELS[method.upper()] >= self.console_level:
+        kept = self._keep({**event, **self.context})
+        if not kept or _LEVELS[method.upper()] >= self.console_level:
             print(f"kempner: {_sentence(event)}", file=sys.stderr, flush=True)
         raise structlog.DropEvent
+
+    def _keep(self, event: Mapping[str, object]) -> bool:
+        """Write to the file, if one is open; False if it could not be, for want of space, say."""
+        if self.file is None:
+            return True
+        try:
+            self.file.write(json.dumps(event, default=str) + "\n")
+            self.file.flush()
+        except OSError:
+            return False
+        return True
 
 
 _sink = _Sink()

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from kempner.config.sections import SuperviseSection
-from kempner.run import ledger
 from kempner.run.attempts import Attempt, begin_attempt
 from kempner.run.exit_codes import ExitCode
 from kempner.run.layout import RunDirectory
+from kempner.run.ledger import Ledger
 from kempner.run.logs import logger
 from kempner.run.signals import Received, SignalInbox
 from kempner.supervisor.launcher import Launcher
@@ -46,20 +46,21 @@ def supervise(
     """Run one attempt to its end; returns the exit code of the run."""
     signals.react_with(None)  # from here on a stop is passed on to the ranks
     attempt = begin_attempt(run)
-    ledger.record(run.ledger, "attempt_started", attempt=attempt.number, ranks=size)
+    ledger = Ledger(run.ledger)
+    ledger.record("attempt_started", attempt=attempt.number, ranks=size)
     launcher.start(attempt, arguments)
     watch = Watch()
     try:
         while launcher.alive():
             signals.wait(watch.signals_seen, timeout=POLL)
             _note_ends(launcher, watch)
-            if _pass_on_signals(run, attempt, launcher, watch, signals.received):
-                return _leave_at_once(run, attempt)
+            if _pass_on_signals(ledger, attempt, launcher, watch, signals.received):
+                return _leave_at_once(ledger, attempt)
             _enforce(launcher, watch, section)
     finally:
         launcher.kill()
     decision = decide(watch.exits, stop_requested=watch.stop_asked_at is not None)
-    _close(run, attempt, decision, watch.exits)
+    _close(ledger, attempt, decision, watch.exits)
     return decision.code
 
 
@@ -81,7 +82,7 @@ def _note_ends(launcher: Launcher, watch: Watch) -> None:
 
 
 def _pass_on_signals(
-    run: RunDirectory,
+    ledger: Ledger,
     attempt: Attempt,
     launcher: Launcher,
     watch: Watch,
@@ -94,7 +95,7 @@ def _pass_on_signals(
     if watch.stop_asked_at is None:
         name = received[0].signal.name
         logger().warning(f"{name}: stopping after this step, with a checkpoint")
-        ledger.record(run.ledger, "stop_requested", attempt=attempt.number, reason=name)
+        ledger.record("stop_requested", attempt=attempt.number, reason=name)
         watch.stop_asked_at = time.monotonic()
     launcher.ask_to_stop()
     return insists(received)
@@ -109,17 +110,14 @@ def _enforce(launcher: Launcher, watch: Watch, section: SuperviseSection) -> Non
         launcher.kill()
 
 
-def _leave_at_once(run: RunDirectory, attempt: Attempt) -> ExitCode:
+def _leave_at_once(ledger: Ledger, attempt: Attempt) -> ExitCode:
     reason = "left at once on the second Ctrl-C; the last commit is intact"
-    _close(run, attempt, Decision(ExitCode.INTERRUPTED, reason), [])
+    _close(ledger, attempt, Decision(ExitCode.INTERRUPTED, reason), [])
     return ExitCode.INTERRUPTED
 
 
-def _close(
-    run: RunDirectory, attempt: Attempt, decision: Decision, exits: Sequence[RankExit]
-) -> None:
+def _close(ledger: Ledger, attempt: Attempt, decision: Decision, exits: Sequence[RankExit]) -> None:
     ledger.record(
-        run.ledger,
         "attempt_ended",
         attempt=attempt.number,
         code=int(decision.code),

@@ -22,12 +22,12 @@ from kempner.data.loader import Feed
 from kempner.data.tokens import Corpus
 from kempner.model.sharding import build_model
 from kempner.model.sizes import Shape, flops_per_token
-from kempner.run import ledger
 from kempner.run.attempts import Attempt, Fence, begin_attempt
 from kempner.run.exit_codes import DataError, ExitCode, PeersLostError, RunError, UsageError
 from kempner.run.files import replace_durable
 from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
+from kempner.run.ledger import Ledger
 from kempner.run.logs import logger, open_log
 from kempner.training.council import Council
 from kempner.training.display import open_display
@@ -165,8 +165,7 @@ def _agree_on_attempt(run: RunDirectory, ranks: Ranks, launch: Launch | None) ->
     if ranks.world.rank == 0:
         attempt = begin_attempt(run)
         world = ranks.world
-        ledger.record(
-            run.ledger,
+        Ledger(run.ledger).record(
             "attempt_started",
             attempt=attempt.number,
             ranks=world.size,
@@ -178,9 +177,11 @@ def _agree_on_attempt(run: RunDirectory, ranks: Ranks, launch: Launch | None) ->
 
 
 def _recorder(run: RunDirectory, world: World, attempt: Attempt) -> Recorder:
+    ledger = Ledger(run.ledger)
+
     def record(event: str, **fields: object) -> None:
         if world.rank == 0:
-            ledger.record(run.ledger, event, attempt=attempt.number, **fields)
+            ledger.record(event, attempt=attempt.number, **fields)
 
     return record
 

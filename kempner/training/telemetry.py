@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +12,7 @@ from torch import Tensor
 from kempner.checkpoint.manifest import Position
 from kempner.config.sections import Config
 from kempner.run.exit_codes import DivergedError
-from kempner.run.files import append_line
+from kempner.run.journal import Journal
 from kempner.run.layout import RunDirectory
 from kempner.training.display import Display
 
@@ -37,7 +34,8 @@ class Telemetry:
         flops_per_token: float,
         display: Display,
     ) -> None:
-        self._config, self._run, self._attempt, self._rank = config, run, attempt, rank
+        self._config, self._attempt, self._rank = config, attempt, rank
+        self._metrics, self._samples = Journal(run.metrics), Journal(run.samples(rank))
         self._peak, self._flops_per_token = flops_per_second_at_peak, flops_per_token
         self._display = display
         self._logged_at, self._logged_tokens = time.monotonic(), 0
@@ -63,7 +61,8 @@ class Telemetry:
         """
         step = position.step
         if self._config.train.log_samples:
-            self._write(self._run.samples(self._rank), step=step, samples=list(samples))
+            place = {"step": step, "attempt": self._attempt, "rank": self._rank}
+            self._samples.append({**place, "samples": list(samples)})
         logged = step % self._config.metrics.log_interval == 0
         if not logged and not saved:
             return
@@ -79,7 +78,7 @@ class Telemetry:
     def evaluated(self, position: Position, loss: float) -> None:
         """Take note of a held-out loss."""
         if self._rank == 0:
-            self._write(self._run.metrics, step=position.step, eval_loss=loss)
+            self._write(position.step, eval_loss=loss)
             self._display.say(f"step {position.step}: held-out loss {loss:.4f}")
 
     def say(self, sentence: str) -> None:
@@ -96,8 +95,7 @@ class Telemetry:
         self._logged_at, self._logged_tokens = now, position.tokens
         mfu = speed * self._flops_per_token / self._peak if self._peak else None
         self._write(
-            self._run.metrics,
-            step=position.step,
+            position.step,
             loss=loss,
             grad_norm=norm,
             lr=rate,
@@ -107,13 +105,9 @@ class Telemetry:
         )
         self._display.step(position.step, loss, speed)
 
-    def _write(self, path: Path, **fields: Any) -> None:
-        step = fields.pop("step")
-        entry = {"step": step, "attempt": self._attempt, "rank": self._rank, **fields}
-        if path == self._run.metrics:
-            del entry["rank"]
-            entry["time"] = round(time.time(), 3)
-        append_line(path, json.dumps(entry))
+    def _write(self, step: int, **fields: object) -> None:
+        entry = {"step": step, "attempt": self._attempt, **fields, "time": round(time.time(), 3)}
+        self._metrics.append(entry)
 
 
 def peak_flops(device: torch.device, world: int) -> float | None:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kempner.run import ledger
+from kempner.run import ledger, logs
 from kempner.run.attempts import Attempt, Fence, SupersededError, begin_attempt, read_current
 from kempner.run.exit_codes import UsageError
 from kempner.run.files import append_line, replace_durable
+from kempner.run.journal import Journal
 from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
 
@@ -28,8 +29,8 @@ def record(tmp_path: Path) -> RunDirectory:
 
 def test_ledger_reads_back_what_was_recorded(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    ledger.record(path, "started", ranks=4)
-    ledger.record(path, "ended", code=75)
+    ledger.Ledger(path).record("started", ranks=4)
+    ledger.Ledger(path).record("ended", code=75)
     events = list(ledger.read_lines(path))
     assert [(e["event"], e["schema"]) for e in events] == [("started", 1), ("ended", 1)]
     assert events[0]["ranks"] == 4
@@ -38,14 +39,14 @@ def test_ledger_reads_back_what_was_recorded(tmp_path: Path) -> None:
 
 def test_a_line_torn_at_any_byte_costs_only_itself(tmp_path: Path) -> None:
     whole = tmp_path / "whole.jsonl"
-    ledger.record(whole, "first")
-    ledger.record(whole, "torn", note="ä" * 5)
+    ledger.Ledger(whole).record("first")
+    ledger.Ledger(whole).record("torn", note="ä" * 5)
     content = whole.read_bytes()
     first_line = content.index(b"\n") + 1
     for cut in range(first_line, len(content)):
         path = tmp_path / f"{cut}.jsonl"
         path.write_bytes(content[:cut])
-        ledger.record(path, "next")
+        ledger.Ledger(path).record("next")
         names = [e["event"] for e in ledger.read_lines(path)]
         assert names in (["first", "next"], ["first", "torn", "next"])
         assert "torn" not in names or cut == len(content) - 1
@@ -53,6 +54,25 @@ def test_a_line_torn_at_any_byte_costs_only_itself(tmp_path: Path) -> None:
 
 def test_ledger_of_a_run_that_never_was_is_empty(tmp_path: Path) -> None:
     assert list(ledger.read_lines(tmp_path / "nothing.jsonl")) == []
+
+
+def test_a_journal_that_cannot_be_written_is_said_once_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.configure()
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    journal = Journal(path)
+    for step in range(3):
+        journal.append({"step": step})
+    assert capsys.readouterr().err.count("cannot be written to") == 1
+    path.unlink()
+    journal.append({"step": 3})
+    journal.append({"step": 4})
+    assert [line["step"] for line in ledger.read_lines(path)] == [3, 4]
+    said = capsys.readouterr().err
+    assert said.count("can be written to again") == 1
+    assert "missed 3" in said
 
 
 def test_a_line_cut_short_by_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

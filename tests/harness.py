@@ -195,13 +195,18 @@ def manifest(checkpoint: Path) -> dict[str, Any]:
     return content
 
 
-def write_tokens(directory: Path, shards: Sequence[Sequence[int]]) -> Path:
-    """A prepared corpus with a token file for each sequence of byte tokens."""
-    directory.mkdir()
+def write_tokens(
+    directory: Path,
+    shards: Sequence[Sequence[int]],
+    dtype: Any = "uint16",
+    vocab_size: int = 257,
+) -> Index:
+    """A prepared corpus with a token file, `part-<n>.tokens`, for each sequence of tokens."""
+    directory.mkdir(exist_ok=True)
     listed = []
     for number, tokens in enumerate(shards):
         name = f"part-{number}.tokens"
-        with TokenWriter(directory / name, "uint16") as writer:
+        with TokenWriter(directory / name, dtype) as writer:
             writer.append(np.array(tokens, np.int64))
             written = writer.finish()
         listed.append(
@@ -212,19 +217,19 @@ def write_tokens(directory: Path, shards: Sequence[Sequence[int]]) -> Path:
                 empty_documents=0,
                 bytes=written.bytes,
                 checksum=written.checksum,
-                source=Source(first="made up", files=1, digest="0" * 32),
+                source=Source(first="text", files=1, digest="0" * 32),
             )
         )
     index = Index(
         format="kempner-tokens",
         version=1,
-        dtype="uint16",
-        vocab_size=257,
-        eot=256,
+        dtype=dtype,
+        vocab_size=vocab_size,
+        eot=vocab_size - 1,
         tokenizer=TokenizerIdentity(kind="byte", fingerprint="byte-1"),
         tokens=sum(map(len, shards)),
         documents=len(shards),
         shards=listed,
     )
     (directory / INDEX_FILE).write_bytes(index.to_bytes())
-    return directory
+    return index

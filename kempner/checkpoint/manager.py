@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from kempner.checkpoint import commit, retention, state
 from kempner.checkpoint.compatibility import judge
 from kempner.checkpoint.image import describe, local_part
-from kempner.checkpoint.layout import CheckpointFolder, in_progress_name
+from kempner.checkpoint.layout import MANIFEST, CheckpointFolder, in_progress_name
 from kempner.checkpoint.manifest import FileEntry, Identity, Manifest, Position, read
 from kempner.checkpoint.reader import RestrictedReader
 from kempner.checkpoint.saver import Layout, SaveFailedError, write_and_commit
@@ -32,7 +32,7 @@ from kempner.checkpoint.staging import Stager
 from kempner.checkpoint.stream import yield_to_training
 from kempner.checkpoint.verify import Damage, verify_files
 from kempner.run.attempts import Fence, SupersededError
-from kempner.run.exit_codes import DataError
+from kempner.run.exit_codes import DataError, RunError, UsageError
 from kempner.run.logs import logger
 
 T = TypeVar("T")
@@ -93,14 +93,14 @@ class CheckpointManager:
         used: damaged throughout, or made with another model, other data or another seed (unless
         `accept` names "data" or "seed").
         """
-        if self._rank == 0:
-            self._folder.path.mkdir(parents=True, exist_ok=True)
-            for leftover, error in retention.sweep(self._folder, self._fence.attempt.number):
-                logger().warning("cannot delete a leftover", path=str(leftover), error=str(error))
+        self._told_by_rank_0(self._prepare_folder)
         while (step := self._told_by_rank_0(self._choose)) is not None:
-            damages = self._verify_together(step)
-            if not damages:
-                return self._load(step, accept)
+            manifest, damages = self._told_by_rank_0(partial(self._read_manifest, step))
+            if manifest is not None:
+                damages = self._verify_together(step, manifest)
+                if not damages:
+                    self._load(step, manifest, accept)
+                    return manifest.position
             self._told_by_rank_0(partial(self._reject, step, damages))
         if link := self._told_by_rank_0(self._folder.latest):
             raise DataError(
@@ -183,10 +183,10 @@ class CheckpointManager:
         position: Position,
         started: float,
     ) -> None:
-        staged.result()
-        write_and_commit(
-            path, layout, self._group, lambda files: self._commit(path, position, files, started)
-        )
+        def commit(files: Mapping[str, FileEntry]) -> None:
+            self._commit(path, position, files, started)
+
+        write_and_commit(path, layout, staged, self._group, commit)
 
     def _commit(
         self, path: Path, position: Position, files: Mapping[str, FileEntry], started: float
@@ -212,14 +212,26 @@ class CheckpointManager:
     def _choose(self) -> int | None:
         return choose(self._folder.committed(), self._folder.latest())
 
-    def _verify_together(self, step: int) -> list[Damage]:
-        path, size = self._folder.step(step), dist.get_world_size(self._group)
+    def _prepare_folder(self) -> None:
         try:
-            manifest = read(path)
-            mine = sorted(manifest.files)[self._rank :: size]
-            found = verify_files(path, manifest, mine)
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"the checkpoint folder {self._folder.path} cannot be made ({error.strerror}); "
+                "set checkpoint.dir to one that can"
+            ) from error
+        for leftover, failure in retention.sweep(self._folder, self._fence.attempt.number):
+            logger().warning("cannot delete a leftover", path=str(leftover), error=str(failure))
+
+    def _read_manifest(self, step: int) -> tuple[Manifest | None, list[Damage]]:
+        try:
+            return read(self._folder.step(step)), []
         except DataError as error:
-            found = [Damage("manifest.json", str(error))]
+            return None, [Damage(MANIFEST, str(error))]
+
+    def _verify_together(self, step: int, manifest: Manifest) -> list[Damage]:
+        path, size = self._folder.step(step), dist.get_world_size(self._group)
+        found = verify_files(path, manifest, sorted(manifest.files)[self._rank :: size])
         gathered: list[list[Damage]] = [[] for _ in range(size)]
         dist.all_gather_object(gathered, found, group=self._group)
         return [damage for damages in gathered for damage in damages]
@@ -230,9 +242,8 @@ class CheckpointManager:
         logger().warning("checkpoint is damaged", step=step, kept_as=aside.name, damage=found)
         self._record("checkpoint_damaged", step=step, kept_as=aside.name, damage=found)
 
-    def _load(self, step: int, accept: Collection[str]) -> Position:
+    def _load(self, step: int, manifest: Manifest, accept: Collection[str]) -> None:
         path = self._folder.step(step)
-        manifest = read(path)
         judgement = judge(manifest.identity, self._identity, accept)
         if judgement.refusals:
             raise DataError(f"cannot go on from {path}: {'; '.join(judgement.refusals)}")
@@ -244,8 +255,7 @@ class CheckpointManager:
         state.check_shapes(table, metadata)
         load(table, storage_reader=reader, process_group=self._group)
         self.committed_step = step
-        self._told_by_rank_0(lambda: self._go_on_from(step, judgement.remarks))
-        return manifest.position
+        self._told_by_rank_0(partial(self._go_on_from, step, judgement.remarks))
 
     def _go_on_from(self, step: int, remarks: Collection[str]) -> None:
         if self._folder.latest() != step:
@@ -257,8 +267,20 @@ class CheckpointManager:
         self._record("resumed", step=step)
 
     def _told_by_rank_0(self, answer: Callable[[], T]) -> T:
-        """What only one process may ask of the file system, asked by rank 0 for all."""
-        box: list[T | None] = [answer() if self._rank == 0 else None]
+        """What only one process may ask of the file system, asked by rank 0 for all.
+
+        A `RunError` of rank 0 is raised on every rank.
+        """
+        box: list[object] = [_answer_or_error(answer) if self._rank == 0 else None]
         dist.broadcast_object_list(box, group_src=0, group=self._group)
-        told: T = box[0]  # type: ignore[assignment]  # None only where T allows it
+        if isinstance(box[0], RunError):
+            raise box[0]
+        told: T = box[0]  # type: ignore[assignment]  # what rank 0's answer returned
         return told
+
+
+def _answer_or_error(answer: Callable[[], T]) -> T | RunError:
+    try:
+        return answer()
+    except RunError as error:
+        return error

@@ -8,6 +8,7 @@ and with that rank's words.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -92,16 +93,17 @@ class _Note:
 def write_and_commit(
     path: Path,
     layout: Layout,
+    staged: Future[None],
     group: dist.ProcessGroup,
     commit: Callable[[Mapping[str, FileEntry]], None],
 ) -> None:
-    """Write the staged image below `path`; on rank 0, once all have, `commit` the complete files.
+    """Write the image below `path` once it is `staged`; once all have, rank 0 may `commit`.
 
     Raises `SaveFailedError` on every rank if anything failed on any.
     """
     rank = dist.get_rank(group)
     planned = _Note(ok=True, plan=plan.digest(layout.specs))
-    note, error = _attempt(lambda: _write(path, layout, rank, planned), planned)
+    note, error = _attempt(lambda: _write(path, layout, staged, planned, rank), planned)
     notes = _exchange(note, group)
     agreed = all(other.ok and other.plan == note.plan for other in notes)
     if agreed and rank == 0:
@@ -122,7 +124,8 @@ def _attempt(work: Callable[[], _Note], note: _Note) -> tuple[_Note, Exception |
         return replace(note, ok=False), error
 
 
-def _write(path: Path, layout: Layout, rank: int, note: _Note) -> _Note:
+def _write(path: Path, layout: Layout, staged: Future[None], note: _Note, rank: int) -> _Note:
+    staged.result()
     path.mkdir(parents=True, exist_ok=True)
     name = data_file(rank)
     sums = write_stream(path / name, layout.image.content)

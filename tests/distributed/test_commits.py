@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -142,28 +142,46 @@ def fill(ballast: Path) -> None:
     assert shutil.disk_usage(ballast.parent).free == 0
 
 
-def test_a_full_disk_fails_the_save_not_the_run(run: Run, reference: Run, tmp_path: Path) -> None:
-    """A real tmpfs, too small for two checkpoints and what is in the way, then emptied."""
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real tmpfs, too small for two checkpoints and what is in the way."""
     if os.geteuid() != 0:
         pytest.skip("mounting a tmpfs needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_fails_the_save_not_the_run(run: Run, reference: Run, small_disk: Path) -> None:
     reference.complete(1)
-    small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)], check=True)
-    try:
-        ballast = small / "ballast"
-        folder = f'--checkpoint.dir="{small / "checkpoints"}"'
-        job = run.train(folder, "--checkpoint.max_failures=1000")
-        wait_until(lambda: (small / "checkpoints" / "latest").exists(), "a commit", job=job)
-        fill(ballast)
-        wait_until(lambda: run.events("checkpoint_failed"), "a failed save", job=job)
-        assert (small / "checkpoints" / "latest" / "manifest.json").exists()
-        ballast.unlink()
-        assert job.wait() == 0, job.output()
-        assert json.loads((small / "checkpoints/latest/manifest.json").read_text())["step"] == 40
-        assert run.steps() == reference.steps()
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
+    checkpoints = small_disk / "checkpoints"
+    job = run.train(f'--checkpoint.dir="{checkpoints}"', "--checkpoint.max_failures=1000")
+    wait_until(lambda: (checkpoints / "latest").exists(), "a commit", job=job)
+    fill(small_disk / "ballast")
+    wait_until(lambda: run.events("checkpoint_failed"), "a failed save", job=job)
+    assert (checkpoints / "latest" / "manifest.json").exists()
+    (small_disk / "ballast").unlink()
+    assert job.wait() == 0, job.output()
+    assert manifest(checkpoints / "latest")["step"] == 40
+    assert run.steps() == reference.steps()
+
+
+def test_a_run_whose_whole_disk_is_full_trains_on(run: Run, small_disk: Path) -> None:
+    endless = ("--train.max_steps=100000", "--checkpoint.max_failures=1000000")
+    job = run.train(f'--run.dir="{small_disk}"', *endless)
+    folder = small_disk / "run"
+    wait_until(lambda: (folder / "checkpoints" / "latest").exists(), "a commit", job=job)
+    fill(small_disk / "ballast")
+    wait_until(lambda: "metrics.jsonl" in job.output(), "a word about the metrics", job=job)
+    wait_until(lambda: "checkpoint failed" in job.output(), "a word about the save", job=job)
+    (small_disk / "ballast").unlink()
+    wait_until(lambda: "can be written to again" in job.output(), "the disk is noticed", job=job)
+    job.signal()
+    assert job.wait() == 75, job.output()
+    last = manifest(folder / "checkpoints" / "latest")["step"]
+    assert f"stopped after step {last}" in job.output()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def family(job: Job) -> list[psutil.Process]:
 def test_a_reader_stuck_on_storage_does_not_keep_the_ranks_from_leaving(
     tmp_path: Path, world: int, workers: int
 ) -> None:
-    data = write_tokens(tmp_path / "data", [[n % 251 for n in range(4000)], [7, 8, 9] * 1500])
+    data = tmp_path / "data"
+    write_tokens(data, [[n % 251 for n in range(4000)], [7, 8, 9] * 1500])
     run = Run(tmp_path / "stuck", data)
     job = run.supervise(
         world,

@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from harness import write_tokens
 
 from kempner.data import tokens
 from kempner.data.index import (
     INDEX_FILE,
     Index,
-    Shard,
-    Source,
-    TokenizerIdentity,
     fingerprint,
     read_index,
 )
@@ -44,37 +42,7 @@ def write_corpus(
     dtype: Any = "uint16",
     vocab_size: int = 257,
 ) -> Index:
-    directory.mkdir(exist_ok=True)
-    listed = []
-    for number, content in enumerate(shards):
-        name = f"shard-{number}.tokens"
-        with TokenWriter(directory / name, dtype) as writer:
-            writer.append(np.array(content, np.int64))
-            written = writer.finish()
-        listed.append(
-            Shard(
-                file=name,
-                tokens=written.tokens,
-                documents=1,
-                empty_documents=0,
-                bytes=written.bytes,
-                checksum=written.checksum,
-                source=Source(first="text", files=1, digest="0" * 32),
-            )
-        )
-    index = Index(
-        format="kempner-tokens",
-        version=1,
-        dtype=dtype,
-        vocab_size=vocab_size,
-        eot=vocab_size - 1,
-        tokenizer=TokenizerIdentity(kind="byte", fingerprint="byte-1"),
-        tokens=sum(map(len, shards)),
-        documents=len(shards),
-        shards=listed,
-    )
-    (directory / INDEX_FILE).write_bytes(index.to_bytes())
-    return index
+    return write_tokens(directory, shards, dtype, vocab_size)
 
 
 def edit_index(directory: Path, **changes: Any) -> None:
@@ -94,7 +62,7 @@ def test_what_is_written_is_read(tmp_path: Path, dtype: str, largest: int) -> No
 
 def test_the_layout_is_the_documented_one(tmp_path: Path) -> None:
     index = write_corpus(tmp_path, [[1, 2, 256]])
-    content = (tmp_path / "shard-0.tokens").read_bytes()
+    content = (tmp_path / "part-0.tokens").read_bytes()
     assert content[:24] == b"KEMPTOK1" + struct.pack("<IIQ", 2, 0, 3)
     assert content[24:40].hex() == index.shards[0].checksum
     assert content[40:64] == bytes(24)
@@ -148,7 +116,7 @@ def test_few_files_are_open_at_once(tmp_path: Path) -> None:
     for start in (0, 10, 20, 30, 0, 38):
         corpus.read(start, 2)
     opened = {Path(name).name for name in open_files() - before}
-    assert opened == {"shard-0.tokens", "shard-15.tokens", "shard-19.tokens"}
+    assert opened == {"part-0.tokens", "part-15.tokens", "part-19.tokens"}
     corpus.close()
     assert open_files() == before
     assert corpus.read(0, 2).tolist() == [0, 0]
@@ -185,29 +153,29 @@ def test_an_io_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(DataError, match=r"shard-3\.tokens cannot be read: Input/output error"):
+    with pytest.raises(DataError, match=r"part-3\.tokens cannot be read: Input/output error"):
         Corpus.open(tmp_path).read(6, 1)
 
 
 def truncate(directory: Path) -> None:
-    os.truncate(directory / "shard-0.tokens", 64 + 8)
+    os.truncate(directory / "part-0.tokens", 64 + 8)
 
 
 def truncate_header(directory: Path) -> None:
-    os.truncate(directory / "shard-0.tokens", 10)
+    os.truncate(directory / "part-0.tokens", 10)
 
 
 def extend(directory: Path) -> None:
-    with open(directory / "shard-0.tokens", "ab") as file:
+    with open(directory / "part-0.tokens", "ab") as file:
         file.write(b"\0\0")
 
 
 def remove(directory: Path) -> None:
-    (directory / "shard-0.tokens").unlink()
+    (directory / "part-0.tokens").unlink()
 
 
 def make_foreign(directory: Path) -> None:
-    (directory / "shard-0.tokens").write_bytes(np.arange(37, dtype=np.uint16).tobytes())
+    (directory / "part-0.tokens").write_bytes(np.arange(37, dtype=np.uint16).tobytes())
 
 
 def call_it_uint32(directory: Path) -> None:
@@ -215,11 +183,11 @@ def call_it_uint32(directory: Path) -> None:
 
 
 def swap_equals(directory: Path) -> None:
-    shutil.copy(directory / "shard-1.tokens", directory / "shard-0.tokens")
+    shutil.copy(directory / "part-1.tokens", directory / "part-0.tokens")
 
 
 def swap_others(directory: Path) -> None:
-    shutil.copy(directory / "shard-2.tokens", directory / "shard-0.tokens")
+    shutil.copy(directory / "part-2.tokens", directory / "part-0.tokens")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +211,7 @@ def test_a_file_that_is_not_the_indexed_one_is_refused(
     for use in (lambda: Corpus.open(tmp_path).read(0, 2), lambda: verify(tmp_path)):
         with pytest.raises(DataError, match=complaint) as error:
             use()
-        assert str(tmp_path / "shard-0.tokens") in str(error.value)
+        assert str(tmp_path / "part-0.tokens") in str(error.value)
 
 
 def test_refused_files_are_closed(tmp_path: Path) -> None:
@@ -259,7 +227,7 @@ def test_truncation_while_in_use_is_an_error(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     corpus = Corpus.open(tmp_path)
     corpus.read(0, 1)
-    os.truncate(tmp_path / "shard-0.tokens", 70)
+    os.truncate(tmp_path / "part-0.tokens", 70)
     with pytest.raises(DataError, match=r"truncated while in use.*byte 70"):
         corpus.read(0, 5)
 
@@ -268,11 +236,11 @@ def test_verification_finds_a_flipped_bit(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tokens, "_BLOCK", 4)
     index = write_corpus(tmp_path)
     assert verify(tmp_path) == index
-    path = tmp_path / "shard-4.tokens"
+    path = tmp_path / "part-4.tokens"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"shard-4\.tokens is damaged"):
+    with pytest.raises(DataError, match=r"part-4\.tokens is damaged"):
         verify(tmp_path)
 
 
@@ -302,7 +270,7 @@ def test_an_index_that_makes_no_sense_is_refused(
 
 def test_a_shard_outside_the_directory_is_refused(tmp_path: Path) -> None:
     index = write_corpus(tmp_path)
-    first = index.shards[0].model_dump() | {"file": "../shard-0.tokens"}
+    first = index.shards[0].model_dump() | {"file": "../part-0.tokens"}
     edit_index(tmp_path, shards=[first, *[shard.model_dump() for shard in index.shards[1:]]])
     with pytest.raises(DataError, match=r"shards\[0\]\.file"):
         read_index(tmp_path)

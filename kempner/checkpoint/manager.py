@@ -17,20 +17,20 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 from kempner.checkpoint import commit, retention, state
 from kempner.checkpoint.compatibility import judge
 from kempner.checkpoint.image import describe, local_part
 from kempner.checkpoint.layout import MANIFEST, CheckpointFolder, in_progress_name
+from kempner.checkpoint.loading import fill
 from kempner.checkpoint.manifest import FileEntry, Identity, Manifest, Position, read
-from kempner.checkpoint.reader import RestrictedReader
+from kempner.checkpoint.reader import read_metadata
 from kempner.checkpoint.saver import Layout, SaveFailedError, write_and_commit
 from kempner.checkpoint.selection import choose
 from kempner.checkpoint.staging import Stager
 from kempner.checkpoint.stream import yield_to_training
-from kempner.checkpoint.verify import Damage, verify_files
+from kempner.checkpoint.verify import Damage
 from kempner.run.attempts import Fence, SupersededError
 from kempner.run.exit_codes import DataError, RunError, UsageError
 from kempner.run.logs import logger
@@ -97,9 +97,8 @@ class CheckpointManager:
         while (step := self._told_by_rank_0(self._choose)) is not None:
             manifest, damages = self._told_by_rank_0(partial(self._read_manifest, step))
             if manifest is not None:
-                damages = self._verify_together(step, manifest)
+                damages = self._load(step, manifest, accept)
                 if not damages:
-                    self._load(step, manifest, accept)
                     return manifest.position
             self._told_by_rank_0(partial(self._reject, step, damages))
         if link := self._told_by_rank_0(self._folder.latest):
@@ -229,33 +228,42 @@ class CheckpointManager:
         except DataError as error:
             return None, [Damage(MANIFEST, str(error))]
 
-    def _verify_together(self, step: int, manifest: Manifest) -> list[Damage]:
-        path, size = self._folder.step(step), dist.get_world_size(self._group)
-        found = verify_files(path, manifest, sorted(manifest.files)[self._rank :: size])
-        gathered: list[list[Damage]] = [[] for _ in range(size)]
+    def _load(self, step: int, manifest: Manifest, accept: Collection[str]) -> list[Damage]:
+        """Fill the state; returns what is damaged, on all ranks alike, and empty if nothing is."""
+        path = self._folder.step(step)
+        judgement = judge(manifest.identity, self._identity, accept)
+        if judgement.refusals:
+            raise DataError(f"cannot go on from {path}: {'; '.join(judgement.refusals)}")
+        metadata, damages = self._together(lambda: read_metadata(path, manifest))
+        if metadata is None:
+            return damages
+        saved = state.saved_optimizer_tensors(metadata)
+        state.create_optimizer_state(self._model, self._optimizer, saved)
+        table = state.capture(self._model, self._optimizer)
+        state.check_shapes(table, metadata)
+        _, damages = self._together(lambda: fill(table, path, manifest, metadata))
+        if not damages:
+            self.committed_step = step
+            self._told_by_rank_0(partial(self._go_on_from, step, judgement.remarks))
+        return damages
+
+    def _together(self, work: Callable[[], T]) -> tuple[T | None, list[Damage]]:
+        """Do this rank's part of a load; its result, or None if any rank found damage."""
+        result, found = None, None
+        try:
+            result = work()
+        except DataError as error:
+            found = Damage(f"rank {self._rank}", str(error))
+        gathered: list[Damage | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(gathered, found, group=self._group)
-        return [damage for damages in gathered for damage in damages]
+        damages = [damage for damage in gathered if damage is not None]
+        return (None if damages else result), damages
 
     def _reject(self, step: int, damages: list[Damage]) -> None:
         aside = self._folder.set_aside(step, "damaged", self._fence.attempt.number)
         found = [str(damage) for damage in damages[:10]]
         logger().warning("checkpoint is damaged", step=step, kept_as=aside.name, damage=found)
         self._record("checkpoint_damaged", step=step, kept_as=aside.name, damage=found)
-
-    def _load(self, step: int, manifest: Manifest, accept: Collection[str]) -> None:
-        path = self._folder.step(step)
-        judgement = judge(manifest.identity, self._identity, accept)
-        if judgement.refusals:
-            raise DataError(f"cannot go on from {path}: {'; '.join(judgement.refusals)}")
-        reader = RestrictedReader(path)
-        metadata = reader.read_metadata()
-        saved = state.saved_optimizer_tensors(metadata)
-        state.create_optimizer_state(self._model, self._optimizer, saved)
-        table = state.capture(self._model, self._optimizer)
-        state.check_shapes(table, metadata)
-        load(table, storage_reader=reader, process_group=self._group)
-        self.committed_step = step
-        self._told_by_rank_0(partial(self._go_on_from, step, judgement.remarks))
 
     def _go_on_from(self, step: int, remarks: Collection[str]) -> None:
         if self._folder.latest() != step:

@@ -15,6 +15,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from kempner.checkpoint.manifest import Manifest
+from kempner.checkpoint.verify import verify_files
 from kempner.run.exit_codes import DataError
 
 METADATA = ".metadata"
@@ -61,3 +63,10 @@ class RestrictedReader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def read_metadata(checkpoint: Path, manifest: Manifest) -> Metadata:
+    """DCP's description of a checkpoint. Raises `DataError` unless it is as the manifest says."""
+    for damage in verify_files(checkpoint, manifest, [METADATA]):
+        raise DataError(str(damage))
+    return RestrictedReader(checkpoint).read_metadata()

@@ -66,7 +66,7 @@ def saved_optimizer_tensors(metadata: Metadata) -> dict[str, TensorStorageMetada
 
 
 def check_shapes(table: Mapping[str, Tensor], metadata: Metadata) -> None:
-    """Raise `DataError` unless the checkpoint holds just these tensors, by name and shape."""
+    """Raise `DataError` unless the checkpoint holds just these tensors, by name, shape and type."""
     saved = metadata.state_dict_metadata
     if missing := sorted(table.keys() ^ saved.keys()):
         where = "checkpoint" if missing[0] in table else "model"
@@ -75,3 +75,7 @@ def check_shapes(table: Mapping[str, Tensor], metadata: Metadata) -> None:
         entry = saved[key]
         if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.shape:
             raise DataError(f"{key} has shape {tuple(tensor.shape)}, the checkpoint's differs")
+        if entry.properties.dtype != tensor.dtype:
+            raise DataError(
+                f"{key} is {tensor.dtype}, the checkpoint's is {entry.properties.dtype}"
+            )

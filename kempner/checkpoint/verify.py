@@ -46,7 +46,10 @@ def verify_files(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> 
     damages: list[Damage] = []
     sidecars: dict[str, tuple[int, dict[str, FileSums]]] = {}
     for name in names:
-        entry = manifest.files[name]
+        entry = manifest.files.get(name)
+        if entry is None:
+            damages.append(Damage(name, "is not in the manifest"))
+            continue
         try:
             if entry.sums is None:
                 _check_whole(checkpoint / name, entry)

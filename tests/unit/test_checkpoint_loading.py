@@ -1,0 +1,188 @@
+"""A load reads what it needs, checks it, and never leaves an element as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from kempner.checkpoint.image import Image, build_metadata, container, data_file, describe
+from kempner.checkpoint.loading import fill
+from kempner.checkpoint.manifest import (
+    BLOCK_BYTES,
+    FileEntry,
+    Identity,
+    Manifest,
+    Position,
+    encode_sidecar,
+    sidecar_name,
+    sum_file,
+    whole_sum,
+)
+from kempner.checkpoint.plan import TensorSpec, place
+from kempner.checkpoint.reader import METADATA, RestrictedReader, read_metadata
+from kempner.checkpoint.state import check_shapes
+from kempner.run.exit_codes import DataError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+torch.manual_seed(0)
+STATE = {
+    "weights": torch.randn(3000, 500),
+    "half": torch.randn(5, 3, 2).bfloat16(),
+    "counter": torch.tensor(7.0),
+    "ids": torch.arange(13),
+    "empty": torch.zeros(0, 4),
+    **{f"small.{n}": torch.randn(40) for n in range(50)},
+}
+
+
+def list_files(folder: Path) -> Manifest:
+    """A manifest of all data files in a folder, whoever wrote them."""
+    files: dict[str, FileEntry] = {}
+    for rank, path in enumerate(sorted(folder.glob("*.distcp"))):
+        sidecar = encode_sidecar({path.name: sum_file(path)})
+        (folder / sidecar_name(rank)).write_bytes(sidecar)
+        files[path.name] = FileEntry(bytes=path.stat().st_size, sums=sidecar_name(rank))
+        files[sidecar_name(rank)] = FileEntry(len(sidecar), xxh3_128=whole_sum(sidecar))
+    described = (folder / METADATA).read_bytes()
+    files[METADATA] = FileEntry(len(described), xxh3_128=whole_sum(described))
+    return Manifest(Position(), Identity(1, {}, 0, "", {}, "", {}, {}), 1, 0.0, files)
+
+
+def write_ours(folder: Path, cut: int | None = 0, world: int = 3) -> Manifest:
+    specs = [
+        TensorSpec(s.key, s.shape, s.dtype, (world,), (cut if len(s.shape) > 1 else None,))
+        for s in describe(STATE, 1)
+    ]
+    folder.mkdir()
+    for rank in range(world):
+        placed = place(specs, rank, container)
+        image = Image(placed, pinned=False)
+        for view, item in zip(image.views, placed, strict=True):
+            part = STATE[item.chunk.key]
+            for dim, at in enumerate(item.chunk.offsets):
+                part = part.narrow(dim, at, item.chunk.sizes[dim])
+            view.copy_(part)
+        (folder / data_file(rank)).write_bytes(image.content)
+    (folder / METADATA).write_bytes(build_metadata(specs, world))
+    return list_files(folder)
+
+
+def write_stock(folder: Path) -> Manifest:
+    dcp.save(dict(STATE), checkpoint_id=folder, no_dist=True)
+    return list_files(folder)
+
+
+def blank() -> dict[str, Tensor]:
+    return {key: torch.full_like(tensor, 1) for key, tensor in STATE.items()}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_ours,
+        lambda folder: write_ours(folder, 1),
+        lambda folder: write_ours(folder, None, 2),
+        write_stock,
+    ],
+    ids=["rows", "columns", "replicated", "stock"],
+)
+def test_every_bit_comes_back_and_little_is_read_besides(
+    tmp_path: Path, write: Callable[[Path], Manifest]
+) -> None:
+    folder = tmp_path / "checkpoint"
+    manifest, table = write(folder), blank()
+    read = fill(table, folder, manifest, read_metadata(folder, manifest))
+    for key, tensor in STATE.items():
+        assert torch.equal(table[key], tensor), key
+    needed = sum(t.numel() * t.element_size() for t in STATE.values())
+    blocks = len(list(folder.glob("*.distcp"))) * 4 * BLOCK_BYTES
+    assert read <= needed + blocks
+
+
+def test_a_flipped_bit_in_any_block_is_found_before_it_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    manifest = write_ours(folder)
+    metadata = read_metadata(folder, manifest)
+    rng = random.Random(1)
+    for path in sorted(folder.glob("*.distcp")):
+        content = path.read_bytes()
+        for block in range(len(content) // BLOCK_BYTES):
+            flipped = bytearray(content)
+            at = block * BLOCK_BYTES + rng.randrange(BLOCK_BYTES)
+            flipped[at] ^= 1 << rng.randrange(8)
+            path.write_bytes(flipped)
+            with pytest.raises(DataError, match=rf"{path.name}: block {block} \(from byte"):
+                fill(blank(), folder, manifest, metadata)
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: path.unlink(), "cannot be read: No such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes instead of"),
+        (lambda path: path.with_name("sums-00000.json").unlink(), "sums-00000.json cannot be read"),
+        (lambda path: path.with_name("sums-00000.json").write_bytes(b"{}"), "checksum does not"),
+    ],
+)
+def test_missing_and_cut_files_are_named(
+    tmp_path: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    folder = tmp_path / "checkpoint"
+    manifest = write_ours(folder)
+    metadata = read_metadata(folder, manifest)
+    damage(folder / data_file(0))
+    with pytest.raises(DataError, match=words):
+        fill(blank(), folder, manifest, metadata)
+
+
+def test_a_part_that_nobody_wrote_is_missed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    manifest = write_ours(folder)
+    metadata = RestrictedReader(folder).read_metadata()
+    del metadata.state_dict_metadata["weights"].chunks[1]  # type: ignore[union-attr]
+    with pytest.raises(DataError, match=r"weights: the (checkpoint does not hold|part at)"):
+        fill(blank(), folder, manifest, metadata)
+
+
+def test_a_container_that_cannot_hold_its_tensor_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    manifest = write_ours(folder)
+    metadata = RestrictedReader(folder).read_metadata()
+    for entry in metadata.storage_data.values():
+        entry.length -= 1000
+    with pytest.raises(DataError, match="too small for it"):
+        fill(blank(), folder, manifest, metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"half": torch.zeros(5, 3, 2)}, "half is torch.float32, the checkpoint's is"),
+        ({"ids": torch.arange(12)}, "ids has shape"),
+        ({"new": torch.zeros(1)}, "new is missing in the checkpoint"),
+    ],
+)
+def test_other_tensors_than_the_checkpoint_s_are_named(
+    tmp_path: Path, change: dict[str, Tensor], words: str
+) -> None:
+    write_ours(tmp_path / "checkpoint")
+    metadata = RestrictedReader(tmp_path / "checkpoint").read_metadata()
+    check_shapes(STATE, metadata)
+    with pytest.raises(DataError, match=words):
+        check_shapes({**STATE, **change}, metadata)
+
+
+def test_a_metadata_that_is_not_the_manifest_s_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    manifest = write_ours(folder)
+    (folder / METADATA).write_bytes(build_metadata(describe(STATE, 1), 1))
+    with pytest.raises(DataError, match=r"\.metadata"):
+        read_metadata(folder, manifest)

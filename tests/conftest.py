@@ -44,6 +44,18 @@ def reference(tmp_path: Path, corpus: Path) -> Iterator[Run]:
     end_jobs(run)
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real tmpfs of 4 MiB: too small for two of the tiny run's checkpoints and some ballast."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
 def end_jobs(run: Run) -> None:
     """Kill what a failed test left behind; its ranks follow, because they watch their parent."""
     for job in run.jobs:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -140,18 +138,6 @@ def fill(ballast: Path) -> None:
         while True:
             file.write(b"x" * 4096)
     assert shutil.disk_usage(ballast.parent).free == 0
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real tmpfs, too small for two checkpoints and what is in the way."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_fails_the_save_not_the_run(run: Run, reference: Run, small_disk: Path) -> None:

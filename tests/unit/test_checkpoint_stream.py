@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,17 +34,6 @@ def test_an_existing_file_is_never_written_to(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="data"):
         write_stream(path, memoryview(b"other"))
     assert path.read_bytes() == b"committed"
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_speaks_before_anything_is_written(small_disk: Path) -> None:

@@ -6,8 +6,6 @@ last step or checkpoint along, so children leave the decision to the parent.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 import time
 from collections.abc import Collection, Iterator
@@ -15,12 +13,11 @@ from contextlib import contextmanager
 from multiprocessing import active_children, process, resource_tracker
 from multiprocessing.process import BaseProcess
 
-from kempner.run.signals import STOP_SIGNALS
+from kempner.run.signals import STOP_SIGNALS, follow_parent
 
 UNHEARD = frozenset({*STOP_SIGNALS, signal.SIGQUIT})
 """SIGQUIT, too: a rank answers it with its stacks, and its children must survive that."""
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _UNBLOCKED_BY_TRACKER = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
@@ -49,11 +46,7 @@ def stay_deaf(parent: int, *_: object) -> None:
     """
     for number in UNHEARD:
         signal.signal(number, signal.SIG_IGN)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)  # it died before the kernel was told
+    follow_parent(parent, signal.SIGKILL)
 
 
 @contextmanager

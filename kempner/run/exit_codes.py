@@ -57,12 +57,6 @@ class CheckpointWriteError(RunError):
     code = ExitCode.CHECKPOINT_FAILED
 
 
-class PeersLostError(RunError):
-    """A collective failed because another rank is gone."""
-
-    code = ExitCode.PEERS_LOST
-
-
 class DivergedError(RunError):
     """The loss is not finite."""
 

@@ -9,6 +9,7 @@ Nothing beyond the standard library is imported here: this is armed before anyth
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 from kempner.run.exit_codes import ExitCode
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -98,6 +101,20 @@ class SignalInbox:
             self._arrived.notify_all()
         if reaction is not None:
             reaction(received)
+
+
+def follow_parent(parent: int, with_signal: signal.Signals) -> None:
+    """Get `with_signal` when the parent process ends, however it ends (prctl(2), PR_SET_PDEATHSIG).
+
+    `parent` is its process id. The kernel sends the signal when the *thread* ends that started this
+    process; if the parent is gone already, it is raised here. Raises `OSError` if the kernel
+    refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(with_signal), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        os.kill(os.getpid(), with_signal)
 
 
 def leave_alone(received: Received) -> None:

@@ -79,14 +79,15 @@ def train(run: Training) -> ExitCode:
         verdict = ballot.close()
         if verdict.void or batch is None:
             break  # a rank had no data: the step did not happen, on any rank
-        norm = update(run.model, run.optimizer, run.rate(step), run.config.train.clip_grad_norm)
+        rate = run.rate(step)
+        norm = update(run.model, run.optimizer, rate, run.config.train.clip_grad_norm)
         run.position = advance(run, batch)
         due = save_is_due(run, verdict)
         run.telemetry.record(
             run.position,
             loss,
             norm,
-            run.rate(step),
+            rate,
             batch.samples,
             saved=due or leaving(run, verdict),
         )

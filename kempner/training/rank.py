@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -23,19 +24,20 @@ from kempner.data.tokens import Corpus
 from kempner.model.sharding import build_model
 from kempner.model.sizes import Shape, flops_per_token
 from kempner.run.attempts import Attempt, Fence, begin_attempt
-from kempner.run.exit_codes import DataError, ExitCode, PeersLostError, RunError, UsageError
+from kempner.run.exit_codes import DataError, ExitCode, RunError, UsageError
 from kempner.run.files import replace_durable
 from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger
 from kempner.run.logs import logger, open_log
+from kempner.run.signals import follow_parent
 from kempner.training.council import Council
 from kempner.training.display import open_display
 from kempner.training.distributed import Ranks, connect
 from kempner.training.evaluation import Evaluation
 from kempner.training.loop import Training, train
 from kempner.training.optimizer import build_optimizer
-from kempner.training.shutdown import ShutdownHandler, follow_parent
+from kempner.training.shutdown import ShutdownHandler
 from kempner.training.telemetry import Telemetry, peak_flops
 
 _PEER_GONE = (
@@ -69,7 +71,7 @@ def main(config: Config, shutdown: ShutdownHandler) -> NoReturn:
 
 def classify(error: BaseException) -> ExitCode:
     """The exit code for an exception that nobody expected: a lost peer, or a crash of our own."""
-    lost = isinstance(error, PeersLostError | torch.distributed.DistError) or (
+    lost = isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_GONE)
     )
     return ExitCode.PEERS_LOST if lost else ExitCode.CRASHED
@@ -79,7 +81,7 @@ def run_rank(config: Config, shutdown: ShutdownHandler) -> ExitCode:
     """Connect, build, resume, train. Raises `RunError` for what a person can mend."""
     launch = Launch.from_environment(os.environ)
     if launch is not None:
-        follow_parent(launch.supervisor_pid)
+        follow_parent(launch.supervisor_pid, signal.SIGTERM)
     world = _find_place()
     torch.set_num_threads(thread_count(config, world))
     torch.use_deterministic_algorithms(config.train.deterministic)

@@ -5,14 +5,9 @@ Imports no torch, because it is installed before torch is imported.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 from enum import IntEnum
 
-from kempner.run.signals import SignalInbox, inbox, leave_alone
-
-_PR_SET_PDEATHSIG = 1
+from kempner.run.signals import inbox, leave_alone
 
 
 class StopReason(IntEnum):
@@ -31,8 +26,8 @@ class ShutdownHandler:
     Afterwards a signal is only a wish, for the ranks to vote on.
     """
 
-    def __init__(self, signals: SignalInbox | None = None) -> None:
-        self._signals = signals or inbox()
+    def __init__(self) -> None:
+        self._signals = inbox()
 
     def install(self) -> None:
         """Trap the signals and leave on any of them until `join_group`."""
@@ -50,16 +45,3 @@ class ShutdownHandler:
     def wish(self) -> StopReason:
         """What this rank wants, for the vote."""
         return StopReason.SIGNAL if self.should_shutdown() else StopReason.NONE
-
-
-def follow_parent(parent: int) -> None:
-    """Be asked to stop (SIGTERM) when the parent process ends, however it ends.
-
-    The kernel sends the signal when the *thread* ends that started this process. If the parent is
-    gone already, the signal is raised here.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)

@@ -16,7 +16,7 @@ import kempner
 from kempner.cli.entry import main
 from kempner.config.errors import ConfigError
 from kempner.config.loading import known_keys, load
-from kempner.run.exit_codes import DataError, ExitCode, PeersLostError, RunError, UsageError
+from kempner.run.exit_codes import DataError, DivergedError, ExitCode, RunError, UsageError
 
 
 def run(*arguments: str | Path) -> int | str | None:
@@ -107,7 +107,7 @@ def test_the_package_is_the_command(path: Path) -> None:
         (ConfigError("no such key"), 2, "kempner: no such key\n"),
         (UsageError("not\nso"), 2, "kempner: not\\nso\n"),
         (DataError("shard 3 is short"), 65, "kempner: shard 3 is short\n"),
-        (PeersLostError("rank 1 is gone"), 76, "kempner: rank 1 is gone\n"),
+        (DivergedError("loss is nan"), 78, "kempner: loss is nan\n"),
         (RunError("something else"), 1, "kempner: something else\n"),
         (typer.BadParameter("too small"), 2, "kempner: Invalid value: too small (see kempner"),
         (KeyboardInterrupt(), 130, ""),

@@ -210,9 +210,11 @@ def test_a_lone_rank_leaves_even_from_native_code_and_one_with_peers_waits(
 
 _CHILD = """
 import os, sys
-from kempner.training.shutdown import ShutdownHandler, follow_parent
+import signal
+from kempner.run.signals import follow_parent
+from kempner.training.shutdown import ShutdownHandler
 ShutdownHandler().install()
-follow_parent(int(sys.argv[1]))
+follow_parent(int(sys.argv[1]), signal.SIGTERM)
 print(os.getpid(), flush=True)
 sys.stdin.read()
 os.pause() if hasattr(os, "pause") else __import__("signal").pause()

@@ -77,7 +77,8 @@ class CheckpointManager:
         self._identity, self._fence, self._group = identity, fence, group
         self._keep_last, self._background, self._record = keep_last, background, record
         self._rank = dist.get_rank(group)
-        self._stager = Stager(next(iter(model.parameters())).device)
+        self._device = next(iter(model.parameters())).device
+        self._stager = Stager(self._device)
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=yield_to_training)
         self._layout: Layout | None = None
         self._in_flight: _Save | None = None
@@ -171,7 +172,7 @@ class CheckpointManager:
         """The layout of the state, made anew when its tensors are not what they were."""
         specs = describe(table, dist.get_world_size(self._group))
         if self._layout is None or self._layout.specs != specs:
-            self._layout = Layout.of(table, self._group)
+            self._layout = Layout.of(specs, self._device, self._group)
         return self._layout
 
     def _write(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kempner.checkpoint import plan
-from kempner.checkpoint.image import Image, build_metadata, container, data_file, describe
+from kempner.checkpoint.image import Image, build_metadata, container, data_file
 from kempner.checkpoint.manifest import FileEntry, encode_sidecar, sidecar_name, whole_sum
 from kempner.checkpoint.reader import METADATA
 from kempner.checkpoint.staging import may_pin
@@ -53,13 +53,18 @@ class Layout:
         """DCP's `.metadata`; only rank 0 asks for it, in the thread that writes."""
         return build_metadata(self.specs, self.world)
 
+    @cached_property
+    def digest(self) -> int:
+        """What the ranks compare, to be sure that they planned alike."""
+        return plan.digest(self.specs)
+
     @classmethod
-    def of(cls, table: Mapping[str, Tensor], group: dist.ProcessGroup) -> Layout:
-        """Plan this rank's file and allocate its image."""
+    def of(
+        cls, specs: list[plan.TensorSpec], device: torch.device, group: dist.ProcessGroup
+    ) -> Layout:
+        """Plan this rank's file and allocate its image, for a state that lives on `device`."""
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        specs = describe(table, world)
         placed = plan.place(specs, rank, container)
-        device = next(iter(table.values())).device
         return cls(
             specs=specs,
             keys=[item.chunk.key for item in placed],
@@ -102,7 +107,7 @@ def write_and_commit(
     Raises `SaveFailedError` on every rank if anything failed on any.
     """
     rank = dist.get_rank(group)
-    planned = _Note(ok=True, plan=plan.digest(layout.specs))
+    planned = _Note(ok=True, plan=layout.digest)
     note, error = _attempt(lambda: _write(path, layout, staged, planned, rank), planned)
     notes = _exchange(note, group)
     agreed = all(other.ok and other.plan == note.plan for other in notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ manager.save(Position(4))
 expect(0, 4)
 if rank == 0:
     assert manager._layout is not None
-    manager._layout.specs.reverse()
+    manager._layout = replace(manager._layout, specs=manager._layout.specs[::-1])
 manager._plan = lambda table: manager._layout  # type: ignore[assignment, method-assign, return-value]
 manager.save(Position(5))
 expect(1, 4)

@@ -30,9 +30,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from kempner.checkpoint import state
-from kempner.checkpoint.image import local_part
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.manifest import Identity, Position
+from kempner.checkpoint.state import local_part
 from kempner.run import logs
 from kempner.run.attempts import Fence, begin_attempt
 from kempner.run.layout import RunDirectory

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 
-from kempner.checkpoint.image import Image, build_metadata, container, data_file, describe
+from kempner.checkpoint.image import Image, container, data_file, describe
 from kempner.checkpoint.loading import fill
 from kempner.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -36,6 +36,7 @@ from kempner.checkpoint.manifest import (
     sidecar_name,
     whole_sum,
 )
+from kempner.checkpoint.metadata import build_metadata
 from kempner.checkpoint.plan import place
 from kempner.checkpoint.reader import METADATA, read_metadata
 from kempner.checkpoint.stream import write_stream

@@ -9,7 +9,6 @@ straight into the holes between them, and the file is one stream; the stock
 from __future__ import annotations
 
 import io
-import pickle
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -17,28 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.serialization import skip_data
 
-from kempner.checkpoint.plan import (
-    Container,
-    Placed,
-    TensorSpec,
-    file_length,
-    place,
-)
-
-_DCP_VERSION = "1.0.0"
+from kempner.checkpoint.plan import Container, Placed, TensorSpec, file_length
 
 
 def data_file(rank: int) -> str:
@@ -107,40 +89,6 @@ class Image:
         if content:
             source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             self._buffer[at : at + len(content)] = source
-
-
-def build_metadata(specs: Sequence[TensorSpec], world: int) -> bytes:
-    """DCP's `.metadata` for a state that `world` ranks write; the same bytes at every save."""
-    chunks: dict[str, list[ChunkStorageMetadata]] = {spec.key: [] for spec in specs}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    for rank in range(world):
-        for item in place(specs, rank, container):
-            offsets, sizes = torch.Size(item.chunk.offsets), torch.Size(item.chunk.sizes)
-            index = MetadataIndex(item.chunk.key, offsets, len(chunks[item.chunk.key]))
-            chunks[item.chunk.key].append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
-            storage[index] = _StorageInfo(data_file(rank), item.start, item.container.length)
-    described = {
-        spec.key: TensorStorageMetadata(
-            properties=TensorProperties(dtype=getattr(torch, spec.dtype)),
-            size=torch.Size(spec.shape),
-            chunks=chunks[spec.key],
-        )
-        for spec in specs
-    }
-    planner_data = {spec.key: (spec.key,) for spec in specs}
-    metadata = Metadata(
-        state_dict_metadata=described,  # type: ignore[arg-type]
-        planner_data=planner_data,
-        storage_data=storage,
-        storage_meta=StorageMeta(),
-        version=_DCP_VERSION,
-    )
-    return pickle.dumps(metadata)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The memory in which this rank holds its part."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _spec(key: str, tensor: Tensor, world: int) -> TensorSpec:

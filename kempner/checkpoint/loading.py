@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from kempner.checkpoint.image import local_part
 from kempner.checkpoint.manifest import Manifest
 from kempner.checkpoint.ranges import Cursor, VerifiedFile
+from kempner.checkpoint.state import local_part
 from kempner.run.exit_codes import DataError
 
 SLAB_BYTES = 8 << 20

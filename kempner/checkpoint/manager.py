@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint import commit, retention, state
 from kempner.checkpoint.compatibility import judge
-from kempner.checkpoint.image import describe, local_part
+from kempner.checkpoint.image import describe
 from kempner.checkpoint.layout import MANIFEST, CheckpointFolder, in_progress_name
 from kempner.checkpoint.loading import fill
 from kempner.checkpoint.manifest import FileEntry, Identity, Manifest, Position, read
 from kempner.checkpoint.reader import read_metadata
-from kempner.checkpoint.saver import Layout, SaveFailedError, write_and_commit
+from kempner.checkpoint.saver import Layout, Route, SaveFailedError, write_and_commit
 from kempner.checkpoint.selection import choose
 from kempner.checkpoint.staging import Stager
 from kempner.checkpoint.stream import yield_to_training
@@ -80,7 +80,7 @@ class CheckpointManager:
         self._device = next(iter(model.parameters())).device
         self._stager = Stager(self._device)
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=yield_to_training)
-        self._layout: Layout | None = None
+        self._route: Route | None = None
         self._in_flight: _Save | None = None
         self._saves = 0
         self._failed_in_a_row = 0
@@ -118,12 +118,9 @@ class CheckpointManager:
         name = in_progress_name(position.step, attempt.number, unique.hexdigest())
         path = self._folder.path / name
         started = time.monotonic()
-        table = state.capture(self._model, self._optimizer)
-        layout = self._plan(table)
-        staged = self._stager.copy(
-            layout.image.views, [local_part(table[key]) for key in layout.keys]
-        )
-        committed = self._writer.submit(self._write, path, layout, staged, position, started)
+        route = self._find_route()
+        staged = route.stage(self._stager)
+        committed = self._writer.submit(self._write, path, route.layout, staged, position, started)
         self._in_flight = _Save(position, path, staged, committed)
         if not self._background:
             self.join()
@@ -168,12 +165,17 @@ class CheckpointManager:
         self._stager.close()
         self._writer.shutdown()
 
-    def _plan(self, table: Mapping[str, Tensor]) -> Layout:
-        """The layout of the state, made anew when its tensors are not what they were."""
-        specs = describe(table, dist.get_world_size(self._group))
-        if self._layout is None or self._layout.specs != specs:
-            self._layout = Layout.of(specs, self._device, self._group)
-        return self._layout
+    def _find_route(self) -> Route:
+        """The way of the state into its file; made anew when its tensors are not what they were."""
+        if self._route is None or not self._route.binding.intact():
+            binding = state.Binding(self._model, self._optimizer)
+            specs = describe(binding.table, dist.get_world_size(self._group))
+            if self._route is None or self._route.layout.specs != specs:
+                layout = Layout.of(specs, self._device, self._group)
+            else:
+                layout = self._route.layout
+            self._route = Route.of(binding, layout)
+        return self._route
 
     def _write(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from zlib import crc32
 
 ALIGNMENT = 64
@@ -51,7 +52,7 @@ class Container:
     data: int
     after: bytes
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Bytes of the whole container."""
         return len(self.before) + self.data + len(self.after)
@@ -66,7 +67,8 @@ class Placed:
     container: Container
 
 
-def coordinate(rank: int, mesh: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(1 << 16)
+def coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
     """Where `rank` sits in a row-major mesh."""
     place = []
     for size in reversed(mesh):
@@ -76,16 +78,32 @@ def coordinate(rank: int, mesh: Sequence[int]) -> tuple[int, ...]:
 
 
 def chunk_of(spec: TensorSpec, rank: int) -> Chunk | None:
-    """The part that `rank` writes; None if it holds none, or another rank writes it.
-
-    Cut as `torch.chunk` does: every piece as large as the first, until nothing is left.
-    """
-    offsets, sizes = [0] * len(spec.shape), list(spec.shape)
-    writer = crc32(spec.key.encode())  # spreads what is held several times over its holders
-    for at, parts, dim in zip(coordinate(rank, spec.mesh), spec.mesh, spec.placements, strict=True):
-        if dim is None:
-            if at != writer % parts:
+    """The part that `rank` writes; None if it holds none, or another rank writes it."""
+    here = coordinate(rank, spec.mesh)
+    if None in spec.placements:
+        writer = crc32(spec.key.encode())  # spreads what is held several times over its holders
+        for at, parts, dim in zip(here, spec.mesh, spec.placements, strict=True):
+            if dim is None and at != writer % parts:
                 return None
+    cut = _cut(spec.shape, spec.mesh, spec.placements, here)
+    return Chunk(spec.key, *cut, spec.dtype) if cut is not None else None
+
+
+@lru_cache(1 << 12)
+def _cut(
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    placements: tuple[int | None, ...],
+    here: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Offsets and sizes of the part at a place of the mesh; None where nothing is left for it.
+
+    Cut as `torch.chunk` does: every piece as large as the first, until nothing is left. A
+    parameter and its optimizer state are cut alike, and get the same objects.
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    for at, parts, dim in zip(here, mesh, placements, strict=True):
+        if dim is None:
             continue
         piece = -(-sizes[dim] // parts)
         start = min(at * piece, sizes[dim])
@@ -93,7 +111,7 @@ def chunk_of(spec: TensorSpec, rank: int) -> Chunk | None:
         sizes[dim] = min(piece, sizes[dim] - start)
         if sizes[dim] == 0 and at > 0:
             return None
-    return Chunk(spec.key, tuple(offsets), tuple(sizes), spec.dtype)
+    return tuple(offsets), tuple(sizes)
 
 
 def place(

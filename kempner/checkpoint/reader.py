@@ -7,7 +7,10 @@ let through. Tensors are read by `torch.load(weights_only=True)`, as the stock r
 
 from __future__ import annotations
 
+import gc
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +57,7 @@ class RestrictedReader(FileSystemReader):
         """The checkpoint's metadata. Raises `DataError` if it is no plain description of one."""
         path = Path(self.path) / METADATA
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb") as file, _without_collector():
                 metadata = _RestrictedUnpickler(file).load()
         except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
             raise DataError(f"{path} is refused: {error}") from error
@@ -63,6 +66,18 @@ class RestrictedReader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Millions of objects that all stay: looking for garbage among them takes most of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def read_metadata(checkpoint: Path, manifest: Manifest) -> Metadata:

@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kempner.checkpoint import plan
-from kempner.checkpoint.image import Image, build_metadata, container, data_file
+from kempner.checkpoint.image import Image, container, data_file
 from kempner.checkpoint.manifest import FileEntry, encode_sidecar, sidecar_name, whole_sum
+from kempner.checkpoint.metadata import metadata_of
 from kempner.checkpoint.reader import METADATA
-from kempner.checkpoint.staging import may_pin
+from kempner.checkpoint.staging import Stager, may_pin
+from kempner.checkpoint.state import Binding, local_part
 from kempner.checkpoint.stream import write_stream
 from kempner.run.attempts import SupersededError
 from kempner.run.files import write_durable
@@ -51,7 +53,12 @@ class Layout:
     @cached_property
     def metadata(self) -> bytes:
         """DCP's `.metadata`; only rank 0 asks for it, in the thread that writes."""
-        return build_metadata(self.specs, self.world)
+        return metadata_of(self.specs, self.world)
+
+    @cached_property
+    def metadata_entry(self) -> FileEntry:
+        """What the manifest says of `.metadata`."""
+        return FileEntry(bytes=len(self.metadata), xxh3_128=whole_sum(self.metadata))
 
     @cached_property
     def digest(self) -> int:
@@ -71,6 +78,32 @@ class Layout:
             image=Image(placed, pinned=may_pin(device, plan.file_length(placed))),
             world=world,
         )
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which tensor goes where in the image: pairs of a view and the tensor that is copied there."""
+
+    binding: Binding
+    layout: Layout
+    steady: list[tuple[Tensor, Tensor]]
+    """Written by nobody between two updates: copied beside the next forward pass."""
+    volatile: list[tuple[Tensor, Tensor]]
+    """Buffers, which that forward pass may write: copied at once."""
+
+    @classmethod
+    def of(cls, binding: Binding, layout: Layout) -> Route:
+        """Pair what `binding` found with the image of `layout`."""
+        pairs: dict[bool, list[tuple[Tensor, Tensor]]] = {False: [], True: []}
+        for key, view in zip(layout.keys, layout.image.views, strict=True):
+            pairs[key in binding.buffers].append((view, local_part(binding.table[key])))
+        return cls(binding, layout, steady=pairs[False], volatile=pairs[True])
+
+    def stage(self, stager: Stager) -> Future[None]:
+        """Start to copy the state; nothing may write parameters or optimizer state until done."""
+        for view, tensor in self.volatile:
+            view.copy_(tensor)
+        return stager.copy([view for view, _ in self.steady], [part for _, part in self.steady])
 
 
 @dataclass(frozen=True)
@@ -112,7 +145,7 @@ def write_and_commit(
     notes = _exchange(note, group)
     agreed = all(other.ok and other.plan == note.plan for other in notes)
     if agreed and rank == 0:
-        note, error = _attempt(lambda: _commit(commit, notes, layout.metadata), note)
+        note, error = _attempt(lambda: _commit(commit, notes, layout.metadata_entry), note)
     if agreed:
         verdict = torch.tensor([note.ok], dtype=torch.int64)
         dist.broadcast(verdict, group=group, group_src=0)
@@ -147,7 +180,7 @@ def _write(path: Path, layout: Layout, staged: Future[None], note: _Note, rank: 
 
 
 def _commit(
-    commit: Callable[[Mapping[str, FileEntry]], None], notes: Sequence[_Note], metadata: bytes
+    commit: Callable[[Mapping[str, FileEntry]], None], notes: Sequence[_Note], metadata: FileEntry
 ) -> _Note:
     commit(_list_files(notes, metadata))
     return notes[0]
@@ -160,8 +193,8 @@ def _exchange(note: _Note, group: dist.ProcessGroup) -> list[_Note]:
     return [_Note.decode(numbers) for numbers in gathered]
 
 
-def _list_files(notes: Sequence[_Note], metadata: bytes) -> dict[str, FileEntry]:
-    files = {METADATA: FileEntry(bytes=len(metadata), xxh3_128=whole_sum(metadata))}
+def _list_files(notes: Sequence[_Note], metadata: FileEntry) -> dict[str, FileEntry]:
+    files = {METADATA: metadata}
     for rank, note in enumerate(notes):
         sidecar = sidecar_name(rank)
         files[data_file(rank)] = FileEntry(bytes=note.data_bytes, sums=sidecar)

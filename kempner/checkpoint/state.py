@@ -7,10 +7,13 @@ them: they follow from the configuration and the step.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from kempner.run.exit_codes import DataError
@@ -25,6 +28,74 @@ def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         for entry, value in optimizer.state.get(parameter, {}).items():
             table[f"{_OPTIMIZER}{name}.{entry}"] = value
     return table
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The memory in which this rank holds its part."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+class Binding:
+    """The tensors of the state, looked up once.
+
+    Looking them up takes milliseconds, at every save, of the thread that trains; `intact` takes
+    microseconds, and tells when they must be looked up again: after `load_state_dict(assign=True)`,
+    say, or while FSDP holds parameters unsharded.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.table = capture(model, optimizer)
+        """What `capture` returned."""
+        self._optimizer = optimizer
+        self._parameters = [
+            _Held(module._parameters, name, parameter, _address(parameter))
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self._entries = [
+            (parameter, state, [_Held(state, name, t, _address(t)) for name, t in state.items()])
+            for parameter, state in optimizer.state.items()
+        ]
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.buffers = {
+            key
+            for key in self.table
+            if not key.startswith(_OPTIMIZER) and key.removeprefix("model.") not in parameters
+        }
+        """Keys of what a forward pass may write, unlike parameters and optimizer state."""
+
+    def intact(self) -> bool:
+        """Whether model and optimizer still consist of these very tensors, at their addresses."""
+        states = self._optimizer.state
+        return (
+            all(held.intact() for held in self._parameters)
+            and len(states) == len(self._entries)
+            and all(
+                len(state) == len(entries)
+                and states.get(parameter) is state
+                and all(held.intact() for held in entries)
+                for parameter, state, entries in self._entries
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor, where it was found, and the address of its data."""
+
+    holder: Mapping[str, Any]
+    name: str
+    tensor: Tensor
+    address: int
+
+    def intact(self) -> bool:
+        return self.holder.get(self.name) is self.tensor and _address(self.tensor) == self.address
+
+
+def _address(tensor: Tensor) -> int:
+    # Not to_local(): it makes a tensor, and there are thousands to check.
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
 def create_optimizer_state(

@@ -100,12 +100,12 @@ step()
 manager.save(Position(4))
 expect(0, 4)
 if rank == 0:
-    assert manager._layout is not None
-    manager._layout = replace(manager._layout, specs=manager._layout.specs[::-1])
-manager._plan = lambda table: manager._layout  # type: ignore[assignment, method-assign, return-value]
+    assert manager._route is not None
+    layout = manager._route.layout
+    manager._route = replace(manager._route, layout=replace(layout, specs=layout.specs[::-1]))
 manager.save(Position(5))
 expect(1, 4)
-del manager._plan
+manager._route = None
 step()
 manager.save(Position(6))
 expect(0, 6)

@@ -1,6 +1,6 @@
 """The background half of a save: write, agree, commit.
 
-Each rank pours its image into a file and sums it. Then the ranks exchange six numbers each, rank 0
+Each rank pours its image into a file and sums it. Then each tells rank 0 six numbers, rank 0
 commits, and tells the others. Whatever fails on one rank fails the save on all of them, at once
 and with that rank's words.
 """
@@ -142,16 +142,13 @@ def write_and_commit(
     rank = dist.get_rank(group)
     planned = _Note(ok=True, plan=layout.digest)
     note, error = _attempt(lambda: _write(path, layout, staged, planned, rank), planned)
-    notes = _exchange(note, group)
-    agreed = all(other.ok and other.plan == note.plan for other in notes)
-    if agreed and rank == 0:
+    notes = _tell_rank_0(note, group)
+    if rank == 0 and _agreed(notes):
         note, error = _attempt(lambda: _commit(commit, notes, layout.metadata_entry), note)
-    if agreed:
-        verdict = torch.tensor([note.ok], dtype=torch.int64)
-        dist.broadcast(verdict, group=group, group_src=0)
-        agreed = bool(verdict.item())
-    if not agreed:
-        _tell_all(error, notes, group)
+    committed = torch.tensor([note.ok and _agreed(notes)], dtype=torch.int64)
+    dist.broadcast(committed, group=group, group_src=0)
+    if not committed.item():
+        _tell_all(error, layout.digest, group)
 
 
 def _attempt(work: Callable[[], _Note], note: _Note) -> tuple[_Note, Exception | None]:
@@ -186,11 +183,20 @@ def _commit(
     return notes[0]
 
 
-def _exchange(note: _Note, group: dist.ProcessGroup) -> list[_Note]:
+def _tell_rank_0(note: _Note, group: dist.ProcessGroup) -> list[_Note]:
+    """The notes of all ranks, on rank 0; elsewhere none. What a rank hears does not grow."""
     mine = note.encode()
+    if dist.get_rank(group) != 0:
+        dist.gather(mine, group=group, group_dst=0)
+        return []
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, mine, group=group)
+    dist.gather(mine, gathered, group=group, group_dst=0)
     return [_Note.decode(numbers) for numbers in gathered]
+
+
+def _agreed(notes: Sequence[_Note]) -> bool:
+    """Whether every rank wrote its part, and all by the same plan."""
+    return all(note.ok and note.plan == notes[0].plan for note in notes)
 
 
 def _list_files(notes: Sequence[_Note], metadata: FileEntry) -> dict[str, FileEntry]:
@@ -202,13 +208,13 @@ def _list_files(notes: Sequence[_Note], metadata: FileEntry) -> dict[str, FileEn
     return files
 
 
-def _tell_all(error: Exception | None, notes: Sequence[_Note], group: dist.ProcessGroup) -> None:
+def _tell_all(error: Exception | None, planned: int, group: dist.ProcessGroup) -> None:
     """Raise what went wrong anywhere, on every rank."""
-    words: list[tuple[str, bool] | None] = [None] * len(notes)
-    mine = (str(error), isinstance(error, SupersededError)) if error is not None else None
+    words: list[tuple[str, bool] | int] = [0] * dist.get_world_size(group)
+    mine = (str(error), isinstance(error, SupersededError)) if error is not None else planned
     dist.all_gather_object(words, mine, group=group)
-    reasons = {rank: told[0] for rank, told in enumerate(words) if told is not None}
+    told = {rank: said for rank, said in enumerate(words) if isinstance(said, tuple)}
+    reasons = {rank: reason for rank, (reason, _) in told.items()}
     if not reasons:
-        reasons = {0: f"the ranks planned differently: {[note.plan for note in notes]}"}
-    superseded = any(told is not None and told[1] for told in words)
-    raise SaveFailedError(reasons, superseded) from error
+        reasons = {0: f"the ranks planned differently: {words}"}
+    raise SaveFailedError(reasons, any(superseded for _, superseded in told.values())) from error

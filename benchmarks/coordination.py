@@ -1,0 +1,164 @@
+"""What the ranks spend on agreeing, apart from the bytes of a save.
+
+    python benchmarks/coordination.py [--ranks 8] [--items 3000] [--saves 40]
+    python benchmarks/coordination.py --simulate 64 512 1024 4096 16384
+
+The first measures whole saves of `--items` tiny tensors per rank whose data is not written: what is
+left is the work of the training thread, the sidecars, `.metadata`, the exchange, the manifest, and
+the commit with its fsyncs. The second is rank 0 alone, with a 70B Llama and AdamW over that many
+ranks (2,892 items each): the first plan, made once, and what every save then costs rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from kempner.checkpoint import saver
+from kempner.checkpoint.commit import commit
+from kempner.checkpoint.image import container
+from kempner.checkpoint.layout import CheckpointFolder
+from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manifest import FileSums, Identity, Manifest, Position
+from kempner.checkpoint.plan import TensorSpec, place
+from kempner.run import logs
+from kempner.run.attempts import Fence, begin_attempt
+from kempner.run.files import write_durable
+from kempner.run.layout import RunDirectory
+
+
+def write_nothing(path: Path, content: memoryview) -> FileSums:
+    """In place of a rank's data file."""
+    return FileSums(bytes=0, blocks=())
+
+
+def measure_saves(items: int, saves: int, folder: Path) -> None:
+    """Saves without their data, in this process group; rank 0 prints."""
+    torch.set_num_threads(1)
+    logs.configure()
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = nn.ParameterList([torch.ones(world, 4) for _ in range(items // 4)])
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    run = RunDirectory(folder)
+    box = [begin_attempt(run) if rank == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    assert box[0] is not None
+    manager = CheckpointManager(
+        run.checkpoints,
+        model,
+        optimizer,
+        identity=Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {}),
+        fence=Fence(run.attempts, box[0]),
+        group=dist.new_group(backend="gloo"),
+        keep_last=2,
+    )
+    saver.write_stream = write_nothing  # type: ignore[attr-defined]
+    seconds = []
+    for number in range(saves + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        manager.save(Position(number + 1))
+        manager.join()
+        took = torch.tensor(time.perf_counter() - start)
+        assert manager.committed_step == number + 1
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        seconds.append(took.item())
+    if rank == 0:
+        first, rest = seconds[0], seconds[1:]
+        print(f"{world} ranks x {items} items, {saves} saves, slowest rank of each, seconds:")
+        print(f"median {statistics.median(rest):.3f}, worst {max(rest):.3f}; first {first:.2f}")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def llama_70b(world: int) -> Iterator[TensorSpec]:
+    """The state of a 70B Llama under FSDP2 and AdamW."""
+    dim, ffn, kv, vocab = 8192, 28672, 1024, 128256
+    shapes = {"embedding": (vocab, dim), "output": (vocab, dim), "norm": (dim,)}
+    for layer in range(80):
+        square, narrow = {"wq": (dim, dim), "wo": (dim, dim)}, {"wk": (kv, dim), "wv": (kv, dim)}
+        wide = {"w1": (ffn, dim), "w2": (dim, ffn), "w3": (ffn, dim)}
+        block = square | narrow | wide | {"norm_1": (dim,), "norm_2": (dim,)}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
+    for name, shape in shapes.items():
+        for key in (f"model.{name}", f"optimizer.{name}.exp_avg", f"optimizer.{name}.exp_avg_sq"):
+            yield TensorSpec(key, shape, "float32", (world,), (0,))
+        yield TensorSpec(f"optimizer.{name}.step", (), "float32", (world,), (None,))
+
+
+def simulate(world: int, saves: int, folder: Path) -> None:
+    """Rank 0's part at `world` ranks, with the notes of the others made up."""
+    specs = list(llama_70b(world))
+    start = time.perf_counter()
+    place(specs, 0, container)
+    own = time.perf_counter() - start
+    layout = saver.Layout(specs, [], None, world)  # type: ignore[arg-type]
+    start = time.perf_counter()
+    described = layout.metadata
+    first = time.perf_counter() - start
+    run = RunDirectory(folder / str(world))
+    fence = Fence(run.attempts, begin_attempt(run))
+    checkpoints = CheckpointFolder(run.checkpoints)
+    note = saver._Note(True, layout.digest, 1 << 30, 40_000, "0" * 32)
+    identity = Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {})
+    seconds, busy = [], []
+    for number in range(saves):
+        encoded = [note.encode() for _ in range(world)]
+        start, cpu = time.perf_counter(), time.thread_time()
+        path = checkpoints.path / f".step-{number:08}.a1-00000000"
+        path.mkdir(parents=True)
+        write_durable(path / saver.METADATA, described)
+        notes = [saver._Note.decode(numbers) for numbers in encoded]
+        assert saver._agreed(notes)
+        files = saver._list_files(notes, layout.metadata_entry)
+        manifest = Manifest(Position(number), identity, 1, time.time(), files)
+        commit(checkpoints, path, manifest, fence, print)
+        seconds.append(time.perf_counter() - start)
+        busy.append(time.thread_time() - cpu)
+    size = len(described) / 1e6
+    print(
+        f"{world:>6} ranks: own plan {own:.2f} s, first plan {first:.1f} s, {size:.1f} MB; "
+        f"a save {statistics.median(seconds):.3f} s, of which busy {statistics.median(busy):.3f} s",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--items", type=int, default=3000)
+    parser.add_argument("--saves", type=int, default=40)
+    parser.add_argument("--simulate", type=int, nargs="+", default=[])
+    parser.add_argument("--folder", default=None, help="where to write; a temporary one otherwise")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        measure_saves(arguments.items, arguments.saves, Path(arguments.folder))
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        for world in arguments.simulate:
+            simulate(world, 7, Path(folder))
+        if not arguments.simulate:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc-per-node={arguments.ranks}", __file__, *sys.argv[1:]]
+            subprocess.run([*command, "--folder", folder], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What the drills share: how much of each is done, their raw record, and traced runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from harness import Job, Run, wait_until
+from tracer import Call, Tracer
+
+ALL = os.environ.get("KEMPNER_DRILLS") == "all"
+"""Everything (`make drills`), or a subset with a fixed seed that fits beside the other tests."""
+
+SEED = int(os.environ.get("KEMPNER_DRILLS_SEED", "20"))
+
+SMALLEST = (
+    "--model.dim=8",
+    "--model.n_layers=1",
+    "--model.n_heads=1",
+    "--model.ffn_dim=8",
+    "--train.seq_len=16",
+    "--train.global_batch_size=2",
+    "--train.micro_batch_size=1",
+    "--checkpoint.keep_last=2",
+)
+"""Overrides for a checkpoint of few bytes, and of as many files as any."""
+
+
+def note(drill: str, **facts: object) -> None:
+    """Add a line to the raw record, if one is asked for."""
+    if record := os.environ.get("KEMPNER_DRILLS_RECORD"):
+        line = {"drill": drill, "time": round(time.time(), 1), "seed": SEED, **facts}
+        with open(record, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def ranks(run: Run, job: Job, world: int) -> list[int]:
+    """The process ids of an attempt's ranks, by rank, once they are building the model.
+
+    They are children of the job, not of the test: a parent that waits would take the tracer's news.
+    """
+    attempt = len(run.jobs)
+
+    def there() -> bool:
+        return all(run.record.log(attempt, rank).exists() for rank in range(world))
+
+    wait_until(there, "the ranks' logs", job=job)
+    children = psutil.Process(job.process.pid).children()
+    by_rank = {int(child.environ().get("RANK", "0")): child.pid for child in children}
+    return [by_rank[rank] for rank in range(world)]
+
+
+def attach(
+    run: Run,
+    job: Job,
+    world: int,
+    entered: Callable[[Call, int], None] = lambda call, rank: None,
+    left: Callable[[Call, int], None] = lambda call, rank: None,
+) -> Tracer:
+    """Trace the ranks of a job that has just started; the callbacks are given the rank, too."""
+    pids = ranks(run, job, world)
+    return Tracer(
+        pids,
+        lambda call: entered(call, pids.index(call.pid)),
+        lambda call: left(call, pids.index(call.pid)),
+    )
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the ranks asked of the system below their run's directory, before the first save on."""
+
+    run: Run
+    calls: list[tuple[Call, int]]
+    """Each with its rank."""
+
+
+def trace(run: Run, job: Job, world: int) -> Trace:
+    """Trace a run to its end, which must be a good one."""
+    calls: list[tuple[Call, int]] = []
+    here = str(run.record.path)
+
+    def keep(call: Call, rank: int) -> None:
+        if call.path.startswith(here):
+            calls.append((call, rank))
+
+    tracer = attach(run, job, world, left=keep)
+    assert job.wait() == 0, job.output()
+    tracer.join()
+    return Trace(run, calls)
+
+
+def reported(call: Call, run: Run) -> int | None:
+    """The step that this call tells the ledger to be committed."""
+    if call.name == "write" and call.path == str(run.record.ledger):
+        event = json.loads(call.content)
+        if event["event"] == "checkpoint_committed":
+            return int(event["step"])
+    return None
+
+
+_NAMES = (
+    (r"\.step-\d+\.a0-[0-9a-f]+", "dying"),
+    (r"\.step-\d+\.a\d+-[0-9a-f]+", "in progress"),
+    (r"step-\d+", "committed"),
+    (r"\.latest\.\S+", "next latest"),
+)
+
+
+def kind(path: str, run: Run) -> str:
+    """What a path is to a save, without the numbers in it; "" if it is no part of one."""
+    place, record = Path(path), run.record
+    if place.is_relative_to(run.checkpoints):
+        name = str(place.relative_to(run.checkpoints.parent))
+        for pattern, meaning in _NAMES:
+            name = re.sub(pattern, meaning, name)
+        return re.sub(r"\d+", "N", name)
+    if place in (record.ledger, record.attempts / "CURRENT"):
+        return place.name
+    return ""

@@ -1,0 +1,26 @@
+"""Resume in each of several runs, as `kempner train` does. Usage: CONFIG OVERRIDE... -- RUN..."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from kempner.cluster.world import discover
+from kempner.config.loading import load
+from kempner.run.attempts import begin_attempt
+from kempner.run.layout import RunDirectory
+from kempner.training.distributed import connect
+from kempner.training.rank import build
+from kempner.training.shutdown import ShutdownHandler
+
+config_file, *arguments = sys.argv[1:]
+split = arguments.index("--")
+config = load(Path(config_file), arguments[:split])
+ranks = connect(discover({}), config)
+for path in arguments[split + 1 :]:
+    run = RunDirectory(Path(path))
+    training = build(config, run, ranks, begin_attempt(run), ShutdownHandler())
+    print("loaded", training.position.step, flush=True)
+    training.checkpoints.close()
+    training.feed.close()
+    training.telemetry.close()

@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 STATES = 10_000 if ALL else 1_000
-STATES_WITH_A_BUG = 300
+STATES_WITH_A_BUG = 50
 LOADED = 100 if ALL else 10
 AS_A_GRANDCHILD = ("sh", "-c", '"$@"; exit $?', "sh")  # nobody but the tracer waits for it
 OFTEN = ("--checkpoint.interval=6", *SMALLEST)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from kempner.checkpoint.manifest import Manifest
 from kempner.checkpoint.ranges import Cursor, VerifiedFile
 from kempner.checkpoint.state import local_part
+from kempner.checkpoint.verify import verify_files
 from kempner.run.exit_codes import DataError
 
 SLAB_BYTES = 8 << 20
@@ -61,7 +62,8 @@ def fill(
 ) -> int:
     """Read the local part of every tensor of `table`, in place; returns the bytes read.
 
-    Raises `DataError` if a block is damaged, a file is missing, or an element is not covered.
+    Raises `DataError` if a block is damaged, a file is missing, or an element is not covered. What
+    the ranks of a world read between them is every block of every file.
     """
     pieces = [
         part
@@ -69,6 +71,8 @@ def fill(
         for piece in _pieces(key, tensor, metadata)
         for part in _cut(piece, tensor.element_size())
     ]
+    for damage in verify_files(checkpoint, manifest, _idle_files(manifest, metadata)):
+        raise DataError(str(damage))
     names = sorted({piece.stored.relative_path for piece in pieces})
     files: dict[str, VerifiedFile] = {}
     try:
@@ -83,6 +87,12 @@ def fill(
     finally:
         for file in files.values():
             file.close()
+
+
+def _idle_files(manifest: Manifest, metadata: Metadata) -> Iterable[str]:
+    """Data files in which there is no tensor: their ranks had nothing to write."""
+    used = {stored.relative_path for stored in metadata.storage_data.values()}
+    return [name for name, entry in manifest.files.items() if entry.sums and name not in used]
 
 
 def _pieces(key: str, tensor: Tensor, metadata: Metadata) -> Iterable[_Piece]:
@@ -169,6 +179,9 @@ def _read_run(
             cursor.read(container, container + before)  # what was peeked at, now checked
             checked = container
         _copy(piece, local_part(table[piece.key]), before, cursor)
+    end = run[-1].stored.offset + run[-1].stored.length
+    if end == file.sums.bytes:
+        cursor.read(end - 1, end)  # the file's last block may hold no data
     return cursor.bytes_read
 
 

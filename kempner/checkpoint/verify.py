@@ -70,7 +70,10 @@ def _load_sidecar(
 ) -> tuple[int, dict[str, FileSums]]:
     if name not in files:
         raise DataError(f"its block sums {name} are not in the manifest")
-    content = _check_whole(checkpoint / name, files[name])
+    try:
+        content = _check_whole(checkpoint / name, files[name])
+    except DataError as error:
+        raise DataError(f"its block sums, {name}: {error}") from error
     return decode_sidecar(content, checkpoint / name)
 
 

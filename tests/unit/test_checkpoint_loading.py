@@ -124,6 +124,39 @@ def test_a_flipped_bit_in_any_block_is_found_before_it_is_loaded(tmp_path: Path)
         path.write_bytes(content)
 
 
+def test_what_follows_the_last_tensor_is_checked_too(tmp_path: Path) -> None:
+    """The end of the last container, in a block of its own, and the file of an idle rank."""
+    room = BLOCK_BYTES - len(container("float32", (1,)).before)
+    state = {"weights": torch.randn(room // 4 - 8)}
+    specs = describe(state, 1)
+    placed = place(specs, 0, container)
+    image = Image(placed, pinned=False)
+    image.views[0].copy_(state["weights"])
+    (tmp_path / data_file(0)).write_bytes(image.content)
+    (tmp_path / data_file(1)).write_bytes(b"")
+    (tmp_path / METADATA).write_bytes(build_metadata(specs, 1))
+    manifest = list_files(tmp_path)
+    metadata = read_metadata(tmp_path, manifest)
+    table = {"weights": torch.zeros_like(state["weights"])}
+    fill(table, tmp_path, manifest, metadata)
+    assert torch.equal(table["weights"], state["weights"])
+    assert BLOCK_BYTES < manifest.files[data_file(0)].bytes < BLOCK_BYTES + 1000
+    for name, words in (
+        (data_file(0), f"{data_file(0)}: block 1 "),
+        (data_file(1), f"{data_file(1)}: has 1 bytes"),
+        ("sums-00001.json", f"{data_file(1)}: its block sums, sums-00001.json: checksum"),
+    ):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(flip_last(content))
+        with pytest.raises(DataError, match=words):
+            fill(table, tmp_path, manifest, metadata)
+        (tmp_path / name).write_bytes(content)
+
+
+def flip_last(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1]) if content else b"x"
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

@@ -15,7 +15,7 @@ from pathlib import Path
 from kempner.checkpoint.layout import MANIFEST, CheckpointFolder
 from kempner.checkpoint.manifest import Manifest, encode
 from kempner.run.attempts import Fence
-from kempner.run.files import fsync_directory, write_durable
+from kempner.run.files import fsync_directory, holds, rename, write_durable
 
 
 def commit(
@@ -32,14 +32,15 @@ def commit(
     newer attempt owns the run, and `OSError`.
     """
     step, attempt = manifest.position.step, fence.attempt
-    write_durable(written / MANIFEST, encode(manifest))
+    place, content = folder.step(manifest.position.step), encode(manifest)
+    write_durable(written / MANIFEST, content)
     fsync_directory(written)
     fence.check()
-    if folder.step(step).exists():
+    if place.exists():
         aside = folder.set_aside(step, "abandoned", attempt.number)
         report(f"step {step} was committed before; the earlier checkpoint is now {aside.name}")
-    written.rename(folder.step(step))
+    rename(written, place, arrived=lambda: holds(place / MANIFEST, content))
     fsync_directory(folder.path)
     fence.check()
     folder.point_latest(step, unique=f"a{attempt.number}-{attempt.nonce}")
-    return folder.step(step)
+    return place

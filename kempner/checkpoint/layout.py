@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.run.files import fsync_directory
+from kempner.run.files import fsync_directory, rename
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
@@ -78,7 +78,7 @@ class CheckpointFolder:
         temporary = self.path / f".{LATEST}.{unique}"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(step_name(step))
-        temporary.replace(self.path / LATEST)
+        rename(temporary, self.path / LATEST, arrived=lambda: self.latest() == step)
         fsync_directory(self.path)
 
     def leftovers(self, before_attempt: int) -> list[Path]:
@@ -98,4 +98,5 @@ class CheckpointFolder:
         while target.exists():
             again += 1
             target = self.path / f"{name}.{again}"
-        return self.step(step).rename(target)
+        rename(self.step(step), target, arrived=target.exists)
+        return target

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from kempner.checkpoint.manifest import Manifest
 from kempner.checkpoint.verify import verify_files
 from kempner.run.exit_codes import DataError
+from kempner.run.files import await_entry
 
 METADATA = ".metadata"
 
@@ -81,7 +82,12 @@ def _without_collector() -> Iterator[None]:
 
 
 def read_metadata(checkpoint: Path, manifest: Manifest) -> Metadata:
-    """DCP's description of a checkpoint. Raises `DataError` unless it is as the manifest says."""
+    """DCP's description of a checkpoint. Raises `DataError` unless it is as the manifest says.
+
+    A rank may see the folder later than rank 0, which has chosen it: that is waited for.
+    """
+    if not await_entry(checkpoint):
+        raise DataError(f"{checkpoint} is not there; is it on storage that all hosts share?")
     for damage in verify_files(checkpoint, manifest, [METADATA]):
         raise DataError(str(damage))
     return RestrictedReader(checkpoint).read_metadata()

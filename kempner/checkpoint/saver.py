@@ -26,7 +26,7 @@ from kempner.checkpoint.staging import Stager, may_pin
 from kempner.checkpoint.state import Binding, local_part
 from kempner.checkpoint.stream import write_stream
 from kempner.run.attempts import SupersededError
-from kempner.run.files import write_durable
+from kempner.run.files import join_directory, write_durable
 
 _HALF = 1 << 63
 
@@ -161,7 +161,7 @@ def _attempt(work: Callable[[], _Note], note: _Note) -> tuple[_Note, Exception |
 
 def _write(path: Path, layout: Layout, staged: Future[None], note: _Note, rank: int) -> _Note:
     staged.result()
-    path.mkdir(parents=True, exist_ok=True)
+    join_directory(path)
     name = data_file(rank)
     sums = write_stream(path / name, layout.image.content)
     sidecar = encode_sidecar({name: sums})

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+LATE = 60.0
+"""Seconds for which a host may not see what another has made: NFS's default acdirmax, nfs(5)."""
 
 
 def fsync_directory(path: Path) -> None:
@@ -24,6 +29,49 @@ def write_durable(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def rename(source: Path, target: Path, arrived: Callable[[], bool]) -> None:
+    """Rename, also where the answer is lost on its way; raises `OSError`.
+
+    A client of a network file system that got no answer asks again, and is told that `source` is
+    not there because the first request was carried out. `arrived` tells whether `target` is what
+    `source` was.
+    """
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        if not arrived():
+            raise
+
+
+def holds(path: Path, content: bytes) -> bool:
+    """Whether `path` is a file with this content."""
+    return path.is_file() and path.read_bytes() == content
+
+
+def await_entry(
+    path: Path, seconds: float = LATE, pause: Callable[[float], None] = time.sleep
+) -> bool:
+    """Whether `path` is there, or comes to be seen within `seconds`: another host has made it."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        pause(0.1)
+    return True
+
+
+def join_directory(path: Path) -> None:
+    """Make a directory that others make at the same moment, and wait until it is seen.
+
+    Raises `OSError`.
+    """
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        if not await_entry(path):
+            raise
+
+
 def replace_durable(path: Path, content: bytes, *, unique: str) -> None:
     """Replace `path` so that a reader sees the old content or the new one, also after a crash.
 
@@ -32,7 +80,7 @@ def replace_durable(path: Path, content: bytes, *, unique: str) -> None:
     temporary = path.with_name(f".{path.name}.{unique}")
     temporary.unlink(missing_ok=True)
     write_durable(temporary, content)
-    temporary.replace(path)
+    rename(temporary, path, arrived=lambda: holds(path, content))
     fsync_directory(path.parent)
 
 

@@ -146,12 +146,41 @@ def test_an_attempt_superseded_between_rename_and_swap_leaves_latest_alone(
 
     def rename_then_supersede(self: Path, target: Path) -> Path:
         renamed = rename(self, target)
+        monkeypatch.undo()
         begin_attempt(store.run)
         return renamed
 
     monkeypatch.setattr(Path, "rename", rename_then_supersede)
     with pytest.raises(SupersededError):
         commit.commit(store.folder, path, manifest, store.fence, store.reports.append)
+    assert store.folder.latest() == 10
+
+
+def test_a_rename_whose_answer_was_lost_is_not_a_failure(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network file system: the request is repeated, and the second finds nothing to do."""
+    rename = Path.rename
+
+    def twice(self: Path, target: Path) -> Path:
+        rename(self, target)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", twice)
+    assert verify(store.commit(10)) == []
+    assert verify(store.commit(10)) == []  # the first is set aside
+    assert store.folder.latest() == 10
+    assert len(list(store.folder.path.glob("step-*"))) == 2
+
+
+def test_a_rename_of_what_is_not_there_is_one(store: Store) -> None:
+    store.commit(10)
+    path, manifest = store.write(20)
+    path.rename(path.with_name("stolen"))
+    with pytest.raises(FileNotFoundError):
+        commit.commit(store.folder, path, manifest, store.fence, store.reports.append)
+    with pytest.raises(FileNotFoundError):
+        store.folder.set_aside(20, "damaged", 1)
     assert store.folder.latest() == 10
 
 

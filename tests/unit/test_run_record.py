@@ -16,7 +16,7 @@ import pytest
 from kempner.run import ledger, logs
 from kempner.run.attempts import Attempt, Fence, SupersededError, begin_attempt, read_current
 from kempner.run.exit_codes import UsageError
-from kempner.run.files import append_line, replace_durable
+from kempner.run.files import append_line, await_entry, join_directory, replace_durable
 from kempner.run.journal import Journal
 from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
@@ -124,6 +124,35 @@ def test_replace_leaves_the_old_content_until_the_new_is_whole(tmp_path: Path) -
     replace_durable(path, b"new", unique="2")
     assert path.read_bytes() == b"new"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_another_host_made_is_waited_for(tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    pauses: list[float] = []
+
+    def until_made(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            late.mkdir()
+
+    assert await_entry(late, 60, pause=until_made)
+    assert len(pauses) == 3
+    assert not await_entry(tmp_path / "never", 0.0, pause=pauses.append)
+
+
+def test_a_directory_that_exists_before_it_is_seen_is_joined(tmp_path: Path) -> None:
+    """A dangling link is like an entry that a network file system has but does not show yet."""
+    entry, target = tmp_path / "entry", tmp_path / "target"
+    entry.symlink_to(target)
+    with pytest.raises(FileExistsError):
+        entry.mkdir(exist_ok=True)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(join_directory, entry)
+        target.mkdir()
+        joining.result(30)
+    assert entry.is_dir()
+    join_directory(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder").is_dir()
 
 
 def test_launch_survives_the_environment() -> None:

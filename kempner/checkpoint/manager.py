@@ -269,7 +269,9 @@ class CheckpointManager:
         self._record("checkpoint_damaged", step=step, kept_as=aside.name, damage=found)
 
     def _go_on_from(self, step: int, remarks: Collection[str]) -> None:
-        if self._folder.latest() != step:
+        if (named := self._folder.latest()) != step:
+            # Nothing is damaged, but somebody or something has moved it.
+            logger().warning("`latest` names another step than the one in use", latest=named)
             self._fence.check()
             attempt = self._fence.attempt
             self._folder.point_latest(step, unique=f"a{attempt.number}-{attempt.nonce}")

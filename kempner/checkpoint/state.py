@@ -16,15 +16,25 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from kempner.run.exit_codes import DataError
+from kempner.run.exit_codes import DataError, UsageError
 
 _OPTIMIZER = "optimizer."
 
 
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """References to every tensor of the state (no copies); sharded ones as DTensors."""
+    """References to every tensor of the state (no copies); sharded ones as DTensors.
+
+    Raises `UsageError` if the optimizer steps parameters that the model no longer has: what it
+    keeps for them would be missing in every checkpoint.
+    """
     table = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    if strangers := len(optimizer.state.keys() - set(parameters.values())):
+        raise UsageError(
+            f"the optimizer has state for {strangers} parameters that the model does not have: "
+            "they were replaced (by load_state_dict(assign=True)?); make the optimizer afterwards"
+        )
+    for name, parameter in parameters.items():
         for entry, value in optimizer.state.get(parameter, {}).items():
             table[f"{_OPTIMIZER}{name}.{entry}"] = value
     return table

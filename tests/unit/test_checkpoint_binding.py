@@ -14,6 +14,7 @@ from kempner.checkpoint.image import Image, container, describe
 from kempner.checkpoint.plan import place
 from kempner.checkpoint.saver import Layout, Route
 from kempner.checkpoint.staging import Stager
+from kempner.run.exit_codes import UsageError
 
 
 class Subject(nn.Module):
@@ -111,6 +112,13 @@ def test_other_tensors_are_noticed(
     assert binding.intact()
     change(model, optimizer)
     assert not binding.intact()
+
+
+def test_state_of_parameters_that_were_replaced_is_missed() -> None:
+    model, optimizer = trained()
+    assign(model, optimizer)
+    with pytest.raises(UsageError, match="state for 2 parameters that the model does not have"):
+        state.capture(model, optimizer)
 
 
 def test_what_a_forward_pass_writes_is_copied_at_once() -> None:

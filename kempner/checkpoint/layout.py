@@ -5,6 +5,7 @@
     .step-00000120.a3-9f1c22ab         in progress, by attempt 3
     step-00000120.abandoned-a4         a commit that attempt 4 made again after a fallback
     step-00000120.damaged-a4           a commit that attempt 4 found damaged
+    verified.jsonl                     what `kempner checkpoint verify` found, and when
 
 Anything else belongs to somebody else, and is never read, moved or deleted.
 """
@@ -19,8 +20,10 @@ from kempner.run.files import fsync_directory, rename
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
+VERIFIED = "verified.jsonl"
 
 _STEP = re.compile(r"step-(\d{8,})")
+_ASIDE = re.compile(r"(step-\d{8,})\.(abandoned|damaged)-a(\d+)(?:\.\d+)?")
 _IN_PROGRESS = re.compile(r"\.step-\d{8,}\.a(\d+)-[0-9a-f]+")
 
 
@@ -43,6 +46,22 @@ def parse_step(name: str) -> int | None:
     """The step of a committed checkpoint's name, or None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+@dataclass(frozen=True)
+class Aside:
+    """What a checkpoint that was set aside tells by its name; `why` is "abandoned" or "damaged"."""
+
+    step: int
+    why: str
+    attempt: int
+
+
+def parse_aside(name: str) -> Aside | None:
+    """The meaning of a name that `CheckpointFolder.set_aside` gave, or None for any other name."""
+    match = _ASIDE.fullmatch(name)
+    step = parse_step(match[1]) if match else None
+    return Aside(step, match[2], int(match[3])) if match and step is not None else None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from kempner.run.exit_codes import DataError
 
 FORMAT: Final = 1
 BLOCK_BYTES: Final = 1 << 20
+_SIDECAR = re.compile(r"sums-(\d{5,})\.json")
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,20 @@ def read(checkpoint: Path) -> Manifest:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
+def digest(manifest: Manifest) -> str:
+    """What tells a checkpoint from every other one, wherever it is renamed to."""
+    return whole_sum(encode(manifest))
+
+
 def sidecar_name(rank: int) -> str:
     """The file with the block sums of what `rank` wrote."""
     return f"sums-{rank:05d}.json"
+
+
+def rank_of(name: str, entry: FileEntry) -> int | None:
+    """The rank that wrote a file of a checkpoint; None for what belongs to all of them."""
+    match = _SIDECAR.fullmatch(entry.sums or name)
+    return int(match[1]) if match else None
 
 
 def encode_sidecar(files: Mapping[str, FileSums]) -> bytes:

@@ -11,8 +11,12 @@ from kempner.checkpoint.layout import MANIFEST, CheckpointFolder, dying_name
 from kempner.run.files import fsync_directory
 
 
-def expendable(committed: Sequence[int], latest: int | None, keep_last: int) -> list[int]:
+def expendable(
+    committed: Sequence[int], latest: int | None, keep_last: int, keep_every: int | None = None
+) -> list[int]:
     """The steps to delete: all but the `keep_last` newest up to `latest`, never `latest` itself.
+
+    Multiples of `keep_every` steps are kept for good.
 
     Steps beyond `latest` belong to a branch that a rollback left; they are not counted as kept, and
     are not deleted either: the run sets them aside when it gets there.
@@ -20,7 +24,8 @@ def expendable(committed: Sequence[int], latest: int | None, keep_last: int) -> 
     if latest is None:
         return []
     branch = [step for step in sorted(committed) if step <= latest]
-    return branch[: max(0, len(branch) - keep_last)]
+    old = branch[: max(0, len(branch) - max(1, keep_last))]
+    return [step for step in old if keep_every is None or step % keep_every]
 
 
 def delete(folder: CheckpointFolder, step: int) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
@@ -20,6 +23,12 @@ from kempner.checkpoint.manifest import (
 )
 from kempner.run.exit_codes import DataError
 
+READERS = 4
+"""Files that are read at a time."""
+
+OnRead = Callable[[int], None]
+"""Told how many bytes more were read; from several threads."""
+
 
 @dataclass(frozen=True)
 class Damage:
@@ -32,19 +41,37 @@ class Damage:
         return f"{self.file}: {self.what}"
 
 
-def verify(checkpoint: Path) -> list[Damage]:
+def verify(checkpoint: Path, on_read: OnRead = lambda count: None) -> list[Damage]:
     """Everything that is wrong with a checkpoint; empty if every byte is as committed."""
     try:
         manifest = read(checkpoint)
     except DataError as error:
         return [Damage(MANIFEST, str(error))]
-    return verify_files(checkpoint, manifest, manifest.files)
+    interrupted = threading.Event()
+
+    def check(name: str) -> list[Damage]:
+        return [] if interrupted.is_set() else verify_files(checkpoint, manifest, [name], count)
+
+    def count(length: int) -> None:
+        if interrupted.is_set():
+            raise DataError("was not read to its end")
+        on_read(length)
+
+    with ThreadPoolExecutor(READERS, "verifier") as pool:
+        try:
+            return [damage for found in pool.map(check, manifest.files) for damage in found]
+        finally:
+            interrupted.set()  # without it, Ctrl-C would wait for the files being read
 
 
-def verify_files(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> list[Damage]:
+def verify_files(
+    checkpoint: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    on_read: OnRead = lambda count: None,
+) -> list[Damage]:
     """Check the named files against the manifest, so that ranks can share the reading."""
     damages: list[Damage] = []
-    sidecars: dict[str, tuple[int, dict[str, FileSums]]] = {}
     for name in names:
         entry = manifest.files.get(name)
         if entry is None:
@@ -52,12 +79,10 @@ def verify_files(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> 
             continue
         try:
             if entry.sums is None:
-                _check_whole(checkpoint / name, entry)
+                on_read(len(_check_whole(checkpoint / name, entry)))
                 continue
-            if entry.sums not in sidecars:
-                sidecars[entry.sums] = _load_sidecar(checkpoint, manifest.files, entry.sums)
-            block_bytes, sums = sidecars[entry.sums]
-            _check_blocks(checkpoint / name, entry, block_bytes, sums)
+            block_bytes, sums = _load_sidecar(checkpoint, manifest.files, entry.sums)
+            _check_blocks(checkpoint / name, entry, block_bytes, sums, on_read)
         except DataError as error:
             damages.append(Damage(name, str(error)))
         except OSError as error:
@@ -86,17 +111,35 @@ def _check_whole(path: Path, entry: FileEntry) -> bytes:
 
 
 def _check_blocks(
-    path: Path, entry: FileEntry, block_bytes: int, sums: Mapping[str, FileSums]
+    path: Path,
+    entry: FileEntry,
+    block_bytes: int,
+    sums: Mapping[str, FileSums],
+    on_read: OnRead,
 ) -> None:
+    """Read a file to its end. Raises `DataError` that names the first block that is not right."""
     expected = sums.get(path.name)
     if expected is None or expected.bytes != entry.bytes:
         raise DataError("its block sums do not speak of this file")
     with open(path, "rb") as file:
         _check_length(os.fstat(file.fileno()).st_size, entry)
-        for number, digest in enumerate(expected.blocks):
-            if xxhash.xxh3_64_hexdigest(file.read(block_bytes)) != digest:
-                at = number * block_bytes
-                raise DataError(f"block {number} (from byte {at}) does not match its checksum")
+        damaged = _damaged_blocks(file, expected, block_bytes, on_read)
+    if damaged:
+        more = f", and neither do {len(damaged) - 1} more blocks" if damaged[1:] else ""
+        first, at = damaged[0], damaged[0] * block_bytes
+        raise DataError(f"block {first} (from byte {at}) does not match its checksum{more}")
+
+
+def _damaged_blocks(
+    file: BinaryIO, expected: FileSums, block_bytes: int, on_read: OnRead
+) -> list[int]:
+    damaged = []
+    for number, digest in enumerate(expected.blocks):
+        block = file.read(block_bytes)
+        if xxhash.xxh3_64_hexdigest(block) != digest:
+            damaged.append(number)
+        on_read(len(block))
+    return damaged
 
 
 def _check_length(length: int, entry: FileEntry) -> None:

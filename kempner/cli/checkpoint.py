@@ -1,74 +1,185 @@
-"""`kempner checkpoint`: look at checkpoints, without torch."""
+"""`kempner checkpoint`: look at checkpoints, without torch, and delete old ones."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from kempner.checkpoint.layout import CheckpointFolder
-from kempner.checkpoint.manifest import read
+from kempner.checkpoint.findings import record
+from kempner.checkpoint.inventory import Item, at_step, locate, survey
+from kempner.checkpoint.manifest import Manifest, rank_of, read
+from kempner.checkpoint.retention import delete, expendable
+from kempner.checkpoint.verify import Damage
 from kempner.checkpoint.verify import verify as find_damage
-from kempner.run.exit_codes import DataError, ExitCode, UsageError
-from kempner.run.layout import RunDirectory
+from kempner.cli.progress import bar
+from kempner.run.exit_codes import CheckpointWriteError, DataError, ExitCode, UsageError
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR|DIR", help="A run's directory, or its checkpoints.")
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR|DIR", help="A run's directory, its checkpoints, or one of those."
+    ),
 ]
 
 commands = typer.Typer(
-    help="List or verify a run's checkpoints.", rich_markup_mode=None, add_completion=False
+    help="List, verify and delete a run's checkpoints.", rich_markup_mode=None, add_completion=False
 )
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `checkpoint list` and `checkpoint verify` to `app`."""
+    """Adds `checkpoint list`, `checkpoint verify` and `checkpoint prune` to `app`."""
     app.add_typer(commands, name="checkpoint")
 
 
 @commands.command("list")
 def list_(directory: Folder) -> None:
-    """Print step, age, size and world of every committed checkpoint."""
-    folder = _open(directory)
-    latest = folder.latest()
-    typer.echo(f"{'step':>10}  {'age':>10}  {'size':>10}  {'world':>5}")
-    for step in folder.committed():
-        try:
-            manifest = read(folder.step(step))
-        except DataError as error:
-            typer.echo(f"{step:>10}  {error}")
-            continue
-        size = sum(entry.bytes for entry in manifest.files.values())
-        age = _duration(time.time() - manifest.created)
-        mark = "  <- latest" if step == latest else ""
-        typer.echo(f"{step:>10}  {age:>10}  {_size(size):>10}  {manifest.identity.world:>5}{mark}")
+    """Print step, age, size and world of every checkpoint, and what is known of its health."""
+    folder, only = locate(directory)
+    now = time.time()
+    typer.echo(f"{'step':>10}  {'age':>7}  {'size':>10}  {'world':>5}  {'verified':<10}  note")
+    for item in survey(folder):
+        if only in (None, item.path):
+            typer.echo(_row(item, now).rstrip())
+    if (latest := folder.latest()) is not None and latest not in folder.committed():
+        typer.echo(f"latest names step {latest}, which is not there")
 
 
 @commands.command()
-def verify(directory: Folder) -> ExitCode:
+def verify(
+    directory: Folder,
+    steps: Annotated[
+        list[int] | None, typer.Argument(metavar="[STEP]...", help="Only these checkpoints.")
+    ] = None,
+) -> ExitCode:
     """Read every byte of every checkpoint; exit 65 if anything is not as it was committed."""
-    folder = _open(directory)
-    damaged = False
-    for step in folder.committed():
-        damages = find_damage(folder.step(step))
-        damaged = damaged or bool(damages)
-        typer.echo(f"step {step}: {'damaged' if damages else 'ok'}")
-        for damage in damages:
-            typer.echo(f"  {damage}")
+    folder, only = locate(directory)
+    wanted = [at_step(folder, step) for step in steps or folder.committed()]
+    paths = [only] if only and not steps else wanted
+    if not paths:
+        raise UsageError(f"{folder.path} has no committed checkpoint to verify")
+    damaged = 0
+    for path in paths:
+        with _progress(path) as on_read:
+            damages = find_damage(path, on_read)
+        damaged += bool(damages)
+        _report(path, damages)
+    typer.echo(f"{len(paths)} read, {damaged} damaged")
     return ExitCode.BAD_DATA if damaged else ExitCode.COMPLETED
 
 
-def _open(directory: Path) -> CheckpointFolder:
-    inside = RunDirectory(directory).checkpoints
-    folder = CheckpointFolder(inside if inside.is_dir() else directory)
-    if not folder.committed():
-        raise UsageError(
-            f"{directory} holds no checkpoint; give a run's directory or the folder in which its "
-            "step-... folders are"
-        )
-    return folder
+@commands.command()
+def prune(
+    directory: Folder,
+    keep_last: Annotated[int, typer.Option(min=1, help="How many of the newest stay.")],
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, metavar="STEPS", help="Multiples of this stay as well.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+) -> None:
+    """Delete old checkpoints; never `latest`, and nothing beyond it or set aside."""
+    folder, only = locate(directory)
+    if only is not None:
+        raise UsageError(f"{directory} is one checkpoint; give the folder in which it is")
+    latest = folder.latest()
+    if latest is None:
+        raise UsageError(f"{folder.path} has no `latest`, so it is not clear what is old")
+    going = set(expendable(folder.committed(), latest, keep_last, keep_every))
+    failed = []
+    for item in survey(folder):
+        goes = item.step in going and item.path == folder.step(item.step)
+        if goes and not dry_run:
+            try:
+                delete(folder, item.step)
+            except OSError as error:
+                failed.append(f"{item.path.name} ({error.strerror})")
+        verb = ("would go" if dry_run else "gone") if goes else "stays"
+        typer.echo(f"{verb:<8}  {item.path.name}  {item.note}".rstrip())
+    if failed:
+        raise CheckpointWriteError(f"these could not be deleted: {', '.join(failed)}")
+
+
+def _row(item: Item, now: float) -> str:
+    notes = "; ".join(filter(None, (item.note, item.problem)))
+    if item.manifest is None:
+        return f"{item.step:>10}  {'-':>7}  {'-':>10}  {'-':>5}  {'-':<10}  {notes}"
+    age, size = _duration(now - item.manifest.created), _size(_bytes(item.manifest))
+    world = item.manifest.identity.world
+    return f"{item.step:>10}  {age:>7}  {size:>10}  {world:>5}  {_verified(item, now):<10}  {notes}"
+
+
+def _verified(item: Item, now: float) -> str:
+    if item.finding is None:
+        return "no"
+    return "damaged" if item.finding.damaged else f"{_duration(now - item.finding.time)} ago"
+
+
+def _report(path: Path, damages: list[Damage]) -> None:
+    """Say, rank by rank, what is wrong with a checkpoint, and keep the finding."""
+    try:
+        manifest = read(path)
+    except DataError as error:
+        typer.echo(f"{path.name}: damaged\n  {error}")
+        return
+    world, size = manifest.identity.world, _size(_bytes(manifest))
+    verdict = "damaged" if damages else "ok"
+    typer.echo(f"{path.name}: {verdict} (world {world}, {size})")
+    for line in _by_rank(manifest, damages) if damages else ():
+        typer.echo(f"  {line}")
+    try:
+        record(path.parent, manifest, damages, time.time())
+    except OSError as error:
+        typer.echo(f"kempner: this finding is not kept for `list`: {error}", err=True)
+
+
+def _by_rank(manifest: Manifest, damages: Iterable[Damage]) -> Iterator[str]:
+    ranks = {name: rank_of(name, entry) for name, entry in manifest.files.items()}
+    bad = set()
+    for damage in damages:
+        rank = ranks.get(damage.file)
+        bad.add(rank)
+        yield f"{'all ranks' if rank is None else f'rank {rank}'}: {damage}"
+    if good := sorted({rank for rank in ranks.values() if rank is not None} - bad):
+        yield f"{'ranks' if good[1:] else 'rank'} {_ranges(good)}: ok"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers with neighbours drawn together: "0-2, 5"."""
+    runs = []
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        runs.append(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]))
+    return ", ".join(runs)
+
+
+@contextmanager
+def _progress(path: Path) -> Iterator[Callable[[int], None]]:
+    """Counts the bytes read of a checkpoint, from whatever thread, on a bar."""
+    try:
+        total = _bytes(read(path))
+    except DataError:
+        total = 0  # it is not read either
+    done, lock = 0, threading.Lock()
+    with bar(Console(stderr=True), f"reading {path.name}") as show:
+
+        def count(length: int) -> None:
+            nonlocal done
+            with lock:
+                done += length
+            show(done, total)
+
+        yield count
+
+
+def _bytes(manifest: Manifest) -> int:
+    return sum(entry.bytes for entry in manifest.files.values())
 
 
 def _duration(seconds: float) -> str:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kempner.cli.progress import bar
 from kempner.run.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -73,15 +73,8 @@ def _reporter(console: Console) -> Iterator[Callable[[int, int], None]]:
     if not console.is_terminal:
         yield _lines(console)
         return
-    columns = (
-        TextColumn("preparing"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("preparing", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with bar(console, "preparing") as update:
+        yield update
 
 
 def _lines(console: Console) -> Callable[[int, int], None]:

@@ -1,0 +1,91 @@
+"""Real checkpoints for tests, written by one process in the place of any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kempner.checkpoint import commit
+from kempner.checkpoint.image import Image, container, data_file, describe
+from kempner.checkpoint.layout import CheckpointFolder, in_progress_name
+from kempner.checkpoint.manifest import (
+    FileEntry,
+    Identity,
+    Manifest,
+    Position,
+    encode_sidecar,
+    sidecar_name,
+    whole_sum,
+)
+from kempner.checkpoint.metadata import build_metadata
+from kempner.checkpoint.plan import TensorSpec, place
+from kempner.checkpoint.reader import METADATA
+from kempner.checkpoint.stream import write_stream
+from kempner.run.attempts import Fence, begin_attempt
+from kempner.run.files import write_durable
+from kempner.run.layout import RunDirectory
+
+Model = Mapping[str, object]
+
+
+def small_state() -> dict[str, Tensor]:
+    """A model of two parameters with AdamW's state, in several types; the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        "first.weight": torch.randn(700, 500, generator=generator),
+        "last.weight": torch.randn(3, 700, generator=generator).bfloat16(),
+    }
+    table = {f"model.{name}": tensor for name, tensor in weights.items()}
+    for name, tensor in weights.items():
+        table[f"optimizer.{name}.step"] = torch.tensor(7.0)
+        table[f"optimizer.{name}.exp_avg"] = tensor * 2
+    return table
+
+
+def commit_state(
+    run: RunDirectory,
+    state: Mapping[str, Tensor],
+    step: int,
+    world: int = 1,
+    model: Model | None = None,
+) -> Path:
+    """Commit `state`, its matrices cut by rows over `world` ranks, as the checkpoint of `step`."""
+    fence = Fence(run.attempts, begin_attempt(run))
+    attempt = fence.attempt
+    path = run.checkpoints / in_progress_name(step, attempt.number, attempt.nonce)
+    path.mkdir(parents=True)
+    specs = [
+        TensorSpec(spec.key, spec.shape, spec.dtype, (world,), (0 if spec.shape else None,))
+        for spec in describe(state, 1)
+    ]
+    files: dict[str, FileEntry] = {}
+    for rank in range(world):
+        files |= _write_rank(path, state, specs, rank)
+    files |= _write_small(path / METADATA, build_metadata(specs, world))
+    identity = Identity(world, {"fsdp": world}, 0, "", model or {}, "", {}, {})
+    manifest = Manifest(Position(step, 8 * step, 64 * step), identity, attempt.number, 0.5, files)
+    return commit.commit(CheckpointFolder(run.checkpoints), path, manifest, fence, print)
+
+
+def _write_rank(
+    path: Path, state: Mapping[str, Tensor], specs: list[TensorSpec], rank: int
+) -> dict[str, FileEntry]:
+    placed = place(specs, rank, container)
+    image = Image(placed, pinned=False)
+    for view, item in zip(image.views, placed, strict=True):
+        part = state[item.chunk.key]
+        for dim, at in enumerate(item.chunk.offsets):
+            part = part.narrow(dim, at, item.chunk.sizes[dim])
+        view.copy_(part)
+    name = data_file(rank)
+    sums = write_stream(path / name, image.content)
+    files = _write_small(path / sidecar_name(rank), encode_sidecar({name: sums}))
+    return {name: FileEntry(bytes=sums.bytes, sums=sidecar_name(rank)), **files}
+
+
+def _write_small(path: Path, content: bytes) -> dict[str, FileEntry]:
+    write_durable(path, content)
+    return {path.name: FileEntry(len(content), xxh3_128=whole_sum(content))}

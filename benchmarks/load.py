@@ -38,7 +38,7 @@ from kempner.checkpoint.manifest import (
 )
 from kempner.checkpoint.metadata import build_metadata
 from kempner.checkpoint.plan import place
-from kempner.checkpoint.reader import METADATA, read_metadata
+from kempner.checkpoint.reader import METADATA, open_contents
 from kempner.checkpoint.stream import write_stream
 
 WIDTH = 1024
@@ -111,7 +111,7 @@ def main() -> None:
             for _ in range(arguments.runs):
                 floor = timed(lambda: read_raw(folder, buffer))  # noqa: B023
                 begun = time.perf_counter()
-                read = fill(table, folder, manifest, read_metadata(folder, manifest))
+                read = fill(table, folder, manifest, open_contents(folder, manifest))
                 ours.append((time.perf_counter() - begun) / floor)
                 assert all(torch.equal(table[key], state[key]) for key in state)
                 stock.append(

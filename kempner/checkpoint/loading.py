@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from kempner.checkpoint.contents import Contents, Part, overlap
 from kempner.checkpoint.manifest import Manifest
 from kempner.checkpoint.ranges import Cursor, VerifiedFile
 from kempner.checkpoint.state import local_part
@@ -46,8 +45,7 @@ _PREFIX_BYTES = 1024
 class _Piece:
     """What a saved chunk and a local tensor have in common."""
 
-    stored: _StorageInfo
-    chunk_sizes: tuple[int, ...]
+    stored: Part
     from_chunk: tuple[slice, ...]
     into_local: tuple[slice, ...]
     key: str
@@ -58,7 +56,7 @@ class _Piece:
 
 
 def fill(
-    table: Mapping[str, Tensor], checkpoint: Path, manifest: Manifest, metadata: Metadata
+    table: Mapping[str, Tensor], checkpoint: Path, manifest: Manifest, contents: Contents
 ) -> int:
     """Read the local part of every tensor of `table`, in place; returns the bytes read.
 
@@ -68,19 +66,19 @@ def fill(
     pieces = [
         part
         for key, tensor in table.items()
-        for piece in _pieces(key, tensor, metadata)
+        for piece in _pieces(key, tensor, contents)
         for part in _cut(piece, tensor.element_size())
     ]
-    for damage in verify_files(checkpoint, manifest, _idle_files(manifest, metadata)):
+    for damage in verify_files(checkpoint, manifest, _idle_files(manifest)):
         raise DataError(str(damage))
-    names = sorted({piece.stored.relative_path for piece in pieces})
+    names = sorted({piece.stored.file for piece in pieces})
     files: dict[str, VerifiedFile] = {}
     try:
         for name in names:
             if name not in manifest.files:
                 raise DataError(f"{name} is not in the manifest")
             files[name] = VerifiedFile(checkpoint / name, manifest.files[name], manifest.files)
-        pieces.sort(key=lambda piece: (piece.stored.relative_path, piece.stored.offset))
+        pieces.sort(key=lambda piece: (piece.stored.file, piece.stored.start))
         with ThreadPoolExecutor(READERS, "reader") as pool:
             runs = _runs(pieces)
             return sum(pool.map(lambda run: _read_run(run, table, files), runs))
@@ -89,36 +87,21 @@ def fill(
             file.close()
 
 
-def _idle_files(manifest: Manifest, metadata: Metadata) -> Iterable[str]:
+def _idle_files(manifest: Manifest) -> Iterable[str]:
     """Data files in which there is no tensor: their ranks had nothing to write."""
-    used = {stored.relative_path for stored in metadata.storage_data.values()}
-    return [name for name, entry in manifest.files.items() if entry.sums and name not in used]
+    return [name for name, entry in manifest.files.items() if entry.sums and entry.bytes == 0]
 
 
-def _pieces(key: str, tensor: Tensor, metadata: Metadata) -> Iterable[_Piece]:
-    """The saved chunks that overlap this rank's part of a tensor."""
-    saved = metadata.state_dict_metadata[key]
-    assert isinstance(saved, TensorStorageMetadata)  # check_shapes has seen to it
+def _pieces(key: str, tensor: Tensor, contents: Contents) -> Iterable[_Piece]:
+    """The saved parts that overlap this rank's part of a tensor."""
     offsets, sizes = _local_place(tensor)
     found = []
-    for number, chunk in enumerate(saved.chunks):
-        low = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
-        ends = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
-        high = [min(a + n, b + m) for a, n, b, m in ends]
-        if any(first >= end for first, end in zip(low, high, strict=True)):
-            continue
-        stored = metadata.storage_data.get(MetadataIndex(key, chunk.offsets, number))
-        if stored is None:
-            raise DataError(f"{key}: the part at {tuple(chunk.offsets)} is stored nowhere")
-        found.append(
-            _Piece(
-                stored,
-                tuple(chunk.sizes),
-                _slices(low, high, chunk.offsets),
-                _slices(low, high, offsets),
-                key,
-            )
-        )
+    for part in contents.parts(key, offsets, sizes):
+        shared = overlap(offsets, sizes, part.offsets, part.sizes)
+        if shared is not None:
+            low, high = shared
+            from_chunk, into_local = _slices(low, high, part.offsets), _slices(low, high, offsets)
+            found.append(_Piece(part, from_chunk, into_local, key))
     if sum(piece.elements for piece in found) != math.prod(sizes):
         raise DataError(f"{key}: the checkpoint does not hold every element of it")
     return found
@@ -128,7 +111,7 @@ def _cut(piece: _Piece, element_size: int) -> Iterable[_Piece]:
     """The piece in groups of rows, so that a large tensor needs no second one to be read into."""
     if not piece.from_chunk:
         return [piece]
-    row_bytes = element_size * math.prod(piece.chunk_sizes[1:])
+    row_bytes = element_size * math.prod(piece.stored.sizes[1:])
     rows = max(1, SLAB_BYTES // max(1, row_bytes))
     source, target = piece.from_chunk[0], piece.into_local[0]
     starts = range(0, source.stop - source.start, rows)
@@ -160,7 +143,7 @@ def _local_place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _runs(pieces: Sequence[_Piece]) -> Iterable[Sequence[_Piece]]:
     """Neighbours for one thread to read one after the other; each run is from one file."""
-    for _, group in groupby(pieces, key=lambda piece: piece.stored.relative_path):
+    for _, group in groupby(pieces, key=lambda piece: piece.stored.file):
         of_file = list(group)
         length = max(RUN_PIECES, -(-len(of_file) // READERS))
         yield from (of_file[at : at + length] for at in range(0, len(of_file), length))
@@ -170,10 +153,10 @@ def _read_run(
     run: Sequence[_Piece], table: Mapping[str, Tensor], files: Mapping[str, VerifiedFile]
 ) -> int:
     """Read pieces of one file; returns the bytes read."""
-    file = files[run[0].stored.relative_path]
+    file = files[run[0].stored.file]
     cursor, checked = Cursor(file), -1
     for piece in run:
-        container = piece.stored.offset
+        container = piece.stored.start
         before = _data_offset(file.peek(container, _PREFIX_BYTES), piece.stored)
         if checked != container:
             cursor.read(container, container + before)  # what was peeked at, now checked
@@ -191,21 +174,21 @@ def _copy(piece: _Piece, target: Tensor, before: int, cursor: Cursor) -> None:
     # Rows are contiguous, so only those that are wanted are read; a cut along another dimension
     # reads the rows whole.
     first, end = (rows[0].start, rows[0].stop) if rows else (0, 1)
-    width = target.element_size() * math.prod(piece.chunk_sizes[1:])
-    if before + width * (piece.chunk_sizes[0] if rows else 1) > stored.length:
-        raise DataError(f"{piece.key}: its container at byte {stored.offset} is too small for it")
-    start = stored.offset + before + first * width
+    width = target.element_size() * math.prod(piece.stored.sizes[1:])
+    if before + width * (piece.stored.sizes[0] if rows else 1) > stored.length:
+        raise DataError(f"{piece.key}: its container at byte {stored.start} is too small for it")
+    start = stored.start + before + first * width
     content = cursor.read(start, start + (end - first) * width)
-    sizes = (end - first, *piece.chunk_sizes[1:]) if rows else ()
+    sizes = (end - first, *piece.stored.sizes[1:]) if rows else ()
     values = torch.frombuffer(content, dtype=target.dtype).view(sizes)
     target[piece.into_local].copy_(values[(slice(None), *rows[1:])] if rows else values)
 
 
-def _data_offset(prefix: bytes, stored: _StorageInfo) -> int:
+def _data_offset(prefix: bytes, stored: Part) -> int:
     """Where in its container a tensor's data begin, by the container's own headers."""
     name = prefix.find(_RECORD)
     header = prefix.rfind(_HEADER_MAGIC, 0, name)
     if name < 0 or header < 0:
-        raise DataError(f"{stored.relative_path}: no tensor at byte {stored.offset}")
+        raise DataError(f"{stored.file}: no tensor at byte {stored.start}")
     *_, name_length, extra_length = _HEADER.unpack_from(prefix, header)
     return header + _HEADER.size + int(name_length) + int(extra_length)

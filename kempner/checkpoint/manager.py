@@ -25,7 +25,7 @@ from kempner.checkpoint.image import describe
 from kempner.checkpoint.layout import MANIFEST, CheckpointFolder, in_progress_name
 from kempner.checkpoint.loading import fill
 from kempner.checkpoint.manifest import FileEntry, Identity, Manifest, Position, read
-from kempner.checkpoint.reader import read_metadata
+from kempner.checkpoint.reader import open_contents
 from kempner.checkpoint.saver import Layout, Route, SaveFailedError, write_and_commit
 from kempner.checkpoint.selection import choose
 from kempner.checkpoint.staging import Stager
@@ -237,14 +237,14 @@ class CheckpointManager:
         judgement = judge(manifest.identity, self._identity, accept)
         if judgement.refusals:
             raise DataError(f"cannot go on from {path}: {'; '.join(judgement.refusals)}")
-        metadata, damages = self._together(lambda: read_metadata(path, manifest))
-        if metadata is None:
+        contents, damages = self._together(lambda: open_contents(path, manifest))
+        if contents is None:
             return damages
-        saved = state.saved_optimizer_tensors(metadata)
+        saved = state.saved_optimizer_tensors(contents)
         state.create_optimizer_state(self._model, self._optimizer, saved)
         table = state.capture(self._model, self._optimizer)
-        state.check_shapes(table, metadata)
-        _, damages = self._together(lambda: fill(table, path, manifest, metadata))
+        state.check_shapes(table, contents)
+        _, damages = self._together(lambda: fill(table, path, manifest, contents))
         if not damages:
             self.committed_step = step
             self._told_by_rank_0(partial(self._go_on_from, step, judgement.remarks))

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
+from kempner.checkpoint.contents import Contents, Part, Saved, overlap
 from kempner.checkpoint.manifest import Manifest
 from kempner.checkpoint.verify import verify_files
 from kempner.run.exit_codes import DataError
@@ -81,8 +87,41 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def read_metadata(checkpoint: Path, manifest: Manifest) -> Metadata:
-    """DCP's description of a checkpoint. Raises `DataError` unless it is as the manifest says.
+class StockContents:
+    """What DCP's `.metadata` says that a checkpoint holds; only its tensors."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._storage = metadata.storage_data
+        self._chunks = {
+            key: entry.chunks
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self.tensors = {
+            key: Saved(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def parts(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Part]:
+        """The stored parts that overlap a box; see `Contents`."""
+        for number, chunk in enumerate(self._chunks[key]):
+            if overlap(offsets, sizes, chunk.offsets, chunk.sizes) is None:
+                continue
+            stored = self._storage.get(MetadataIndex(key, chunk.offsets, number))
+            if stored is None:
+                raise DataError(f"{key}: the part at {tuple(chunk.offsets)} is stored nowhere")
+            yield Part(
+                tuple(chunk.offsets),
+                tuple(chunk.sizes),
+                stored.relative_path,
+                stored.offset,
+                stored.length,
+            )
+
+
+def open_contents(checkpoint: Path, manifest: Manifest) -> Contents:
+    """What a checkpoint holds. Raises `DataError` unless that is as the manifest says.
 
     A rank may see the folder later than rank 0, which has chosen it: that is waited for.
     """
@@ -90,4 +129,4 @@ def read_metadata(checkpoint: Path, manifest: Manifest) -> Metadata:
         raise DataError(f"{checkpoint} is not there; is it on storage that all hosts share?")
     for damage in verify_files(checkpoint, manifest, [METADATA]):
         raise DataError(str(damage))
-    return RestrictedReader(checkpoint).read_metadata()
+    return StockContents(RestrictedReader(checkpoint).read_metadata())

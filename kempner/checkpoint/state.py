@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from kempner.checkpoint.contents import Contents, Saved
 from kempner.run.exit_codes import DataError, UsageError
 
 _OPTIMIZER = "optimizer."
@@ -109,7 +109,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def create_optimizer_state(
-    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, TensorStorageMetadata]
+    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Saved]
 ) -> None:
     """Give the optimizer empty state of the saved shapes, for a load to fill.
 
@@ -123,40 +123,36 @@ def create_optimizer_state(
         for parameter in group["params"]
     }
     optimizer.state.clear()
-    for key, metadata in saved.items():
+    for key, tensor in saved.items():
         name, _, entry = key.removeprefix(_OPTIMIZER).rpartition(".")
         if name not in parameters:
             raise DataError(f"the checkpoint has {key}, but the model has no parameter {name}")
         parameter = parameters[name]
-        dtype = metadata.properties.dtype
-        if metadata.size == parameter.shape:
+        dtype = getattr(torch, tensor.dtype)
+        if tensor.shape == parameter.shape:
             value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
             device = parameter.device if on_device[id(parameter)] else torch.device("cpu")
-            value = torch.zeros(metadata.size, dtype=dtype, device=device)
+            value = torch.zeros(tensor.shape, dtype=dtype, device=device)
         optimizer.state[parameter][entry] = value
 
 
-def saved_optimizer_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The optimizer's share of a checkpoint's metadata."""
-    return {
-        key: value
-        for key, value in metadata.state_dict_metadata.items()
-        if key.startswith(_OPTIMIZER) and isinstance(value, TensorStorageMetadata)
-    }
+def saved_optimizer_tensors(contents: Contents) -> dict[str, Saved]:
+    """The optimizer's share of what a checkpoint holds."""
+    tensors = contents.tensors
+    return {key: saved for key, saved in tensors.items() if key.startswith(_OPTIMIZER)}
 
 
-def check_shapes(table: Mapping[str, Tensor], metadata: Metadata) -> None:
+def check_shapes(table: Mapping[str, Tensor], contents: Contents) -> None:
     """Raise `DataError` unless the checkpoint holds just these tensors, by name, shape and type."""
-    saved = metadata.state_dict_metadata
+    saved = contents.tensors
     if missing := sorted(table.keys() ^ saved.keys()):
         where = "checkpoint" if missing[0] in table else "model"
         raise DataError(f"{missing[0]} is missing in the {where} ({len(missing)} names differ)")
     for key, tensor in table.items():
-        entry = saved[key]
-        if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.shape:
+        if saved[key].shape != tensor.shape:
             raise DataError(f"{key} has shape {tuple(tensor.shape)}, the checkpoint's differs")
-        if entry.properties.dtype != tensor.dtype:
+        if f"torch.{saved[key].dtype}" != str(tensor.dtype):
             raise DataError(
-                f"{key} is {tensor.dtype}, the checkpoint's is {entry.properties.dtype}"
+                f"{key} is {tensor.dtype}, the checkpoint's is torch.{saved[key].dtype}"
             )

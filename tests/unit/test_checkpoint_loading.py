@@ -26,7 +26,7 @@ from kempner.checkpoint.manifest import (
 )
 from kempner.checkpoint.metadata import build_metadata
 from kempner.checkpoint.plan import TensorSpec, place
-from kempner.checkpoint.reader import METADATA, RestrictedReader, read_metadata
+from kempner.checkpoint.reader import METADATA, RestrictedReader, StockContents, open_contents
 from kempner.checkpoint.state import check_shapes
 from kempner.run.exit_codes import DataError
 
@@ -99,7 +99,7 @@ def test_every_bit_comes_back_and_little_is_read_besides(
 ) -> None:
     folder = tmp_path / "checkpoint"
     manifest, table = write(folder), blank()
-    read = fill(table, folder, manifest, read_metadata(folder, manifest))
+    read = fill(table, folder, manifest, open_contents(folder, manifest))
     for key, tensor in STATE.items():
         assert torch.equal(table[key], tensor), key
     needed = sum(t.numel() * t.element_size() for t in STATE.values())
@@ -110,7 +110,7 @@ def test_every_bit_comes_back_and_little_is_read_besides(
 def test_a_flipped_bit_in_any_block_is_found_before_it_is_loaded(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     manifest = write_ours(folder)
-    metadata = read_metadata(folder, manifest)
+    contents = open_contents(folder, manifest)
     rng = random.Random(1)
     for path in sorted(folder.glob("*.distcp")):
         content = path.read_bytes()
@@ -120,7 +120,7 @@ def test_a_flipped_bit_in_any_block_is_found_before_it_is_loaded(tmp_path: Path)
             flipped[at] ^= 1 << rng.randrange(8)
             path.write_bytes(flipped)
             with pytest.raises(DataError, match=rf"{path.name}: block {block} \(from byte"):
-                fill(blank(), folder, manifest, metadata)
+                fill(blank(), folder, manifest, contents)
         path.write_bytes(content)
 
 
@@ -171,10 +171,10 @@ def test_missing_and_cut_files_are_named(
 ) -> None:
     folder = tmp_path / "checkpoint"
     manifest = write_ours(folder)
-    metadata = read_metadata(folder, manifest)
+    contents = open_contents(folder, manifest)
     damage(folder / data_file(0))
     with pytest.raises(DataError, match=words):
-        fill(blank(), folder, manifest, metadata)
+        fill(blank(), folder, manifest, contents)
 
 
 def test_a_part_that_nobody_wrote_is_missed(tmp_path: Path) -> None:
@@ -182,8 +182,9 @@ def test_a_part_that_nobody_wrote_is_missed(tmp_path: Path) -> None:
     manifest = write_ours(folder)
     metadata = RestrictedReader(folder).read_metadata()
     del metadata.state_dict_metadata["weights"].chunks[1]  # type: ignore[union-attr]
+    contents = StockContents(metadata)
     with pytest.raises(DataError, match=r"weights: the (checkpoint does not hold|part at)"):
-        fill(blank(), folder, manifest, metadata)
+        fill(blank(), folder, manifest, contents)
 
 
 def test_a_container_that_cannot_hold_its_tensor_is_refused(tmp_path: Path) -> None:
@@ -192,8 +193,9 @@ def test_a_container_that_cannot_hold_its_tensor_is_refused(tmp_path: Path) -> N
     metadata = RestrictedReader(folder).read_metadata()
     for entry in metadata.storage_data.values():
         entry.length -= 1000
+    contents = StockContents(metadata)
     with pytest.raises(DataError, match="too small for it"):
-        fill(blank(), folder, manifest, metadata)
+        fill(blank(), folder, manifest, contents)
 
 
 @pytest.mark.parametrize(
@@ -208,10 +210,10 @@ def test_other_tensors_than_the_checkpoint_s_are_named(
     tmp_path: Path, change: dict[str, Tensor], words: str
 ) -> None:
     write_ours(tmp_path / "checkpoint")
-    metadata = RestrictedReader(tmp_path / "checkpoint").read_metadata()
-    check_shapes(STATE, metadata)
+    contents = StockContents(RestrictedReader(tmp_path / "checkpoint").read_metadata())
+    check_shapes(STATE, contents)
     with pytest.raises(DataError, match=words):
-        check_shapes({**STATE, **change}, metadata)
+        check_shapes({**STATE, **change}, contents)
 
 
 def test_a_metadata_that_is_not_the_manifest_s_is_refused(tmp_path: Path) -> None:
@@ -219,4 +221,4 @@ def test_a_metadata_that_is_not_the_manifest_s_is_refused(tmp_path: Path) -> Non
     manifest = write_ours(folder)
     (folder / METADATA).write_bytes(build_metadata(describe(STATE, 1), 1))
     with pytest.raises(DataError, match=r"\.metadata"):
-        read_metadata(folder, manifest)
+        open_contents(folder, manifest)

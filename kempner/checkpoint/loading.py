@@ -162,7 +162,7 @@ def _read_run(
             cursor.read(container, container + before)  # what was peeked at, now checked
             checked = container
         _copy(piece, local_part(table[piece.key]), before, cursor)
-    end = run[-1].stored.offset + run[-1].stored.length
+    end = run[-1].stored.start + run[-1].stored.length
     if end == file.sums.bytes:
         cursor.read(end - 1, end)  # the file's last block may hold no data
     return cursor.bytes_read

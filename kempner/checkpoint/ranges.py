@@ -40,7 +40,12 @@ class VerifiedFile:
         """
         start, done = first * self.block_bytes, 0
         while done < len(content):
-            count = os.preadv(self._descriptor, [content[done:]], start + done)
+            try:
+                count = os.preadv(self._descriptor, [content[done:]], start + done)
+            except OSError as error:
+                raise DataError(
+                    f"{self.name} cannot be read from byte {start + done}: {error.strerror}"
+                ) from error
             if count == 0:
                 raise DataError(f"{self.name} ends at byte {start + done}")
             done += count

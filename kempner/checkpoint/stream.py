@@ -58,11 +58,11 @@ def write_stream(path: Path, content: memoryview) -> FileSums:
 
 
 def _pour(descriptor: int, content: memoryview) -> FileSums:
-    _reserve(descriptor, len(content))
+    reserve(descriptor, len(content))
     blocks: list[str] = []
     for number, start in enumerate(range(0, len(content), SLAB_BYTES)):
         slab = content[start : start + SLAB_BYTES]
-        _write_all(descriptor, slab, start)
+        write_all(descriptor, slab, start)
         _sync_range(descriptor, start, len(slab), _START_WRITING)
         blocks += [
             xxhash.xxh3_64_hexdigest(slab[at : at + BLOCK_BYTES])
@@ -74,14 +74,16 @@ def _pour(descriptor: int, content: memoryview) -> FileSums:
     return FileSums(bytes=len(content), blocks=tuple(blocks))
 
 
-def _reserve(descriptor: int, length: int) -> None:
+def reserve(descriptor: int, length: int) -> None:
+    """Have `length` bytes set aside for a file, where the file system can. Raises `OSError`."""
     if length and _libc.fallocate(descriptor, 0, 0, length) != 0:
         code = ctypes.get_errno()
         if code not in _NOT_SUPPORTED:
             raise OSError(code, os.strerror(code))
 
 
-def _write_all(descriptor: int, slab: memoryview, at: int) -> None:
+def write_all(descriptor: int, slab: memoryview, at: int) -> None:
+    """Write every byte of `slab` from byte `at` on. Raises `OSError`."""
     while slab:
         written = os.pwrite(descriptor, slab, at)
         slab, at = slab[written:], at + written

@@ -30,7 +30,9 @@ Folder = Annotated[
 ]
 
 commands = typer.Typer(
-    help="List, verify and delete a run's checkpoints.", rich_markup_mode=None, add_completion=False
+    help="List, verify, delete and exchange a run's checkpoints.",
+    rich_markup_mode=None,
+    add_completion=False,
 )
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 LATE = 60.0
@@ -82,6 +85,33 @@ def replace_durable(path: Path, content: bytes, *, unique: str) -> None:
     write_durable(temporary, content)
     rename(temporary, path, arrived=lambda: holds(path, content))
     fsync_directory(path.parent)
+
+
+@contextmanager
+def publish(target: Path) -> Iterator[Path]:
+    """Yields a name to write to, beside `target`; what is there in the end becomes `target`.
+
+    It does so by one rename, made durable; the writer fsyncs what it wrote. Whatever goes wrong
+    before leaves nothing behind. Raises `FileExistsError` if `target` is there.
+    """
+    _refuse_to_replace(target)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        yield temporary
+        _refuse_to_replace(target)
+        temporary.rename(target)
+        fsync_directory(target.parent)
+    except BaseException:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        else:
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _refuse_to_replace(target: Path) -> None:
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
 
 
 def append_line(path: Path, line: str) -> None:

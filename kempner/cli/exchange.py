@@ -1,0 +1,110 @@
+"""`kempner checkpoint export` and `import`: checkpoints for others, and from others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kempner.checkpoint.inventory import locate, pick
+from kempner.cli import checkpoint
+from kempner.cli.progress import bar
+from kempner.run.exit_codes import CheckpointWriteError, UsageError
+
+if TYPE_CHECKING:
+    from kempner.checkpoint.pour import Source
+
+
+class Format(StrEnum):
+    """What a checkpoint can be turned into."""
+
+    DCP = "dcp"
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `checkpoint export` to `checkpoint`, which is in `app` already."""
+    checkpoint.commands.command("export")(export)
+
+
+def export(
+    directory: checkpoint.Folder,
+    format_: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            help="dcp: a folder for torch.distributed.checkpoint. safetensors: a folder with the "
+            "model's weights, as Hugging Face has them. torch: one file for torch.load.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="File or folder to make; it must not be there.")],
+    step: Annotated[int | None, typer.Option(help="Which one; `latest` by default.")] = None,
+) -> None:
+    """Write a checkpoint in another format, checking every block that it reads."""
+    chosen = pick(*locate(directory), step)
+
+    from kempner.checkpoint.export import export_dcp, export_safetensors, export_torch
+    from kempner.checkpoint.export import model_tensors as weights
+    from kempner.checkpoint.pour import Source, total
+
+    source = Source.open(chosen)
+    tensors = weights(source) if format_ is Format.SAFETENSORS else source.contents.tensors
+    with _into(out), _counter(f"exporting {chosen.name}", total(tensors)) as on_bytes:
+        if format_ is Format.TORCH:
+            export_torch(source, out, on_bytes)
+        elif format_ is Format.DCP:
+            export_dcp(source, out, on_bytes)
+        else:
+            names, besides = _as_hugging_face(source)
+            export_safetensors(source, out, names, besides, on_bytes)
+    typer.echo(f"{out}: {chosen.name} as {format_}, {len(tensors):,} tensors")
+
+
+def _as_hugging_face(source: Source) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Names for the weights by key, and files to go with them.
+
+    Those of Hugging Face's Llama if the model is kempner's own, otherwise the model's.
+    """
+    from kempner.checkpoint.export import MODEL, model_tensors
+    from kempner.model.huggingface import llama_config, llama_name
+
+    tensors = model_tensors(source)
+    own = {key: key.removeprefix(MODEL) for key in tensors}
+    llama = {key: name for key, ours in own.items() if (name := llama_name(ours)) is not None}
+    dtype = next((saved.dtype for saved in tensors.values()), "float32")
+    config = llama_config(source.manifest.identity.model, dtype)
+    if len(llama) < len(own) or config is None:
+        return own, {}
+    return llama, {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+
+
+@contextmanager
+def _into(out: Path) -> Iterator[None]:
+    """Says in a sentence why `out` cannot be made."""
+    try:
+        yield
+    except FileExistsError as error:
+        raise UsageError(f"{error.filename} is there already; --out must be a new name") from error
+    except OSError as error:
+        raise CheckpointWriteError(f"{out} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _counter(doing: str, in_all: int) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes that counts what it is told."""
+    done = 0
+    with bar(Console(stderr=True), doing) as show:
+
+        def count(length: int) -> None:
+            nonlocal done
+            done += length
+            show(done, in_all)
+
+        yield count

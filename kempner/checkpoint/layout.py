@@ -6,6 +6,8 @@
     step-00000120.abandoned-a4         a commit that attempt 4 made again after a fallback
     step-00000120.damaged-a4           a commit that attempt 4 found damaged
     verified.jsonl                     what `kempner checkpoint verify` found, and when
+    .step-00000120.a0-51d07be2         a commit whose deletion has begun
+    .reading-step-00000120.7c0e44d1    somebody reads step 120
 
 Anything else belongs to somebody else, and is never read, moved or deleted.
 """
@@ -21,10 +23,13 @@ from kempner.run.files import fsync_directory, rename
 LATEST = "latest"
 MANIFEST = "manifest.json"
 VERIFIED = "verified.jsonl"
+WITHDRAWN = "manifest.withdrawn.json"
+"""The manifest's name once the checkpoint is to be deleted."""
 
 _STEP = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"(step-\d{8,})\.(abandoned|damaged)-a(\d+)(?:\.\d+)?")
-_IN_PROGRESS = re.compile(r"\.step-\d{8,}\.a(\d+)-[0-9a-f]+")
+_IN_PROGRESS = re.compile(r"\.step-(\d{8,})\.a(\d+)-[0-9a-f]+")
+_MARKER = re.compile(r"\.reading-(step-\d{8,})\.[0-9a-f]+")
 
 
 def step_name(step: int) -> str:
@@ -38,8 +43,21 @@ def in_progress_name(step: int, attempt: int, nonce: str) -> str:
 
 
 def dying_name(step: int, nonce: str) -> str:
-    """The name of a checkpoint whose deletion has begun; the next attempt finishes it."""
+    """The name of a checkpoint whose deletion has begun: in progress, by no attempt."""
     return in_progress_name(step, 0, nonce)
+
+
+def leftover_step(leftover: Path) -> int:
+    """The step of a folder in progress. Raises `ValueError` for any other name."""
+    match = _IN_PROGRESS.fullmatch(leftover.name)
+    if match is None:
+        raise ValueError(f"{leftover} is no checkpoint in progress")
+    return int(match[1])
+
+
+def marker_name(step: int, nonce: str) -> str:
+    """The name of the file with which a reader says what it reads; `nonce` is hexadecimal."""
+    return f".reading-{step_name(step)}.{nonce}"
 
 
 def parse_step(name: str) -> int | None:
@@ -76,10 +94,16 @@ class CheckpointFolder:
 
     def committed(self) -> list[int]:
         """Steps that have a manifest, ascending. Whether it verifies is another question."""
-        if not self.path.is_dir():
-            return []
-        steps = (parse_step(entry.name) for entry in self.path.iterdir())
-        return sorted(s for s in steps if s is not None and (self.step(s) / MANIFEST).is_file())
+        return self._steps_with(MANIFEST)
+
+    def withdrawn(self) -> list[int]:
+        """Steps whose deletion has begun, but whose folder still has its name, ascending."""
+        return self._steps_with(WITHDRAWN)
+
+    def markers(self, step: int) -> list[Path]:
+        """The files of those who read the checkpoint of `step`."""
+        matches = ((entry, _MARKER.fullmatch(entry.name)) for entry in self.path.iterdir())
+        return sorted(entry for entry, m in matches if m and m[1] == step_name(step))
 
     def latest(self) -> int | None:
         """The step that `latest` names, or None if it is absent or names no step of ours.
@@ -105,7 +129,7 @@ class CheckpointFolder:
         if not self.path.is_dir():
             return []
         matches = ((entry, _IN_PROGRESS.fullmatch(entry.name)) for entry in self.path.iterdir())
-        return sorted(entry for entry, m in matches if m and int(m[1]) < before_attempt)
+        return sorted(entry for entry, m in matches if m and int(m[2]) < before_attempt)
 
     def set_aside(self, step: int, why: str, attempt: int) -> Path:
         """Rename a checkpoint out of the way, to `step-<s>.<why>-a<attempt>`; return its new path.
@@ -119,3 +143,9 @@ class CheckpointFolder:
             target = self.path / f"{name}.{again}"
         rename(self.step(step), target, arrived=target.exists)
         return target
+
+    def _steps_with(self, file: str) -> list[int]:
+        if not self.path.is_dir():
+            return []
+        steps = (parse_step(entry.name) for entry in self.path.iterdir())
+        return sorted(s for s in steps if s is not None and (self.step(s) / file).is_file())

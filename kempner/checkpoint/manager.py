@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from kempner.checkpoint.layout import MANIFEST, CheckpointFolder, in_progress_na
 from kempner.checkpoint.loading import fill
 from kempner.checkpoint.manifest import FileEntry, Identity, Manifest, Position, read
 from kempner.checkpoint.reader import open_contents
+from kempner.checkpoint.reading import reading
 from kempner.checkpoint.saver import Layout, Route, SaveFailedError, write_and_commit
 from kempner.checkpoint.selection import choose
 from kempner.checkpoint.staging import Stager
@@ -69,14 +71,18 @@ class CheckpointManager:
         fence: Fence,
         group: dist.ProcessGroup,
         keep_last: int,
+        keep_every: int | None = None,
         background: bool = True,
         record: Recorder = lambda event, **fields: None,
     ) -> None:
         self._folder = CheckpointFolder(folder)
         self._model, self._optimizer = model, optimizer
         self._identity, self._fence, self._group = identity, fence, group
-        self._keep_last, self._background, self._record = keep_last, background, record
+        self._background, self._record = background, record
         self._rank = dist.get_rank(group)
+        self._pruner = retention.Pruner(
+            self._folder, retention.Keep(keep_last, keep_every), self._fence
+        )
         self._device = next(iter(model.parameters())).device
         self._stager = Stager(self._device)
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=yield_to_training)
@@ -96,11 +102,12 @@ class CheckpointManager:
         """
         self._told_by_rank_0(self._prepare_folder)
         while (step := self._told_by_rank_0(self._choose)) is not None:
-            manifest, damages = self._told_by_rank_0(partial(self._read_manifest, step))
-            if manifest is not None:
-                damages = self._load(step, manifest, accept)
-                if not damages:
-                    return manifest.position
+            with self._marked_as_read(step):
+                manifest, damages = self._told_by_rank_0(partial(self._read_manifest, step))
+                if manifest is not None:
+                    damages = self._load(step, manifest, accept)
+                    if not damages:
+                        return manifest.position
             self._told_by_rank_0(partial(self._reject, step, damages))
         if link := self._told_by_rank_0(self._folder.latest):
             raise DataError(
@@ -146,6 +153,8 @@ class CheckpointManager:
         error = save.committed.exception()
         if error is None:
             self.committed_step, self._failed_in_a_row = save.position.step, 0
+            if self._rank == 0:
+                self._pruner.request()
             return
         if not isinstance(error, SaveFailedError):
             raise error
@@ -160,10 +169,11 @@ class CheckpointManager:
         return self._failed_in_a_row if self._in_flight is None else 0
 
     def close(self) -> None:
-        """Wait for the save in flight, and end the threads."""
+        """Wait for the save in flight and for deletions, and end the threads."""
         self.join()
         self._stager.close()
         self._writer.shutdown()
+        self._pruner.close()
 
     def _find_route(self) -> Route:
         """The way of the state into its file; made anew when its tensors are not what they were."""
@@ -200,8 +210,6 @@ class CheckpointManager:
         size = sum(entry.bytes for entry in files.values())
         logger().info("checkpoint committed", step=position.step, seconds=seconds, bytes=size)
         self._record("checkpoint_committed", step=position.step, seconds=seconds, bytes=size)
-        for step, error in retention.prune(self._folder, self._keep_last):
-            logger().warning("cannot delete an old checkpoint", step=step, error=str(error))
 
     def _report_failure(self, save: _Save, error: SaveFailedError) -> None:
         if self._rank == 0:
@@ -213,6 +221,9 @@ class CheckpointManager:
 
     def _choose(self) -> int | None:
         return choose(self._folder.committed(), self._folder.latest())
+
+    def _marked_as_read(self, step: int) -> AbstractContextManager[None]:
+        return reading(self._folder, step) if self._rank == 0 else nullcontext()
 
     def _prepare_folder(self) -> None:
         try:

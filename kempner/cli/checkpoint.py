@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +16,9 @@ from rich.console import Console
 from kempner.checkpoint.findings import record
 from kempner.checkpoint.inventory import Item, at_step, locate, survey
 from kempner.checkpoint.manifest import Manifest, rank_of, read
-from kempner.checkpoint.retention import delete, expendable
+from kempner.checkpoint.reading import Readers, reading_at
+from kempner.checkpoint.retention import Keep, expendable
+from kempner.checkpoint.retention import prune as delete
 from kempner.checkpoint.verify import Damage
 from kempner.checkpoint.verify import verify as find_damage
 from kempner.cli.progress import bar
@@ -69,7 +71,7 @@ def verify(
         raise UsageError(f"{folder.path} has no committed checkpoint to verify")
     damaged = 0
     for path in paths:
-        with _progress(path) as on_read:
+        with _progress(path) as on_read, reading_at(path):
             damages = find_damage(path, on_read)
         damaged += bool(damages)
         _report(path, damages)
@@ -93,19 +95,24 @@ def prune(
     latest = folder.latest()
     if latest is None:
         raise UsageError(f"{folder.path} has no `latest`, so it is not clear what is old")
-    going = set(expendable(folder.committed(), latest, keep_last, keep_every))
-    failed = []
-    for item in survey(folder):
-        goes = item.step in going and item.path == folder.step(item.step)
-        if goes and not dry_run:
-            try:
-                delete(folder, item.step)
-            except OSError as error:
-                failed.append(f"{item.path.name} ({error.strerror})")
-        verb = ("would go" if dry_run else "gone") if goes else "stays"
+    keep = Keep(keep_last, keep_every)
+    going = {folder.step(step) for step in expendable(folder.committed(), latest, keep)}
+    items = survey(folder)
+    failed = {} if dry_run else delete(folder, keep, Readers(folder), check=lambda: None)
+    for item in items:
+        verb = _fate(item, dry_run, failed) if item.path in going else "stays"
         typer.echo(f"{verb:<8}  {item.path.name}  {item.note}".rstrip())
     if failed:
-        raise CheckpointWriteError(f"these could not be deleted: {', '.join(failed)}")
+        told = ", ".join(f"step {step} ({error.strerror})" for step, error in failed.items())
+        raise CheckpointWriteError(f"these could not be deleted: {told}")
+
+
+def _fate(item: Item, dry_run: bool, failed: Collection[int]) -> str:
+    if dry_run:
+        return "would go"
+    if item.step in failed:
+        return "failed"
+    return "in use" if item.path.exists() else "gone"
 
 
 def _row(item: Item, now: float) -> str:

@@ -164,10 +164,22 @@ class CheckpointSection(Section):
     """Write in the background while training goes on."""
     keep_last: Annotated[int, Field(ge=2)] = 3
     """Newest checkpoints to keep; at least 2, since the last may turn out to be damaged."""
+    keep_every: PositiveInt | None = None
+    """Steps that are multiples of this are kept for good; a multiple of interval. None when left
+    out."""
     max_failures: PositiveInt = 3
     """Saves that may fail in a row before the run ends with exit code 74."""
     accept_changes: list[Literal["data", "seed"]] = []
     """What may differ from the checkpoint at a resume; anything else that differs is refused."""
+
+    @model_validator(mode="after")
+    def _keeps_what_is_saved(self) -> Self:
+        if self.keep_every is not None and self.keep_every % self.interval:
+            raise ValueError(
+                f"keep_every={self.keep_every} must be a multiple of interval={self.interval}, "
+                "since other steps are not saved"
+            )
+        return self
 
 
 class SuperviseSection(Section):

@@ -116,6 +116,7 @@ def build(
         fence=Fence(run.attempts, attempt),
         group=ranks.saves,
         keep_last=config.checkpoint.keep_last,
+        keep_every=config.checkpoint.keep_every,
         background=config.checkpoint.async_save,
         record=record,
     )

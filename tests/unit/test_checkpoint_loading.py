@@ -136,9 +136,9 @@ def test_what_follows_the_last_tensor_is_checked_too(tmp_path: Path) -> None:
     (tmp_path / data_file(1)).write_bytes(b"")
     (tmp_path / METADATA).write_bytes(build_metadata(specs, 1))
     manifest = list_files(tmp_path)
-    metadata = read_metadata(tmp_path, manifest)
+    contents = open_contents(tmp_path, manifest)
     table = {"weights": torch.zeros_like(state["weights"])}
-    fill(table, tmp_path, manifest, metadata)
+    fill(table, tmp_path, manifest, contents)
     assert torch.equal(table["weights"], state["weights"])
     assert BLOCK_BYTES < manifest.files[data_file(0)].bytes < BLOCK_BYTES + 1000
     for name, words in (
@@ -149,7 +149,7 @@ def test_what_follows_the_last_tensor_is_checked_too(tmp_path: Path) -> None:
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(flip_last(content))
         with pytest.raises(DataError, match=words):
-            fill(table, tmp_path, manifest, metadata)
+            fill(table, tmp_path, manifest, contents)
         (tmp_path / name).write_bytes(content)
 
 

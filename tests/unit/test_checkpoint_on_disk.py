@@ -27,6 +27,7 @@ from kempner.checkpoint.manifest import (
     sum_file,
     whole_sum,
 )
+from kempner.checkpoint.reading import Readers
 from kempner.checkpoint.selection import choose
 from kempner.checkpoint.verify import verify
 from kempner.run.attempts import Fence, SupersededError, begin_attempt
@@ -261,23 +262,6 @@ def test_choice(committed: list[int], latest: int | None, chosen: int | None) ->
     assert choose(committed, latest) == chosen
 
 
-@pytest.mark.parametrize(
-    ("committed", "latest", "keep", "gone"),
-    [
-        ([10, 20, 30], 30, 2, [10]),
-        ([10, 20, 30], 30, 3, []),
-        ([10, 20, 30, 40], 20, 2, []),
-        ([10, 20, 30, 40], 30, 2, [10]),
-        ([10, 20, 30], None, 2, []),
-        ([], None, 2, []),
-    ],
-)
-def test_retention_is_a_pure_choice(
-    committed: list[int], latest: int | None, keep: int, gone: list[int]
-) -> None:
-    assert retention.expendable(committed, latest, keep) == gone
-
-
 def test_prune_and_sweep_touch_nothing_foreign(store: Store) -> None:
     for step in (10, 20, 30):
         store.commit(step)
@@ -285,7 +269,8 @@ def test_prune_and_sweep_touch_nothing_foreign(store: Store) -> None:
     for name in foreign:
         (store.folder.path / name).mkdir()
         (store.folder.path / name / "manifest.json").write_text("theirs")
-    assert retention.prune(store.folder, keep_last=2) == []
+    keep, readers = retention.Keep(last=2), Readers(store.folder)
+    assert retention.prune(store.folder, keep, readers, store.fence.check) == {}
     assert store.folder.committed() == [20, 30]
     store.write(40)
     begun = begin_attempt(store.run)
@@ -298,24 +283,6 @@ def test_sweep_leaves_what_the_living_attempt_writes(store: Store) -> None:
     path, _ = store.write(40)
     assert retention.sweep(store.folder, store.fence.attempt.number) == []
     assert path.is_dir()
-
-
-def test_a_failed_deletion_is_told_and_the_rest_goes_on(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in (10, 20, 30, 40):
-        store.commit(step)
-    rename = Path.rename
-
-    def refuse_ten(self: Path, target: Path) -> Path:
-        if self.name == step_name(10):
-            raise PermissionError(13, "Permission denied")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", refuse_ten)
-    failures = retention.prune(store.folder, keep_last=2)
-    assert [step for step, _ in failures] == [10]
-    assert store.folder.committed() == [30, 40]
 
 
 @pytest.mark.parametrize("text", ["step-00000099", "/tmp/step-00000010", "../x", "nonsense"])

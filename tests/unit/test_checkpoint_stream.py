@@ -47,7 +47,7 @@ def test_a_full_disk_speaks_before_anything_is_written(small_disk: Path) -> None
 def test_a_full_disk_speaks_where_space_cannot_be_reserved(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "_reserve", lambda descriptor, length: None)
+    monkeypatch.setattr(stream, "reserve", lambda descriptor, length: None)
     with pytest.raises(OSError, match="No space left"):
         write_stream(small_disk / "data", memoryview(bytes(9 << 20)))
 

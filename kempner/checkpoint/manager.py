@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from kempner.checkpoint import commit, retention, state
 from kempner.checkpoint.compatibility import judge
+from kempner.checkpoint.durations import COMMITTED, Durations, SaveSeconds
 from kempner.checkpoint.image import describe
 from kempner.checkpoint.layout import MANIFEST, CheckpointFolder, in_progress_name
 from kempner.checkpoint.loading import fill
@@ -50,6 +51,7 @@ class Recorder(Protocol):
 class _Save:
     position: Position
     path: Path
+    started: float
     staged: Future[None]
     committed: Future[None]
 
@@ -74,6 +76,7 @@ class CheckpointManager:
         keep_every: int | None = None,
         background: bool = True,
         record: Recorder = lambda event, **fields: None,
+        durations: Durations = Durations(),  # noqa: B008 - frozen
     ) -> None:
         self._folder = CheckpointFolder(folder)
         self._model, self._optimizer = model, optimizer
@@ -92,6 +95,8 @@ class CheckpointManager:
         self._failed_in_a_row = 0
         self.committed_step: int | None = None
         """Step of the newest commit of this run that this rank knows of."""
+        self.durations = durations
+        """How long saves take; rank 0 knows, of this attempt and those before."""
 
     def restore(self, accept: Collection[str] = ()) -> Position | None:
         """Load the newest checkpoint that verifies; None if the run has none.
@@ -128,7 +133,7 @@ class CheckpointManager:
         route = self._find_route()
         staged = route.stage(self._stager)
         committed = self._writer.submit(self._write, path, route.layout, staged, position, started)
-        self._in_flight = _Save(position, path, staged, committed)
+        self._in_flight = _Save(position, path, started, staged, committed)
         if not self._background:
             self.join()
 
@@ -142,12 +147,21 @@ class CheckpointManager:
         if self._in_flight is not None and self._in_flight.committed.done():
             self.join()
 
-    def join(self) -> None:
+    @property
+    def in_flight(self) -> tuple[int, float] | None:
+        """The step of the save under way and its age in seconds, or None."""
+        save = self._in_flight
+        return None if save is None else (save.position.step, time.monotonic() - save.started)
+
+    def join(self, timeout: float | None = None) -> None:
         """Wait for the save in flight and take note of how it ended.
 
-        A failure is logged and counted; raises `SupersededError` if a newer attempt owns the run.
+        After `timeout` seconds it stays in flight. A failure is logged and counted; raises
+        `SupersededError` if a newer attempt owns the run.
         """
         if self._in_flight is None:
+            return
+        if wait([self._in_flight.committed], timeout).not_done:
             return
         save, self._in_flight = self._in_flight, None
         error = save.committed.exception()
@@ -168,12 +182,12 @@ class CheckpointManager:
         """Saves that failed since the last commit; 0 while another one is under way."""
         return self._failed_in_a_row if self._in_flight is None else 0
 
-    def close(self) -> None:
-        """Wait for the save in flight and for deletions, and end the threads."""
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for the save in flight and, `timeout` seconds at most, for deletions."""
         self.join()
         self._stager.close()
         self._writer.shutdown()
-        self._pruner.close()
+        self._pruner.close(timeout)
 
     def _find_route(self) -> Route:
         """The way of the state into its file; made anew when its tensors are not what they were."""
@@ -195,21 +209,34 @@ class CheckpointManager:
         position: Position,
         started: float,
     ) -> None:
+        wait([staged])
+        staged_at = time.monotonic()
+
         def commit(files: Mapping[str, FileEntry]) -> None:
-            self._commit(path, position, files, started)
+            self._commit(path, position, files, started, staged_at)
 
         write_and_commit(path, layout, staged, self._group, commit)
 
     def _commit(
-        self, path: Path, position: Position, files: Mapping[str, FileEntry], started: float
+        self,
+        path: Path,
+        position: Position,
+        files: Mapping[str, FileEntry],
+        started: float,
+        staged_at: float,
     ) -> None:
+        written_at = time.monotonic()
         attempt = self._fence.attempt.number
         manifest = Manifest(position, self._identity, attempt, time.time(), files)
         commit.commit(self._folder, path, manifest, self._fence, logger().warning)
-        seconds = round(time.monotonic() - started, 3)
+        took = SaveSeconds(
+            staged_at - started, written_at - staged_at, time.monotonic() - written_at
+        )
+        self.durations = self.durations.with_another(took)
         size = sum(entry.bytes for entry in files.values())
-        logger().info("checkpoint committed", step=position.step, seconds=seconds, bytes=size)
-        self._record("checkpoint_committed", step=position.step, seconds=seconds, bytes=size)
+        fields = {"step": position.step, "bytes": size, **took.as_fields()}
+        logger().info("checkpoint committed", **fields)
+        self._record(COMMITTED, **fields)
 
     def _report_failure(self, save: _Save, error: SaveFailedError) -> None:
         if self._rank == 0:

@@ -6,25 +6,42 @@ It is under way while the step computes, so that reading it afterwards costs nex
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from kempner.training.shutdown import StopReason
 
+_NO_HURRY = -(1 << 62)
+
 
 @dataclass(frozen=True)
 class Wish:
-    """What one rank wants; also, as the greatest of each entry, what all ranks do.
+    """What one rank wants; also, as the most pressing of each entry, what all ranks do.
 
     `stop` is the reason to stop after this step, `void` that this rank has no data for the step
-    and that the step must therefore not count, `failed_saves` how many saves failed in a row.
+    and that the step must therefore not count, `failed_saves` how many saves failed in a row,
+    `seconds_left` what is left, when the vote opens, until the process is killed; None is for ever.
     """
 
     stop: StopReason = StopReason.NONE
     void: bool = False
     failed_saves: int = 0
+    seconds_left: float | None = None
+
+    def encode(self) -> list[int]:
+        """As integers, of which the greatest count: fewer milliseconds left make a greater one."""
+        hurry = _NO_HURRY if self.seconds_left is None else -round(1000 * self.seconds_left)
+        return [int(self.stop), int(self.void), self.failed_saves, hurry]
+
+    @classmethod
+    def decode(cls, votes: list[int]) -> Self:
+        """The inverse of `encode`."""
+        stop, void, failed_saves, hurry = votes
+        seconds_left = None if hurry == _NO_HURRY else -hurry / 1000
+        return cls(StopReason(stop), bool(void), failed_saves, seconds_left)
 
 
 class Ballot:
@@ -37,8 +54,7 @@ class Ballot:
         """Wait for the last vote and return the verdict, the same on every rank."""
         if self._work is not None:
             self._work.wait()
-        stop, void, failed_saves = self._votes.tolist()
-        return Wish(StopReason(stop), bool(void), failed_saves)
+        return Wish.decode(self._votes.tolist())
 
 
 class Council:
@@ -49,6 +65,6 @@ class Council:
 
     def open(self, wish: Wish) -> Ballot:
         """Cast this rank's vote; every rank opens the same ballots in the same order."""
-        votes = torch.tensor([int(entry) for entry in astuple(wish)], dtype=torch.int64)
+        votes = torch.tensor(wish.encode(), dtype=torch.int64)
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return Ballot(votes, work)

@@ -16,6 +16,7 @@ from kempner.run.logs import logger
 from kempner.training.council import Council, Wish
 from kempner.training.distributed import Ranks
 from kempner.training.evaluation import Evaluation
+from kempner.training.leaving import Action, Move, Outlook, next_move, tell_loss, time_to_spare
 from kempner.training.optimizer import update
 from kempner.training.schedule import learning_rate
 from kempner.training.shutdown import ShutdownHandler
@@ -46,7 +47,12 @@ class Training:
     def wish(self, void: bool = False) -> Wish:
         """What this rank wants at this moment."""
         self.checkpoints.poll()
-        return Wish(self.shutdown.wish(), void, self.checkpoints.settled_failures)
+        return Wish(
+            stop=self.shutdown.wish(),
+            void=void,
+            failed_saves=self.checkpoints.settled_failures,
+            seconds_left=self.shutdown.seconds_left(),
+        )
 
     def no_data(self) -> list[MicroBatch]:
         """A step's worth of rows that weigh nothing."""
@@ -140,27 +146,61 @@ def evaluate_if_due(run: Training) -> Wish:
 
 
 def leave(run: Training, verdict: Wish) -> ExitCode:
-    """Commit the state of the last step, say why the run ends, and part from the others.
+    """Commit the state of the last step if there is time, say why the run ends, and part.
 
     Raises `CheckpointWriteError` if the state cannot be committed.
     """
-    step = run.position.step
-    run.checkpoints.join()
-    for _ in range(LAST_TRIES):
-        if step > 0 and run.checkpoints.committed_step != step:
-            run.checkpoints.save(run.position)
-            run.checkpoints.join()
-    if step > 0 and run.checkpoints.committed_step != step:
+    step, last = run.position.step, secure(run)
+    if last.action is Action.FAIL:
         raise CheckpointWriteError(
             f"the checkpoint of step {step} could not be written; the last good one is intact"
         )
-    run.checkpoints.close()
+    if last.action is Action.DONE:
+        run.checkpoints.close(timeout=time_to_spare(run.shutdown.seconds_left()))
     name, words = "completed", f"completed {step} steps"
-    if verdict.stop:
+    if verdict.stop or last.lost:
         name, words = "stopped", f"stopped after step {step}; start again to go on"
-    logger().info(name, step=step, reason=verdict.stop.name)
-    run.record(name, step=step, reason=verdict.stop.name)
+    if last.lost and run.ranks.world.rank == 0:
+        logger().warning(f"stopped after step {step}: {tell_loss(last)}")
+    logger().info(name, step=step, reason=verdict.stop.name, lost_steps=last.lost)
+    run.record(name, step=step, reason=verdict.stop.name, lost_steps=last.lost)
     run.telemetry.say(words)
     run.telemetry.close()
     run.ranks.farewell()
-    return ExitCode.STOPPED if verdict.stop else ExitCode.COMPLETED
+    return ExitCode.COMPLETED if name == "completed" else ExitCode.STOPPED
+
+
+def secure(run: Training) -> Move:
+    """Bring the state of the last step to disk, move by move; the move that ends it."""
+    tries_left = LAST_TRIES
+    while True:
+        move = agree_on_next_move(run, tries_left)
+        match move.action:
+            case Action.WAIT:
+                run.checkpoints.join(move.patience)
+            case Action.SAVE:
+                tries_left -= 1
+                run.checkpoints.save(run.position)
+            case _:
+                return move
+
+
+def agree_on_next_move(run: Training, tries_left: int) -> Move:
+    """Rank 0's choice, with the deadline that is nearest on any rank."""
+    verdict = run.council.open(run.wish()).close()
+    step, age = run.checkpoints.in_flight or (None, 0.0)
+    move = next_move(
+        Outlook(
+            step=run.position.step,
+            committed=run.checkpoints.committed_step,
+            in_flight_step=step,
+            in_flight_for=age,
+            save_takes=run.checkpoints.durations.quantile(0.95),
+            warned_for=run.shutdown.seconds_since_asked(),
+            seconds_left=verdict.seconds_left,
+            tries_left=tries_left,
+        )
+    )
+    told = run.ranks.broadcast(move)
+    assert isinstance(told, Move)  # rank 0 made it
+    return told

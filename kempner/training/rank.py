@@ -13,6 +13,7 @@ from typing import NoReturn
 import torch
 
 import kempner
+from kempner.checkpoint.durations import Durations
 from kempner.checkpoint.manager import CheckpointManager, Recorder
 from kempner.checkpoint.manifest import Identity, Position
 from kempner.cluster.world import World, discover
@@ -28,7 +29,7 @@ from kempner.run.exit_codes import DataError, ExitCode, RunError, UsageError
 from kempner.run.files import replace_durable
 from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
-from kempner.run.ledger import Ledger
+from kempner.run.ledger import Ledger, read_lines
 from kempner.run.logs import logger, open_log
 from kempner.run.signals import follow_parent
 from kempner.training.council import Council
@@ -87,7 +88,7 @@ def run_rank(config: Config, shutdown: ShutdownHandler) -> ExitCode:
     torch.use_deterministic_algorithms(config.train.deterministic)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     ranks = connect(world, config)
-    shutdown.join_group()
+    shutdown.join_group(config.supervise.stop_grace if launch is not None else None)
     attempt = _agree_on_attempt(run, ranks, launch)
     open_log(run.log(attempt.number, world.rank), attempt=attempt.number, rank=world.rank)
     training = build(config, run, ranks, attempt, shutdown)
@@ -119,6 +120,9 @@ def build(
         keep_every=config.checkpoint.keep_every,
         background=config.checkpoint.async_save,
         record=record,
+        durations=Durations.from_ledger(read_lines(run.ledger))
+        if ranks.world.rank == 0
+        else Durations(),
     )
     if ranks.world.rank == 0:
         _snapshot_config(config, run, attempt)

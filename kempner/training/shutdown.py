@@ -5,9 +5,11 @@ Imports no torch, because it is installed before torch is imported.
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from enum import IntEnum
 
-from kempner.run.signals import inbox, leave_alone
+from kempner.run.signals import Received, inbox, leave_alone
 
 
 class StopReason(IntEnum):
@@ -16,6 +18,15 @@ class StopReason(IntEnum):
     NONE = 0
     SIGNAL = 1
     """SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 came."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A wish to stop, when it came and what it must be done by (`time.monotonic` seconds)."""
+
+    reason: StopReason
+    at: float
+    deadline: float | None
 
 
 class ShutdownHandler:
@@ -28,20 +39,45 @@ class ShutdownHandler:
 
     def __init__(self) -> None:
         self._signals = inbox()
+        self._requests: tuple[_Request, ...] = ()
+        self._grace: float | None = None
 
     def install(self) -> None:
         """Trap the signals and leave on any of them until `join_group`."""
         self._signals.install()
         self._signals.react_with(leave_alone)
 
-    def join_group(self) -> None:
-        """From now on peers depend on this process: signals become wishes."""
-        self._signals.react_with(None)
+    def join_group(self, grace: float | None = None) -> None:
+        """From now on peers depend on this process: signals become wishes.
+
+        `grace` is how many seconds after a signal the process will be killed; None if nobody will.
+        """
+        self._grace = grace
+        self._signals.react_with(self._note)
+
+    def stop(self, reason: StopReason, seconds_left: float | None = None) -> None:
+        """Ask for a stop, from any thread; of several deadlines the nearest counts."""
+        now = time.monotonic()
+        deadline = None if seconds_left is None else now + seconds_left
+        self._requests = (*self._requests, _Request(reason, now, deadline))
 
     def should_shutdown(self) -> bool:
-        """Whether a stop signal has come."""
-        return bool(self._signals.received)
+        """Whether a stop was asked for."""
+        return bool(self._requests)
 
     def wish(self) -> StopReason:
         """What this rank wants, for the vote."""
-        return StopReason.SIGNAL if self.should_shutdown() else StopReason.NONE
+        return max((request.reason for request in self._requests), default=StopReason.NONE)
+
+    def seconds_left(self) -> float | None:
+        """Until the nearest deadline, negative once it is over; None without one."""
+        deadlines = [r.deadline for r in self._requests if r.deadline is not None]
+        return min(deadlines) - time.monotonic() if deadlines else None
+
+    def seconds_since_asked(self) -> float:
+        """Since this process was first asked to stop; 0 if it was not."""
+        return time.monotonic() - self._requests[0].at if self._requests else 0.0
+
+    def _note(self, received: Received) -> None:
+        waited = time.monotonic() - received.at
+        self.stop(StopReason.SIGNAL, None if self._grace is None else self._grace - waited)

@@ -1,0 +1,67 @@
+"""How long saves take, from what the last ones took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+COMMITTED = "checkpoint_committed"
+"""The ledger's event that carries a save's durations."""
+
+REMEMBERED = 20
+"""Saves that count: enough for a 95th percentile, few enough to follow a storage that changes."""
+
+
+@dataclass(frozen=True)
+class SaveSeconds:
+    """One save in seconds: copied, written by all ranks, committed; in this order, no gaps."""
+
+    stage: float
+    write: float
+    commit: float
+
+    @property
+    def total(self) -> float:
+        """From the call of `save` to a durable `latest`."""
+        return self.stage + self.write + self.commit
+
+    def as_fields(self) -> dict[str, float]:
+        """For the ledger, in milliseconds' precision."""
+        return {f"{phase}_seconds": round(value, 3) for phase, value in asdict(self).items()}
+
+    @classmethod
+    def from_fields(cls, event: Mapping[str, Any]) -> Self:
+        """Raises `KeyError` if the event has no durations."""
+        return cls(*(float(event[f"{phase}_seconds"]) for phase in cls.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Durations:
+    """The last saves, oldest first."""
+
+    saves: tuple[SaveSeconds, ...] = ()
+
+    def with_another(self, save: SaveSeconds) -> Self:
+        """These and `save`, without the oldest ones beyond `REMEMBERED`."""
+        return type(self)((*self.saves, save)[-REMEMBERED:])
+
+    def quantile(self, fraction: float) -> float | None:
+        """The total seconds that `fraction` (0 to 1) of the saves stayed within, or None.
+
+        None if there is no save yet; by the nearest-rank method, so it is always one of them.
+        """
+        if not self.saves:
+            return None
+        ordered = sorted(save.total for save in self.saves)
+        return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+
+    @classmethod
+    def from_ledger(cls, events: Iterable[Mapping[str, Any]]) -> Self:
+        """What a run's ledger tells of its saves; events without durations are passed over."""
+        durations = cls()
+        for event in events:
+            if event.get("event") == COMMITTED and "stage_seconds" in event:
+                durations = durations.with_another(SaveSeconds.from_fields(event))
+        return durations

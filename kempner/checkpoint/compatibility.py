@@ -20,14 +20,20 @@ class Judgement:
 def judge(saved: Identity, now: Identity, accept: Collection[str]) -> Judgement:
     """Compare what a checkpoint was made with to what would go on from it.
 
-    Another model is always refused. Other data and another seed are refused unless `accept` names
-    them ("data", "seed"). Another world is fine: only bit-identity is not promised across it.
+    Another model or optimizer is always refused. Other data and another seed are refused unless
+    `accept` names them ("data", "seed"). Another world is fine: only bit-identity is not promised
+    across it.
     """
     refusals = [
         f"model.{key} is {now.model.get(key)!r} but the checkpoint was made with {value!r}"
         for key, value in saved.model.items()
         if now.model.get(key) != value
     ]
+    if saved.optimizer != now.optimizer:
+        refusals.append(
+            f"optimizer.name is {now.optimizer!r} but the checkpoint was made with "
+            f"{saved.optimizer!r}, and has the state of that one only"
+        )
     remarks = []
     for what, key, was, is_now in (
         ("data", "data.dataset_path", saved.data_fingerprint, now.data_fingerprint),

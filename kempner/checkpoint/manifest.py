@@ -64,7 +64,8 @@ class Identity:
     `world` is the number of ranks, `mesh` their device mesh by dimension, `data_fingerprint` and
     `seed` fix the order of the samples, `model` is the resolved model section, `config_hash` the
     digest of the whole configuration, `host` what bit-identity depends on besides (device, threads,
-    processor), `versions` the software.
+    processor), `versions` the software, `optimizer` the name of the one whose state is saved (a
+    manifest that does not say was written when there was one only).
     """
 
     world: int
@@ -75,6 +76,7 @@ class Identity:
     config_hash: str
     host: Mapping[str, Any]
     versions: Mapping[str, str]
+    optimizer: str = "adamw"
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def decode(content: bytes, where: Path) -> Manifest:
             )
         return Manifest(
             position=Position(**{name: fields[name] for name in _POSITION}),
-            identity=Identity(**{name: fields[name] for name in _IDENTITY}),
+            identity=Identity(**{name: fields[name] for name in _IDENTITY if name in fields}),
             attempt=fields["attempt"],
             created=fields["created"],
             files={_plain(name): FileEntry(**e) for name, e in fields["files"].items()},

@@ -86,6 +86,7 @@ def memory(config: Config, world: int) -> str:
         micro_batch_size=train.micro_batch_size,
         seq_len=train.seq_len,
         compute_bytes=4 if train.dtype == "float32" else 2,
+        optimizer=config.optimizer,
     )
     parts = ", ".join(f"{name} {_gb(size)}" for name, size in asdict(estimate).items() if size)
     return f"one of {world} ranks needs about {_gb(estimate.total)} on its device: {parts}"

@@ -106,18 +106,33 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    """The optimizer; its learning rate is the schedule's peak."""
+    """The optimizer; its learning rate is the schedule's peak, for all of its parameters."""
 
-    name: Literal["adamw"] = "adamw"
-    """Which optimizer."""
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """Which optimizer; muon is for the matrices inside the blocks, the rest has AdamW then."""
     lr: PositiveFloat = 3e-4
-    """Peak learning rate."""
-    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
-    """Decay rates of AdamW's two moments."""
-    eps: PositiveFloat = 1e-8
-    """AdamW's epsilon."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay; applied to matrices, not to norms."""
+    """Peak learning rate; with muon, too, of AdamW's magnitude."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay of matrices, not of norms; decoupled, but with sgd added to the gradient.
+    0.1 when left out, 0 with sgd."""
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] | None = None
+    """adamw, muon: decay rates of AdamW's two moments; [0.9, 0.95] when left out."""
+    eps: PositiveFloat | None = None
+    """adamw, muon: AdamW's epsilon; 1e-8 when left out."""
+    momentum: Beta | None = None
+    """muon, sgd: decay rate of the momentum; when left out 0.95 with muon, 0.9 with sgd."""
+    nesterov: bool | None = None
+    """muon, sgd: look ahead along the momentum; when left out true with muon, false with sgd."""
+
+    @model_validator(mode="after")
+    def _obeys_what_is_set(self) -> Self:
+        unused = {"adamw": ("momentum", "nesterov"), "sgd": ("betas", "eps"), "muon": ()}
+        for option in unused[self.name]:
+            if getattr(self, option) is not None:
+                raise ValueError(f'{option} means nothing with name="{self.name}"; leave it out')
+        if self.name == "sgd" and self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov=true needs a momentum above 0")
+        return self
 
 
 class SchedulerSection(Section):

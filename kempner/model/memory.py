@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
+from kempner.config.sections import OptimizerSection
 from kempner.model.sizes import Shape
 
 MASTER_BYTES = 4
@@ -21,7 +22,7 @@ class Estimate:
     gradients: int
     """Float32 gradients, this rank's shard."""
     moments: int
-    """AdamW's two float32 moments, this rank's shard."""
+    """The optimizer's float32 state, this rank's shard."""
     gathered: int
     """Whole weights in the compute type: the root's, and two blocks, in use and on the way."""
     gradient_buffers: int
@@ -44,14 +45,15 @@ def estimate_memory(
     micro_batch_size: int,
     seq_len: int,
     compute_bytes: int,
+    optimizer: OptimizerSection,
 ) -> Estimate:
-    """Memory of one rank while it trains with AdamW.
+    """Memory of one rank while it trains.
 
     With P parameters, W ranks, T tokens in a micro batch and c bytes per element of the compute
-    type: 4 P / W for each of weights, gradients and two moments; in a world of more than one,
-    c (root + 2 blocks) for gathered weights and (c + 4) max(root, block) for gradients on their
-    way, which are summed over the ranks after every micro batch; alone, c P for autocast's copies
-    unless c = 4. Activations and logits as their own functions say.
+    type: 4 P / W for each of weights, gradients and the moments that the optimizer has; in a world
+    of more than one, c (root + 2 blocks) for gathered weights and (c + 4) max(root, block) for
+    gradients on their way, which are summed over the ranks after every micro batch; alone, c P for
+    autocast's copies unless c = 4. Activations and logits as their own functions say.
     Nothing is recomputed in the backward. Shards of a matrix whose rows W does not divide are up
     to one row larger on some ranks.
 
@@ -61,6 +63,7 @@ def estimate_memory(
         micro_batch_size: sequences per forward.
         seq_len: tokens per sequence.
         compute_bytes: 2 for bfloat16, 4 for float32.
+        optimizer: which one, and with what.
     """
     shard = MASTER_BYTES * -(-shape.parameters // world)
     tokens = micro_batch_size * seq_len
@@ -74,12 +77,27 @@ def estimate_memory(
     return Estimate(
         parameters=shard,
         gradients=shard,
-        moments=2 * shard,
+        moments=MASTER_BYTES * -(-moment_elements(shape, optimizer) // world),
         gathered=gathered,
         gradient_buffers=gradient_buffers,
         activations=tokens * activation_bytes_per_token(shape, compute_bytes),
         logits=tokens * logit_bytes_per_token(shape),
     )
+
+
+def moment_elements(shape: Shape, optimizer: OptimizerSection) -> int:
+    """Numbers that the optimizer keeps: AdamW two per parameter, SGD and Muon one momentum.
+
+    Muon's are the matrices inside the blocks; what is left of the parameters has AdamW.
+    """
+    match optimizer.name:
+        case "adamw":
+            return 2 * shape.parameters
+        case "sgd":
+            return 0 if optimizer.momentum == 0 else shape.parameters
+        case "muon":
+            hidden = shape.n_layers * (shape.block_parameters - 2 * shape.dim)
+            return 2 * shape.parameters - hidden
 
 
 def activation_bytes_per_token(shape: Shape, compute_bytes: int) -> int:

@@ -2,28 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from kempner.config.sections import OptimizerSection
+from kempner.training.muon import MuonAndAdamW, ShardedMuon
+
+T = TypeVar("T")
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
-    """AdamW (fused kernels); weight decay for matrices only."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    beta1, beta2 = section.betas
+    """The optimizer that the section asks for; weight decay for matrices only."""
+    match section.name:
+        case "adamw":
+            return _adamw(model.parameters(), section)
+        case "muon":
+            return _muon(model, section)
+        case "sgd":
+            return SGD(
+                _groups(model.parameters(), _given(section.weight_decay, 0.0)),
+                lr=section.lr,
+                momentum=_given(section.momentum, 0.9),
+                nesterov=bool(section.nesterov),
+            )
+
+
+def _adamw(parameters: Iterable[Tensor], section: OptimizerSection) -> AdamW:
+    beta1, beta2 = section.betas or (0.9, 0.95)
     return AdamW(
-        [
-            {"params": matrices, "weight_decay": section.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
+        _groups(parameters, _given(section.weight_decay, 0.1)),
         lr=section.lr,
         betas=(beta1, beta2),
-        eps=section.eps,
+        eps=_given(section.eps, 1e-8),
         fused=True,
     )
+
+
+def _muon(model: nn.Module, section: OptimizerSection) -> MuonAndAdamW:
+    """Muon for the matrices in `model.layers`, AdamW for embedding, output projection and norms.
+
+    Muon's updates are scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM
+    Training", arXiv:2502.16982, section 2.2), so that one learning rate serves both.
+    """
+    hidden: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        inside = name.startswith("layers.") and parameter.ndim == 2
+        (hidden if inside else others).append(parameter)
+    kind = ShardedMuon if isinstance(hidden[0], DTensor) else Muon
+    muon = kind(
+        hidden,
+        lr=section.lr,
+        weight_decay=_given(section.weight_decay, 0.1),
+        momentum=_given(section.momentum, 0.95),
+        nesterov=_given(section.nesterov, True),
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return MuonAndAdamW(muon, _adamw(others, section))
+
+
+def _groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    listed = list(parameters)
+    return [
+        {"params": [p for p in listed if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in listed if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _given(value: T | None, otherwise: T) -> T:
+    return otherwise if value is None else value
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
@@ -41,7 +92,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def update(model: nn.Module, optimizer: Optimizer, rate: float, max_norm: float) -> Tensor:
-    """One optimizer step at learning rate `rate`; returns the gradient norm before clipping."""
+    """One optimizer step, every group's at learning rate `rate`; the norm before clipping."""
     norm = clip_gradients(model, max_norm)
     for group in optimizer.param_groups:
         group["lr"] = rate

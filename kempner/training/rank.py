@@ -224,6 +224,7 @@ def _identity(config: Config, corpus: Corpus, shape: Shape, ranks: Ranks) -> Ide
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
+        optimizer=config.optimizer.name,
     )
 
 

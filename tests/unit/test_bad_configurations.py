@@ -58,7 +58,25 @@ FILES = [
     ("[optimizer]\nbetas = [0.9, 1.0]", "optimizer.betas[1] must be below 1, not 1.0"),
     ('[optimizer]\nbetas = [0.9, "x"]', 'optimizer.betas[1] must be a number, not "x"'),
     ("[optimizer]\nbetas = 0.9", "optimizer.betas must be a list in square brackets, not 0.9"),
-    ('[optimizer]\nname = "sgd"', "optimizer.name must be 'adamw', not \"sgd\""),
+    (
+        '[optimizer]\nname = "lion"',
+        "optimizer.name must be 'adamw', 'muon' or 'sgd', not \"lion\"",
+    ),
+    ("[optimizer]\nmomentum = 0.9", '[optimizer] momentum means nothing with name="adamw"; leave'),
+    ("[optimizer]\nnesterov = false", 'nesterov means nothing with name="adamw"; leave it out'),
+    ('[optimizer]\nname = "sgd"\neps = 1e-8', 'eps means nothing with name="sgd"; leave it out'),
+    (
+        '[optimizer]\nname = "sgd"\nbetas = [0.9, 0.95]',
+        '[optimizer] betas means nothing with name="sgd"; leave it out',
+    ),
+    (
+        '[optimizer]\nname = "sgd"\nnesterov = true\nmomentum = 0.0',
+        "[optimizer] nesterov=true needs a momentum above 0",
+    ),
+    (
+        "[checkpoint]\ninterval = 100\nkeep_every = 250",
+        "[checkpoint] keep_every=250 must be a multiple of interval=100",
+    ),
     (
         '[checkpoint]\naccept_changes = ["world"]',
         "checkpoint.accept_changes[0] must be 'data' or 'seed', not \"world\"",

@@ -303,6 +303,7 @@ def test_a_latest_that_dangles_or_points_outside_is_not_followed(store: Store, t
         ({"seed": 8}, ["data"], "train.seed", ""),
         ({"seed": 8}, ["seed"], "", "another seed"),
         ({"model": {"dim": 65, "n_layers": 2}}, ["data", "seed"], "model.dim is 65", ""),
+        ({"optimizer": "sgd"}, ["data", "seed"], "optimizer.name is 'sgd'", ""),
         ({"world": 3}, [], "", "written by 2 ranks, now there are 3"),
         ({"host": {"threads": 2}}, [], "", "threads was 1 and is 2"),
         ({"config_hash": "c2", "versions": {"torch": "3"}}, [], "", ""),

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kempner.config.loading import load
-from kempner.config.sections import Config, ModelSection, TrainSection
+from kempner.config.sections import Config, ModelSection, OptimizerSection, TrainSection
 from kempner.model.memory import Estimate, activation_bytes_per_token, estimate_memory
 from kempner.model.sharding import build_model, shard
 from kempner.model.sizes import Shape
@@ -44,6 +44,7 @@ def estimate_for(config: Config, world: int, vocab_size: int) -> Estimate:
         micro_batch_size=train.micro_batch_size,
         seq_len=train.seq_len,
         compute_bytes=2,
+        optimizer=config.optimizer,
     )
 
 
@@ -135,7 +136,7 @@ def saved_bytes(model: Transformer, tokens: Tensor) -> int:
 
 def test_parts_follow_their_formulas() -> None:
     shape = Shape.of(ModelSection(dim=64, n_layers=3, n_heads=4, ffn_dim=160), 257)
-    sizes = {"micro_batch_size": 2, "seq_len": 32}
+    sizes = {"micro_batch_size": 2, "seq_len": 32, "optimizer": OptimizerSection()}
     alone = estimate_memory(shape, world=1, compute_bytes=2, **sizes)
     assert alone.parameters == alone.gradients == 4 * shape.parameters
     assert alone.gathered == 2 * shape.parameters

@@ -1,0 +1,121 @@
+"""Muon for the matrices inside the blocks, whole or sharded, and AdamW for everything else.
+
+Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) makes the momentum of a matrix
+orthogonal, which takes the whole matrix. `torch.optim.Muon` refuses the shards of FSDP2, so a step
+over shards is made here: of every few matrices each rank gets one whole, makes it orthogonal, and
+hands the rows back. Every matrix is worked on once, and no rank holds more than one at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+
+class MuonAndAdamW(Optimizer):
+    """Two optimizers as one: their groups in one list, their state in one table."""
+
+    def __init__(self, muon: Muon, adamw: AdamW) -> None:
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._parts: tuple[Optimizer, Optimizer] = (muon, adamw)
+        self.state = muon.state = adamw.state = defaultdict(dict)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """A step of both. Raises `ValueError` for a closure, which would have to run twice."""
+        if closure is not None:
+            raise ValueError("MuonAndAdamW takes no closure")
+        for part in self._parts:
+            part.step()
+
+
+class ShardedMuon(Muon):
+    """`torch.optim.Muon`, bit for bit, for matrices whose rows are sharded over one mesh dimension.
+
+    Every rank makes the same steps, since the ranks exchange rows in them.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step. Raises `ValueError` for a closure."""
+        if closure is not None:
+            raise ValueError("ShardedMuon takes no closure")
+        for group in self.param_groups:
+            # Matrices of one size go together, so that no rank waits for another's larger one.
+            ordered = sorted(group["params"], key=lambda p: p.numel(), reverse=True)
+            world = ordered[0].device_mesh.size() if ordered else 1
+            for first in range(0, len(ordered), world):
+                self._update(ordered[first : first + world], group)
+
+    def _update(self, matrices: Sequence[DTensor], group: Mapping[str, Any]) -> None:
+        """Update at most as many matrices as there are ranks."""
+        directions = orthogonalise(
+            [self._direction(matrix, group) for matrix in matrices],
+            [matrix.shape for matrix in matrices],
+            matrices[0].device_mesh.get_group(),
+            lambda whole: _zeropower_via_newtonschulz(
+                whole, group["ns_coefficients"], group["ns_steps"], group["eps"]
+            ),
+        )
+        for matrix, direction in zip(matrices, directions, strict=True):
+            rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], matrix.shape)
+            local = matrix.to_local()
+            local.mul_(1 - group["lr"] * group["weight_decay"])
+            local.add_(direction, alpha=-rate)
+
+    def _direction(self, matrix: DTensor, group: Mapping[str, Any]) -> Tensor:
+        """This rank's rows of what is to be made orthogonal; moves the momentum."""
+        assert isinstance(matrix.grad, DTensor)  # every matrix takes part in every backward
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        gradient, momentum = matrix.grad.to_local(), state["momentum_buffer"].to_local()
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+
+def orthogonalise(
+    rows: Sequence[Tensor],
+    shapes: Sequence[torch.Size],
+    ranks: dist.ProcessGroup,
+    iterate: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """Apply `iterate` to whole matrices, of which each rank of a group has some rows.
+
+    Matrix i is put together on rank i, and there are no more matrices than ranks. They travel as
+    bfloat16, the type in which `iterate` works.
+
+    Args:
+        rows: this rank's rows of every matrix, [n, columns], cut as `torch.chunk` does.
+        shapes: of the whole matrices.
+        ranks: all of whose ranks call this alike.
+        iterate: bfloat16 matrix to bfloat16 matrix of the same shape; may overwrite its input.
+
+    Returns:
+        This rank's rows of every result, bfloat16.
+    """
+    rank, world = dist.get_rank(ranks), dist.get_world_size(ranks)
+    given = [part.numel() for part in rows] + [0] * (world - len(rows))
+    taken = _lengths(shapes[rank], world) if rank < len(shapes) else [0] * world
+    sent = torch.cat([part.bfloat16().flatten() for part in rows])
+    whole = sent.new_empty(sum(taken))
+    dist.all_to_all_single(whole, sent, taken, given, group=ranks)
+    if rank < len(shapes):
+        whole = iterate(whole.view(shapes[rank])).flatten()
+    back = torch.empty_like(sent)
+    dist.all_to_all_single(back, whole, given, taken, group=ranks)
+    returned = torch.split(back, given[: len(rows)])
+    return [part.view_as(own) for part, own in zip(returned, rows, strict=True)]
+
+
+def _lengths(shape: torch.Size, world: int) -> list[int]:
+    """How many elements of a matrix each rank has."""
+    cut = (Shard.local_shard_size_and_offset(shape[0], world, rank) for rank in range(world))
+    return [height * shape[1] for height, _ in cut]

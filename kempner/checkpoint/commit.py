@@ -11,18 +11,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from kempner.checkpoint.layout import MANIFEST, CheckpointFolder
 from kempner.checkpoint.manifest import Manifest, encode
-from kempner.run.attempts import Fence
+from kempner.run.attempts import Attempt
 from kempner.run.files import fsync_directory, holds, rename, write_durable
+
+
+class Guard(Protocol):
+    """What a commit asks before each step that cannot be taken back: an attempt's `Fence`."""
+
+    @property
+    def attempt(self) -> Attempt:
+        """Who is committing."""
+        ...
+
+    def check(self) -> None:
+        """Raise a `RunError` if that one must not commit any more."""
+        ...
 
 
 def commit(
     folder: CheckpointFolder,
     written: Path,
     manifest: Manifest,
-    fence: Fence,
+    fence: Guard,
     report: Callable[[str], None],
 ) -> Path:
     """Turn `written`, whose data files are durable, into the newest checkpoint; return its path.

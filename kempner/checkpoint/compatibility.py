@@ -29,7 +29,7 @@ def judge(saved: Identity, now: Identity, accept: Collection[str]) -> Judgement:
         for key, value in saved.model.items()
         if now.model.get(key) != value
     ]
-    if saved.optimizer != now.optimizer:
+    if saved.optimizer not in (None, now.optimizer):
         refusals.append(
             f"optimizer.name is {now.optimizer!r} but the checkpoint was made with "
             f"{saved.optimizer!r}, and has the state of that one only"
@@ -39,7 +39,9 @@ def judge(saved: Identity, now: Identity, accept: Collection[str]) -> Judgement:
         ("data", "data.dataset_path", saved.data_fingerprint, now.data_fingerprint),
         ("seed", "train.seed", saved.seed, now.seed),
     ):
-        if was == is_now:
+        if was is None:
+            remarks.append(f"the checkpoint was imported: its {what} is taken to be this run's")
+        if was is None or was == is_now:
             continue
         if what in accept:
             remarks.append(f"going on with another {what} than the checkpoint's, as asked")
@@ -53,7 +55,8 @@ def judge(saved: Identity, now: Identity, accept: Collection[str]) -> Judgement:
         remarks.append(
             f"the checkpoint was written by {saved.world} ranks, now there are {now.world}"
         )
-    remarks += _host_remarks(saved.host, now.host)
+    if saved.host:
+        remarks += _host_remarks(saved.host, now.host)
     return Judgement(tuple(refusals), tuple(remarks))
 
 

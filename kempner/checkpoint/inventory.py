@@ -47,6 +47,16 @@ def locate(directory: Path) -> tuple[CheckpointFolder, Path | None]:
     )
 
 
+def checkpoints_of(directory: Path) -> Path:
+    """Where the checkpoints of a run go, whose directory, or checkpoint folder, need not be there.
+
+    A folder is taken for the checkpoints themselves if it is called so or has some.
+    """
+    inside = RunDirectory(directory).checkpoints
+    itself = directory.name == inside.name or any(_ours(CheckpointFolder(directory)))
+    return directory if itself else inside
+
+
 def pick(folder: CheckpointFolder, only: Path | None, step: int | None) -> Path:
     """The one checkpoint that is meant: `only`, or that of `step`, or `latest`.
 

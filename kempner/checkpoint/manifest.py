@@ -65,18 +65,19 @@ class Identity:
     `seed` fix the order of the samples, `model` is the resolved model section, `config_hash` the
     digest of the whole configuration, `host` what bit-identity depends on besides (device, threads,
     processor), `versions` the software, `optimizer` the name of the one whose state is saved (a
-    manifest that does not say was written when there was one only).
+    manifest that does not say was written when there was one only). Of an imported checkpoint
+    little of it is known: what is None or empty is compared with nothing.
     """
 
     world: int
     mesh: Mapping[str, int]
-    seed: int
-    data_fingerprint: str
+    seed: int | None
+    data_fingerprint: str | None
     model: Mapping[str, Any]
     config_hash: str
     host: Mapping[str, Any]
     versions: Mapping[str, str]
-    optimizer: str = "adamw"
+    optimizer: str | None = "adamw"
 
 
 @dataclass(frozen=True)

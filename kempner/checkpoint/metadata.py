@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from kempner.checkpoint.image import container, data_file
-from kempner.checkpoint.plan import TensorSpec, place
+from kempner.checkpoint.plan import Placed, TensorSpec, place
 from kempner.run.signals import STOP_SIGNALS, follow_parent
 
 MADE_HERE = 20_000
@@ -55,11 +55,16 @@ def metadata_of(specs: Sequence[TensorSpec], world: int) -> bytes:
 
 def build_metadata(specs: Sequence[TensorSpec], world: int) -> bytes:
     """DCP's `.metadata` for a state that `world` ranks write; the same bytes at every save."""
+    return pack(specs, (place(specs, rank, container) for rank in range(world)))
+
+
+def pack(specs: Sequence[TensorSpec], files: Iterable[Sequence[Placed]]) -> bytes:
+    """DCP's `.metadata` for tensors whose parts lie in `files`, one of each rank."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {spec.key: [] for spec in specs}
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    for rank in range(world):
+    for rank, placed in enumerate(files):
         file = data_file(rank)
-        for item in place(specs, rank, container):
+        for item in placed:
             key = item.chunk.key
             described = _describe(item.chunk.offsets, item.chunk.sizes)
             index = MetadataIndex(key, described.offsets, len(chunks[key]))

@@ -118,7 +118,14 @@ def place(
     specs: Iterable[TensorSpec], rank: int, container: Callable[[str, tuple[int, ...]], Container]
 ) -> list[Placed]:
     """The contents of the file of `rank`, in order of size and name."""
-    chunks = [chunk for spec in specs if (chunk := chunk_of(spec, rank)) is not None]
+    chunks = (chunk for spec in specs if (chunk := chunk_of(spec, rank)) is not None)
+    return arrange(chunks, container)
+
+
+def arrange(
+    chunks: Iterable[Chunk], container: Callable[[str, tuple[int, ...]], Container]
+) -> list[Placed]:
+    """Chunks in one file, in order of size and name."""
     sized = [(container(chunk.dtype, chunk.sizes), chunk) for chunk in chunks]
     placed, start = [], 0
     for around, chunk in sorted(sized, key=lambda item: (item[0].data, item[1].key)):

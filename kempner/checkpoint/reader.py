@@ -51,6 +51,8 @@ _LET_THROUGH = {
 
 class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # where Python 3.13 has it
+            module = "pathlib"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) in _LET_THROUGH or is_dtype:
             return super().find_class(module, name)

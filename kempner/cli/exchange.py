@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kempner.checkpoint.inventory import locate, pick
+from kempner.checkpoint.inventory import checkpoints_of, locate, pick
 from kempner.cli import checkpoint
 from kempner.cli.progress import bar
 from kempner.run.exit_codes import CheckpointWriteError, UsageError
@@ -30,8 +30,9 @@ class Format(StrEnum):
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `checkpoint export` to `checkpoint`, which is in `app` already."""
+    """Adds `export` and `import` to `checkpoint`, which is in `app` already."""
     checkpoint.commands.command("export")(export)
+    checkpoint.commands.command("import")(import_)
 
 
 def export(
@@ -67,6 +68,36 @@ def export(
     typer.echo(f"{out}: {chosen.name} as {format_}, {len(tensors):,} tensors")
 
 
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SRC", help="A folder that torch.distributed.checkpoint wrote."),
+    ],
+    into: Annotated[
+        Path, typer.Option(metavar="RUN_DIR|DIR", help="A run, or its checkpoints; none yet.")
+    ],
+    step: Annotated[int, typer.Option(min=0, help="Optimizer steps that are done.")] = 0,
+    cursor: Annotated[
+        int, typer.Option(min=0, help="The next sample, in the order of the run's data.")
+    ] = 0,
+) -> None:
+    """Make a checkpoint of the stock torch.distributed.checkpoint one that a run resumes from."""
+    from kempner.checkpoint.contents import Saved
+    from kempner.checkpoint.foreign import listed
+    from kempner.checkpoint.importing import Foreign, take_over
+    from kempner.checkpoint.manifest import Position
+    from kempner.checkpoint.pour import total
+
+    foreign = Foreign.open(source)
+    tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in foreign.specs()}
+    folder = checkpoints_of(into)
+    with _into(folder), _counter("importing", total(tensors)) as on_bytes:
+        path = take_over(foreign, folder, Position(step, cursor), on_bytes)
+    typer.echo(f"{path}: committed, {len(tensors):,} tensors, step {step}, cursor {cursor}")
+    if foreign.fit.left_out:
+        typer.echo(f"left out, because a run makes it anew: {listed(foreign.fit.left_out)}")
+
+
 def _as_hugging_face(source: Source) -> tuple[dict[str, str], dict[str, bytes]]:
     """Names for the weights by key, and files to go with them.
 
@@ -91,7 +122,7 @@ def _into(out: Path) -> Iterator[None]:
     try:
         yield
     except FileExistsError as error:
-        raise UsageError(f"{error.filename} is there already; --out must be a new name") from error
+        raise UsageError(f"{error.filename} is there already; name what is not there") from error
     except OSError as error:
         raise CheckpointWriteError(f"{out} cannot be written: {error.strerror}") from error
 

@@ -262,6 +262,16 @@ def test_choice(committed: list[int], latest: int | None, chosen: int | None) ->
     assert choose(committed, latest) == chosen
 
 
+def test_what_an_imported_checkpoint_does_not_say_is_remarked_not_refused() -> None:
+    imported = Identity(2, {}, None, None, {}, "", {}, {})
+    judgement = judge(imported, IDENTITY, [])
+    assert judgement.refusals == ()
+    assert [remark.partition(" is ")[0] for remark in judgement.remarks] == [
+        "the checkpoint was imported: its data",
+        "the checkpoint was imported: its seed",
+    ]
+
+
 def test_prune_and_sweep_touch_nothing_foreign(store: Store) -> None:
     for step in (10, 20, 30):
         store.commit(step)

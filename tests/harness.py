@@ -70,6 +70,21 @@ def wait_until(
     return value
 
 
+def launch(script: Path, world: int, *arguments: object, deadline: float = 100.0) -> str:
+    """Run a script on some ranks, each of which says that it has seen it all; what they print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={world}", str(script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=deadline,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("has seen it all") == world
+    return done.stdout
+
+
 @dataclass
 class Job:
     """A process of ours and what it prints."""

@@ -308,7 +308,6 @@ class CheckpointManager:
 
     def _go_on_from(self, step: int, remarks: Collection[str]) -> None:
         if (named := self._folder.latest()) != step:
-            # Nothing is damaged, but somebody or something has moved it.
             logger().warning("`latest` names another step than the one in use", latest=named)
             self._fence.check()
             attempt = self._fence.attempt

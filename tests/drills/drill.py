@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +98,19 @@ def trace(run: Run, job: Job, world: int) -> Trace:
     return Trace(run, calls)
 
 
+def resume_each(config: Path, overrides: Sequence[str], runs: Iterable[str]) -> list[int]:
+    """Resume in each of these runs, as `kempner train` does; the steps that were loaded."""
+    program = [sys.executable, str(Path(__file__).with_name("resume_each.py"))]
+    done = subprocess.run(
+        [*program, str(config), *overrides, "--", *runs],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loaded")]
+
+
 def reported(call: Call, run: Run) -> int | None:
     """The step that this call tells the ledger to be committed."""
     if call.name == "write" and call.path == str(run.record.ledger):
@@ -124,3 +139,31 @@ def kind(path: str, run: Run) -> str:
     if place in (record.ledger, record.attempts / "CURRENT"):
         return place.name
     return ""
+
+
+@dataclass(frozen=True, order=True)
+class Moment:
+    """Before a rank's next call of this name on this kind of file ("" if on none of a save's)."""
+
+    rank: int
+    name: str
+    kind: str
+
+
+class Saving:
+    """Tells a save's calls from the rest: it has threads of its own, known by what they create."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._threads: set[int] = set()
+
+    def moment(self, call: Call, rank: int) -> Moment | None:
+        """Which moment of a save this call is, or None if it is none."""
+        if call.tid == call.pid:
+            return None
+        what = kind(call.path, self._run)
+        if what and (call.creates or call.name in ("mkdir", "rename", "unlink")):
+            self._threads.add(call.tid)
+        if what or call.tid in self._threads:
+            return Moment(rank, call.name, what)
+        return None

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import pytest
-from drill import ALL, SEED, SMALLEST, attach, kind, note, ranks, reported
+from drill import ALL, SEED, SMALLEST, Moment, Saving, attach, note, ranks, reported
 from harness import Run
 from promises import broken, resumable
 from tracer import Call, supported
@@ -35,34 +34,6 @@ PATIENCE = 5
 
 CHANGES = {"mkdir", "openat", "fallocate", "pwrite64", "write", "sync_file_range", "fsync"}
 CHANGES |= {"rename", "symlink", "unlink", "unlinkat", "rmdir"}
-
-
-@dataclass(frozen=True, order=True)
-class Moment:
-    """Before a rank's next call of this name on this kind of file ("" if on none of a save's)."""
-
-    rank: int
-    name: str
-    kind: str
-
-
-class Saving:
-    """Tells a save's calls from the rest: it has threads of its own, known by what they create."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._threads: set[int] = set()
-
-    def moment(self, call: Call, rank: int) -> Moment | None:
-        """Which moment of a save this call is, or None if it is none."""
-        if call.tid == call.pid:
-            return None
-        what = kind(call.path, self._run)
-        if what and (call.creates or call.name in ("mkdir", "rename", "unlink")):
-            self._threads.add(call.tid)
-        if what or call.tid in self._threads:
-            return Moment(rank, call.name, what)
-        return None
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ what was reported as safe, and never half a checkpoint.
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from random import Random
 
 import pytest
 from disk import Disk, Tree, digest, look, put
-from drill import ALL, SEED, SMALLEST, Trace, note, reported, trace
+from drill import ALL, SEED, SMALLEST, Trace, note, reported, resume_each, trace
 from harness import Run
 from planted_bugs import BUGS
 from promises import broken, resumable
@@ -131,15 +130,7 @@ def test_a_real_resume_loads_what_a_power_loss_leaves(traced: Trace, tmp_path: P
         checkpoints.parent.mkdir()
         put(state.tree, checkpoints)
         expected[str(checkpoints.parent)] = resumable(CheckpointFolder(checkpoints))
-    program = Path(__file__).with_name("resume_each.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(traced.run.config), *SAVES, "--", *expected],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    steps = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loaded")]
+    steps = resume_each(traced.run.config, SAVES, expected)
     note("power loss, real resumes", resumed_at=steps)
     assert steps == [step or 0 for step in expected.values()]
     assert set(steps) > {0}

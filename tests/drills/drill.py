@@ -164,6 +164,4 @@ class Saving:
         what = kind(call.path, self._run)
         if what and (call.creates or call.name in ("mkdir", "rename", "unlink")):
             self._threads.add(call.tid)
-        if what or call.tid in self._threads:
-            return Moment(rank, call.name, what)
-        return None
+        return Moment(rank, call.name, what) if call.tid in self._threads else None

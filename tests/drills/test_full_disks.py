@@ -76,7 +76,7 @@ def test_a_full_disk_on_two_ranks(run: Run, reference: Run, small_disk: Path) ->
 
 
 def test_a_limit_that_one_rank_alone_runs_into(run: Run, reference: Run) -> None:
-    """RLIMIT_FSIZE refuses what a quota would refuse, to one process and with an errno of its own."""
+    """RLIMIT_FSIZE refuses, to one process, what a quota would refuse."""
     folder = CheckpointFolder(run.checkpoints)
     job = run.supervise(WORLD, *ENDLESS)
     rank_1 = run.ready_pid(1, 1, job)

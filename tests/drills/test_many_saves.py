@@ -24,7 +24,7 @@ def test_saves_in_a_row_use_no_more_than_the_first_ones(tmp_path: Path) -> None:
     for rank in (0, 1):
         before, after = (line for line in lines if line["rank"] == rank)
         grown = {key: after[key] - before[key] for key in ("resident", "threads", "descriptors")}
-        note("saves in a row", saves=SAVES, rank=rank, state=STATE, **after, grown=grown)
+        note("saves in a row", saves=SAVES, state=STATE, **after, grown=grown)
         assert grown["threads"] == 0
         assert grown["descriptors"] == 0
         assert grown["resident"] < STATE * SAVES / 100  # one in a hundred states kept would show

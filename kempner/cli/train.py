@@ -7,6 +7,7 @@ import typer
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
 from kempner.config.loading import load
 from kempner.run import logs
+from kempner.training.presence import appear
 from kempner.training.shutdown import ShutdownHandler
 
 
@@ -25,6 +26,7 @@ def train(context: typer.Context, file: ConfigFile) -> None:
     shutdown.install()
     logs.configure()
     config = load(file, context.args)
+    presence = appear(config)
     from kempner.training.rank import main
 
-    main(config, shutdown)
+    main(config, presence, shutdown)

@@ -205,6 +205,29 @@ class SuperviseSection(Section):
     A second Ctrl-C within two seconds does not wait for it."""
     crash_grace: NonNegativeFloat = 5.0
     """Seconds that the others get to leave by themselves after one rank failed."""
+    control_ports: Annotated[str, Field(pattern=r"^[0-9]{1,5}-[0-9]{1,5}$")] | None = None
+    """First and last port, as in "20000-20100", of which the supervisor takes a free one to listen
+    to the ranks; any free port when left out."""
+    silence_limit: PositiveFloat = 60.0
+    """Seconds without a word from the supervisor after which ranks commit and leave."""
+
+    @property
+    def ports(self) -> range | None:
+        """`control_ports`, or None when left out."""
+        if self.control_ports is None:
+            return None
+        first, last = map(int, self.control_ports.split("-"))
+        return range(first, last + 1)
+
+    @model_validator(mode="after")
+    def _names_ports(self) -> Self:
+        ports = self.ports
+        if ports is not None and not (ports and ports[0] > 0 and ports[-1] < 65536):
+            raise ValueError(
+                f'control_ports="{self.control_ports}" is no range of ports; '
+                'write the first and the last, as in "20000-20100"'
+            )
+        return self
 
 
 class MetricsSection(Section):

@@ -7,29 +7,48 @@ the rest.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from kempner.run.attempts import Attempt
+from kempner.run.messages import Secret
 
 _ATTEMPT = "KEMPNER_ATTEMPT"
 _NONCE = "KEMPNER_ATTEMPT_NONCE"
 _SUPERVISOR = "KEMPNER_SUPERVISOR_PID"
+_ADDRESS = "KEMPNER_CONTROL_ADDRESS"
+_PORT = "KEMPNER_CONTROL_PORT"
+_TOKEN = "KEMPNER_CONTROL_TOKEN"
+
+
+@dataclass(frozen=True)
+class Control:
+    """Where the supervisor listens, and the secret that makes it listen to a rank."""
+
+    address: str
+    port: int
+    secret: Secret
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The attempt that a rank belongs to, and the process id of a supervisor on its own node."""
+    """The attempt that a rank belongs to, the process id of a supervisor on its own node, and how
+    to talk to it."""
 
     attempt: Attempt
     supervisor_pid: int
+    control: Control
 
     def environment(self) -> dict[str, str]:
-        """The variables to add to a rank's environment."""
+        """The variables to add to a rank's environment. One of them is secret: keep them out of
+        command lines and logs."""
         return {
             _ATTEMPT: str(self.attempt.number),
             _NONCE: self.attempt.nonce,
             _SUPERVISOR: str(self.supervisor_pid),
+            _ADDRESS: self.control.address,
+            _PORT: str(self.control.port),
+            _TOKEN: self.control.secret.token,
         }
 
     @classmethod
@@ -40,4 +59,14 @@ class Launch:
         return cls(
             attempt=Attempt(number=int(environ[_ATTEMPT]), nonce=environ[_NONCE]),
             supervisor_pid=int(environ[_SUPERVISOR]),
+            control=Control(
+                address=environ[_ADDRESS],
+                port=int(environ[_PORT]),
+                secret=Secret(environ[_TOKEN]),
+            ),
         )
+
+
+def forget_secret(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Take the token out, so that neither a child nor a record of the environment gets it."""
+    environ.pop(_TOKEN, None)

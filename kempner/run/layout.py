@@ -52,3 +52,20 @@ class RunDirectory:
     def output(self, attempt: int, rank: int) -> Path:
         """What a rank other than the first printed."""
         return self.attempt(attempt) / f"rank-{rank:05d}.out"
+
+    def stacks(self, attempt: int, rank: int) -> Path:
+        """The stacks of a rank's threads, as often as they were asked for."""
+        return self.attempt(attempt) / f"rank-{rank:05d}.stacks"
+
+    def messages(self, attempt: int, rank: int | None) -> Path:
+        """What a rank (None: the supervisor) has to say where no connection is possible."""
+        name = "supervisor" if rank is None else f"rank-{rank:05d}"
+        return self.attempt(attempt) / f"{name}.messages"
+
+    def ranks(self, attempt: int) -> Path:
+        """Step and phase of every rank, as last heard by the supervisor."""
+        return self.attempt(attempt) / "ranks.json"
+
+    def supervisor_log(self, attempt: int) -> Path:
+        """The supervisor's structured log, one JSON object a line."""
+        return self.attempt(attempt) / "supervisor.jsonl"

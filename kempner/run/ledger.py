@@ -1,6 +1,7 @@
 """The run's diary: append-only events, one JSON object a line.
 
-Written by the supervisor before and after an attempt, and by rank 0 during it. A line torn by a
+Written by the supervisor, which gets rank 0's events over the control channel; by rank 0 itself
+where there is no supervisor, or none any more. A line torn by a
 kill is skipped by readers and never merges with the next one.
 """
 
@@ -20,7 +21,7 @@ SCHEMA = 1
 class Ledger(Journal):
     """The ledger of a run, open for writing."""
 
-    def record(self, event: str, **fields: object) -> None:
+    def record(self, event: str, /, **fields: object) -> None:
         """Append `event` with its fields; values must be JSON values."""
         self.append({"schema": SCHEMA, "time": round(time.time(), 3), "event": event, **fields})
 

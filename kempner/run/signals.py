@@ -44,7 +44,7 @@ class SignalInbox:
 
     def __init__(self) -> None:
         self._received: list[Received] = []
-        self._arrived = threading.Condition()
+        self._lock = threading.Lock()
         self._react: Callable[[Received], None] | None = None
         self._installed = False
 
@@ -72,17 +72,12 @@ class SignalInbox:
         """All stop signals so far, oldest first."""
         return tuple(self._received)
 
-    def wait(self, seen: int, timeout: float) -> bool:
-        """Wait until more than `seen` signals have come; False after `timeout` seconds."""
-        with self._arrived:
-            return self._arrived.wait_for(lambda: len(self._received) > seen, timeout)
-
     def react_with(self, reaction: Callable[[Received], None] | None) -> None:
         """Call `reaction` from the listening thread for every signal, those that came included.
 
         It runs even while the main thread sits in native code. None goes back to recording only.
         """
-        with self._arrived:
+        with self._lock:
             self._react = reaction
             waiting = self.received
         if reaction is not None:
@@ -95,10 +90,9 @@ class SignalInbox:
                 self._note(Received(signal.Signals(number[0]), time.monotonic()))
 
     def _note(self, received: Received) -> None:
-        with self._arrived:
+        with self._lock:
             self._received.append(received)
             reaction = self._react
-            self._arrived.notify_all()
         if reaction is not None:
             reaction(received)
 

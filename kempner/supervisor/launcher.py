@@ -1,28 +1,34 @@
-"""The small interface behind which ranks are started, signalled and watched."""
+"""The small interface behind which ranks are started, signalled and ended."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kempner.run.attempts import Attempt
+from kempner.run.launch import Launch
 from kempner.supervisor.policy import RankExit
 
 
 class Launcher(Protocol):
-    """Starts one attempt's ranks and tells how they end."""
+    """Starts one attempt's ranks. How they end, the control channel tells, too, where it can."""
 
-    def start(self, attempt: Attempt, arguments: Sequence[str]) -> None:
-        """Start every rank as `kempner train <arguments>`."""
+    @property
+    def address(self) -> str:
+        """The address of this machine at which the ranks reach the supervisor."""
+
+    def start(
+        self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
+    ) -> None:
+        """Start every rank as `kempner train <arguments>`, with `launch` in its environment.
+
+        `post` is called, from any thread, with each end that the launcher gets to see.
+        """
 
     def ask_to_stop(self) -> None:
-        """Ask every living rank to stop. Asking twice does no harm."""
+        """Signal every living rank to stop. Asking twice does no harm."""
 
     def kill(self) -> None:
         """End every living rank at once."""
 
-    def ended(self) -> list[RankExit]:
-        """Ranks that have ended since the last call, in no particular order."""
-
     def alive(self) -> bool:
-        """Whether any rank is still there."""
+        """Whether anything that was started is still there; all ends have been posted if not."""

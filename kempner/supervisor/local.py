@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 from kempner.cluster.ports import free_port
-from kempner.run.attempts import Attempt
 from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.signals import STOP_SIGNALS
@@ -26,29 +27,35 @@ class LocalLauncher:
     the others' goes to the attempt's folder.
     """
 
+    address = _LOOPBACK
+
     def __init__(self, run: RunDirectory, size: int) -> None:
         self._run, self._size = run, size
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._killed: set[int] = set()
+        self._waiter: threading.Thread | None = None
 
-    def start(self, attempt: Attempt, arguments: Sequence[str]) -> None:
-        """Start every rank as `kempner train <arguments>`."""
-        port = free_port(_LOOPBACK, salt=f"{self._run.path.absolute()}:{attempt.nonce}")
+    def start(
+        self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
+    ) -> None:
+        """Start every rank as `kempner train <arguments>`, and wait for them on a thread."""
+        port = free_port(_LOOPBACK, salt=f"{self._run.path.absolute()}:{launch.attempt.nonce}")
         command = [sys.executable, "-m", "kempner", "train", *arguments]
         # Blocked here, the signals are blocked in the children from their first instruction until
         # they trap them: one that comes while their interpreter starts is kept, not fatal.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             for rank in range(self._size):
-                self._children[rank] = self._spawn(rank, attempt, port, command)
+                self._children[rank] = self._spawn(rank, launch, port, command)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._waiter = threading.Thread(target=self._wait, args=(post,), name="wait", daemon=True)
+        self._waiter.start()
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM to every living rank."""
         for child in self._children.values():
-            if child.poll() is None:
-                child.terminate()
+            child.terminate()
 
     def kill(self) -> None:
         """Send SIGKILL to every living rank."""
@@ -57,27 +64,28 @@ class LocalLauncher:
                 self._killed.add(rank)
                 child.kill()
 
-    def ended(self) -> list[RankExit]:
-        """Ranks that have ended since the last call."""
-        exits = [
-            RankExit(rank, status, ended_by_us=rank in self._killed)
-            for rank, child in self._children.items()
-            if (status := child.poll()) is not None
-        ]
-        for gone in exits:
-            del self._children[gone.rank]
-        return exits
-
     def alive(self) -> bool:
         """Whether any rank has not been seen to end."""
-        return bool(self._children)
+        return self._waiter is not None and self._waiter.is_alive()
+
+    def _wait(self, post: Callable[[RankExit], None]) -> None:
+        """Post every end as it comes."""
+        with selectors.DefaultSelector() as selector:
+            for rank, child in self._children.items():
+                selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ, rank)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    status = self._children[key.data].wait()
+                    post(RankExit(key.data, status, ended_by_us=key.data in self._killed))
 
     def _spawn(
-        self, rank: int, attempt: Attempt, port: int, command: Sequence[str]
+        self, rank: int, launch: Launch, port: int, command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
-            **Launch(attempt, os.getpid()).environment(),
+            **launch.environment(),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self._size),
@@ -90,7 +98,7 @@ class LocalLauncher:
             return subprocess.Popen(
                 command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL
             )
-        with open(self._run.output(attempt.number, rank), "ab") as output:
+        with open(self._run.output(launch.attempt.number, rank), "ab") as output:
             return subprocess.Popen(
                 command,
                 env=environment,

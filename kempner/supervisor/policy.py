@@ -13,12 +13,14 @@ from kempner.run.exit_codes import ExitCode
 class RankExit:
     """How a rank ended: its exit status, or minus the number of the signal that killed it.
 
-    `ended_by_us` says that the supervisor killed it.
+    None says that nobody saw it end: its connection broke off. `ended_by_us` says that the
+    supervisor killed it, `sentence` is what the rank said last.
     """
 
     rank: int
-    status: int
+    status: int | None
     ended_by_us: bool = False
+    sentence: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,13 @@ class Decision:
 
 
 def decide(exits: Sequence[RankExit], stop_requested: bool) -> Decision:
-    """Turn the ranks' exits, in the order in which they were seen, into the run's outcome."""
+    """Turn the ranks' exits, in the order in which they were heard of, into the run's outcome."""
     causes = [e for e in exits if not _harmless(e, stop_requested)]
     if not causes and all(e.status == ExitCode.COMPLETED for e in exits):
         return Decision(ExitCode.COMPLETED, "completed")
     if causes:
         first = causes[0]
-        return Decision(_code(first), f"rank {first.rank} {describe(first.status)}", first.rank)
+        return Decision(_code(first), f"rank {first.rank} {describe(first)}", first.rank)
     if any(e.status == ExitCode.STOPPED for e in exits) or stop_requested:
         return Decision(ExitCode.STOPPED, "stopped on request; start again to go on")
     return Decision(ExitCode.PEERS_LOST, "the ranks lost each other")
@@ -51,8 +53,14 @@ def failed(exit_: RankExit) -> bool:
     return exit_.status not in (ExitCode.COMPLETED, ExitCode.STOPPED)
 
 
-def describe(status: int) -> str:
-    """An exit status in words."""
+def describe(exit_: RankExit) -> str:
+    """An exit in words, the rank's own included."""
+    return _describe(exit_.status) + (f": {exit_.sentence}" if exit_.sentence else "")
+
+
+def _describe(status: int | None) -> str:
+    if status is None:
+        return "is gone without a word"
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     try:
@@ -70,7 +78,4 @@ def _harmless(exit_: RankExit, stop_requested: bool) -> bool:
 
 
 def _code(exit_: RankExit) -> ExitCode:
-    try:
-        return ExitCode(exit_.status)
-    except ValueError:
-        return ExitCode.CRASHED
+    return next((code for code in ExitCode if code == exit_.status), ExitCode.CRASHED)

@@ -1,38 +1,44 @@
-"""The daemon: starts an attempt, passes stop requests on, and tells how it ended."""
+"""The daemon: starts an attempt, follows it, passes stop requests on, and tells how it ended."""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
 from kempner.config.sections import SuperviseSection
 from kempner.run.attempts import Attempt, begin_attempt
 from kempner.run.exit_codes import ExitCode
+from kempner.run.launch import Control, Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger
-from kempner.run.logs import logger
+from kempner.run.logs import logger, open_log
+from kempner.run.messages import Event, Outcome, PeerLost, Secret, Stop, shorten
 from kempner.run.signals import Received, SignalInbox
+from kempner.supervisor.channel import Channel, Heard, Joined, Membership, News, Parted, listen
+from kempner.supervisor.file_channel import FileChannel
 from kempner.supervisor.launcher import Launcher
-from kempner.supervisor.policy import Decision, RankExit, decide, failed
+from kempner.supervisor.policy import Decision, RankExit, decide, describe, failed
+from kempner.supervisor.roster import Roster
 
-POLL = 0.1
-"""Seconds between looks at the ranks; a signal ends the wait at once."""
+LOOK = 0.5
+"""Seconds between looks at the clock; whatever happens ends the wait at once."""
 
 INSIST_WITHIN = 2.0
 """Seconds within which a second Ctrl-C means: now."""
 
+RECONNECT = 3.0
+"""Seconds within which a rank whose connection broke off has to be back, or it is gone. One that
+lives tries again after a tenth of a second."""
 
-@dataclass
-class Watch:
-    """What the supervisor knows of the attempt under way; times are `time.monotonic` seconds."""
+EXIT_GRACE = 5.0
+"""Seconds after the last word of the last rank that its process may take to be gone."""
 
-    exits: list[RankExit] = field(default_factory=list)
-    stop_asked_at: float | None = None
-    failed_at: float | None = None
-    signals_seen: int = 0
+Happening: TypeAlias = Received | RankExit | News
 
 
 def supervise(
@@ -44,23 +50,39 @@ def supervise(
     signals: SignalInbox,
 ) -> ExitCode:
     """Run one attempt to its end; returns the exit code of the run."""
-    signals.react_with(None)  # from here on a stop is passed on to the ranks
+    happenings: SimpleQueue[Happening] = SimpleQueue()
+    signals.react_with(happenings.put)  # from here on a stop is passed on to the ranks
+    listener = listen(launcher.address, section.ports)
     attempt = begin_attempt(run)
+    open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
     ledger = Ledger(run.ledger)
     ledger.record("attempt_started", attempt=attempt.number, ranks=size)
-    launcher.start(attempt, arguments)
-    watch = Watch()
+    secret = Secret.new()
+    channel = Channel(
+        listener,
+        Membership(secret, attempt.number, size),
+        FileChannel(run, attempt.number, size),
+        happenings.put,
+    )
+    channel.start()
+    watch = Watch(attempt, size, section, launcher, channel, ledger)
+    roster = Roster(run.ranks(attempt.number))
     try:
-        while launcher.alive():
-            signals.wait(watch.signals_seen, timeout=POLL)
-            _note_ends(launcher, watch)
-            if _pass_on_signals(ledger, attempt, launcher, watch, signals.received):
+        control = Control(launcher.address, channel.port, secret)
+        launcher.start(Launch(attempt, os.getpid(), control), arguments, happenings.put)
+        while not watch.over():
+            watch.take_in(happenings)
+            if insists(watch.signals):
                 return _leave_at_once(ledger, attempt)
-            _enforce(launcher, watch, section)
+            watch.enforce()
+            roster.update(channel.sightings())
     finally:
         launcher.kill()
-    decision = decide(watch.exits, stop_requested=watch.stop_asked_at is not None)
-    _close(ledger, attempt, decision, watch.exits)
+        channel.close()
+    watch.take_in(happenings, wait=False)
+    roster.update(channel.sightings(), now=True)
+    decision = decide(list(watch.ends.values()), stop_requested=watch.stop_asked_at is not None)
+    _close(ledger, attempt, decision, list(watch.ends.values()))
     return decision.code
 
 
@@ -70,44 +92,100 @@ def insists(received: Sequence[Received]) -> bool:
     return any(later - earlier <= INSIST_WITHIN for earlier, later in pairwise(times))
 
 
-def _note_ends(launcher: Launcher, watch: Watch) -> None:
-    for gone in launcher.ended():
-        watch.exits.append(gone)
-        if failed(gone) and watch.failed_at is None:
-            watch.failed_at = time.monotonic()
-        if gone.status == ExitCode.STOPPED and watch.stop_asked_at is None:
+class Watch:
+    """What the supervisor knows of the attempt under way, and does about it at once.
+
+    Times are `time.monotonic` seconds.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        size: int,
+        section: SuperviseSection,
+        launcher: Launcher,
+        channel: Channel,
+        ledger: Ledger,
+    ) -> None:
+        self._attempt, self._size, self._section = attempt, size, section
+        self._launcher, self._channel, self._ledger = launcher, channel, ledger
+        self.ends: dict[int, RankExit] = {}
+        """How ranks ended, in the order in which it was heard of."""
+        self.signals: list[Received] = []
+        self.stop_asked_at: float | None = None
+        self._failed_at: float | None = None
+        self._ended_at = 0.0
+        self._parted: dict[int, float] = {}
+
+    def over(self) -> bool:
+        """Whether nothing is left to follow."""
+        if len(self.ends) < self._size:
+            return not self._launcher.alive()
+        return not self._launcher.alive() or time.monotonic() - self._ended_at > EXIT_GRACE
+
+    def take_in(self, happenings: SimpleQueue[Happening], *, wait: bool = True) -> None:
+        """Act on all that has happened; `wait` until something has, or `LOOK` seconds are over."""
+        try:
+            self._act_on(happenings.get(wait, LOOK))
+            while True:
+                self._act_on(happenings.get_nowait())
+        except Empty:
+            return
+
+    def enforce(self) -> None:
+        """End what outstays its time: a broken connection, a stop, the failure of another rank."""
+        now, section = time.monotonic(), self._section
+        for rank, at in list(self._parted.items()):
+            if now - at > RECONNECT:
+                self._note_end(RankExit(rank, None))
+        overdue = self.stop_asked_at is not None and now - self.stop_asked_at > section.stop_grace
+        orphaned = self._failed_at is not None and now - self._failed_at > section.crash_grace
+        if overdue or orphaned:
+            self._launcher.kill()
+
+    def _act_on(self, happening: Happening) -> None:
+        match happening:
+            case Received():
+                self._pass_on(happening)
+            case RankExit():
+                self._note_end(happening)
+            case Joined():
+                logger().info("joined", rank=happening.rank, host=happening.host, pid=happening.pid)
+                self._parted.pop(happening.rank, None)
+            case Parted():
+                logger().info("parted", rank=happening.rank, reason=happening.reason)
+                self._parted[happening.rank] = time.monotonic()
+            case Heard(_, Event() as event):
+                self._ledger.record(event.name, **{"attempt": self._attempt.number, **event.fields})
+            case Heard(rank, Outcome() as outcome):
+                self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
+
+    def _pass_on(self, received: Received) -> None:
+        self.signals.append(received)
+        name = received.signal.name
+        if self.stop_asked_at is None:
+            logger().warning(f"{name}: stopping after this step, with a checkpoint")
+            self._ledger.record("stop_requested", attempt=self._attempt.number, reason=name)
+        self._ask_to_stop(name)
+
+    def _ask_to_stop(self, reason: str) -> None:
+        if self.stop_asked_at is None:
+            self.stop_asked_at = time.monotonic()
+            self._channel.tell(Stop(reason, self._section.stop_grace))
+        self._launcher.ask_to_stop()
+
+    def _note_end(self, end: RankExit) -> None:
+        self._parted.pop(end.rank, None)
+        if end.rank in self.ends:
+            return  # its own words came first and say more than its exit status
+        logger().info("ended", rank=end.rank, how=describe(end))
+        self.ends[end.rank], self._ended_at = end, time.monotonic()
+        if failed(end) and self._failed_at is None:
+            self._failed_at = self._ended_at
+            self._channel.tell(PeerLost(end.rank, shorten(describe(end))))
+        if end.status == ExitCode.STOPPED and self.stop_asked_at is None:
             # A rank that was signalled alone, before it knew the others: they would wait for it.
-            watch.stop_asked_at = time.monotonic()
-            launcher.ask_to_stop()
-
-
-def _pass_on_signals(
-    ledger: Ledger,
-    attempt: Attempt,
-    launcher: Launcher,
-    watch: Watch,
-    received: Sequence[Received],
-) -> bool:
-    """Ask the ranks to stop if a signal came; True if the user insists."""
-    if len(received) == watch.signals_seen:
-        return False
-    watch.signals_seen = len(received)
-    if watch.stop_asked_at is None:
-        name = received[0].signal.name
-        logger().warning(f"{name}: stopping after this step, with a checkpoint")
-        ledger.record("stop_requested", attempt=attempt.number, reason=name)
-        watch.stop_asked_at = time.monotonic()
-    launcher.ask_to_stop()
-    return insists(received)
-
-
-def _enforce(launcher: Launcher, watch: Watch, section: SuperviseSection) -> None:
-    """End ranks that outstay a stop, or the failure of another."""
-    now = time.monotonic()
-    overdue = watch.stop_asked_at is not None and now - watch.stop_asked_at > section.stop_grace
-    orphaned = watch.failed_at is not None and now - watch.failed_at > section.crash_grace
-    if overdue or orphaned:
-        launcher.kill()
+            self._ask_to_stop(f"rank {end.rank} was asked to stop")
 
 
 def _leave_at_once(ledger: Ledger, attempt: Attempt) -> ExitCode:

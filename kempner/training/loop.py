@@ -13,6 +13,8 @@ from kempner.data.loader import Feed, MicroBatch, StepBatch
 from kempner.model.transformer import Transformer
 from kempner.run.exit_codes import CheckpointWriteError, ExitCode
 from kempner.run.logs import logger
+from kempner.run.messages import Phase
+from kempner.run.progress import Progress
 from kempner.training.council import Council, Wish
 from kempner.training.distributed import Ranks
 from kempner.training.evaluation import Evaluation
@@ -40,6 +42,7 @@ class Training:
     shutdown: ShutdownHandler
     checkpoints: CheckpointManager
     evaluation: Evaluation
+    progress: Progress
     telemetry: Telemetry
     record: Recorder
     position: Position
@@ -68,6 +71,7 @@ class Training:
 def train(run: Training) -> ExitCode:
     """Train to the last step or until the ranks agree to stop; either way, commit and say how."""
     last = run.config.train.max_steps
+    run.progress.step = run.position.step
     verdict = evaluate_if_due(run)  # again, if the run was stopped in the middle of it
     while run.position.step < last and not verdict.stop:
         step = run.position.step + 1
@@ -82,12 +86,14 @@ def train(run: Training) -> ExitCode:
             data_rank=run.ranks.world.rank,
         )
         run.checkpoints.release_staging()
-        verdict = ballot.close()
+        with run.progress.waiting():
+            verdict = ballot.close()
         if verdict.void or batch is None:
             break  # a rank had no data: the step did not happen, on any rank
         rate = run.rate(step)
         norm = update(run.model, run.optimizer, rate, run.config.train.clip_grad_norm)
         run.position = advance(run, batch)
+        run.progress.step = step
         due = save_is_due(run, verdict)
         run.telemetry.record(
             run.position,
@@ -98,7 +104,8 @@ def train(run: Training) -> ExitCode:
             saved=due or leaving(run, verdict),
         )
         if due:
-            run.checkpoints.save(run.position)
+            with run.progress.during(Phase.SAVE):
+                run.checkpoints.save(run.position)
         if not verdict.stop:
             verdict = evaluate_if_due(run)
     return leave(run, verdict)
@@ -139,7 +146,8 @@ def evaluate_if_due(run: Training) -> Wish:
     """Evaluate where the interval says so; the verdict of its last vote."""
     if not run.evaluation.due(run.position.step):
         return Wish()
-    result = run.evaluation.run(run.model, run.ranks, run.council, run.wish)
+    with run.progress.during(Phase.EVAL):
+        result = run.evaluation.run(run.model, run.ranks, run.council, run.wish)
     if result.loss is not None:
         run.telemetry.evaluated(run.position, result.loss)
     return result.verdict
@@ -150,6 +158,7 @@ def leave(run: Training, verdict: Wish) -> ExitCode:
 
     Raises `CheckpointWriteError` if the state cannot be committed.
     """
+    run.progress.phase = Phase.SAVE
     step, last = run.position.step, secure(run)
     if last.action is Action.FAIL:
         raise CheckpointWriteError(
@@ -166,6 +175,7 @@ def leave(run: Training, verdict: Wish) -> ExitCode:
     run.record(name, step=step, reason=verdict.stop.name, lost_steps=last.lost)
     run.telemetry.say(words)
     run.telemetry.close()
+    run.progress.phase = Phase.EXIT
     run.ranks.farewell()
     return ExitCode.COMPLETED if name == "completed" else ExitCode.STOPPED
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +15,7 @@ import kempner
 from kempner.checkpoint.durations import Durations
 from kempner.checkpoint.manager import CheckpointManager, Recorder
 from kempner.checkpoint.manifest import Identity, Position
-from kempner.cluster.world import World, discover
+from kempner.cluster.world import World
 from kempner.config.loading import digest, dumps
 from kempner.config.sections import Config
 from kempner.data.index import fingerprint
@@ -31,13 +30,14 @@ from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger, read_lines
 from kempner.run.logs import logger, open_log
-from kempner.run.signals import follow_parent
+from kempner.run.messages import Phase
 from kempner.training.council import Council
 from kempner.training.display import open_display
 from kempner.training.distributed import Ranks, connect
 from kempner.training.evaluation import Evaluation
 from kempner.training.loop import Training, train
 from kempner.training.optimizer import build_optimizer
+from kempner.training.presence import Presence
 from kempner.training.shutdown import ShutdownHandler
 from kempner.training.telemetry import Telemetry, peak_flops
 
@@ -53,45 +53,51 @@ _PEER_GONE = (
 """What Gloo and the store say when a peer is gone; they have no exception type for it."""
 
 
-def main(config: Config, shutdown: ShutdownHandler) -> NoReturn:
+def main(config: Config, presence: Presence, shutdown: ShutdownHandler) -> NoReturn:
     """Run this process as one rank and end it; the exit code says how it went."""
+    sentence = ""
     try:
-        code = run_rank(config, shutdown)
+        code = run_rank(config, presence, shutdown)
     except RunError as error:
         logger().error(str(error))
-        code = error.code
+        code, sentence = error.code, str(error)
     except Exception as error:  # noqa: BLE001 - the process ends here, with a code for the cause
         logger().exception("unexpected exception")
-        code = classify(error)
+        code, sentence = classify(error, presence), f"{type(error).__name__}: {error}"
     sys.stdout.flush()
     sys.stderr.flush()
+    presence.leave(code, sentence)
     # Not sys.exit: a daemon thread in native code, Gloo's destructors or a loader worker that is
     # stuck on storage could turn a clean end into an abort or a hang.
     os._exit(code)
 
 
-def classify(error: BaseException) -> ExitCode:
-    """The exit code for an exception that nobody expected: a lost peer, or a crash of our own."""
+def classify(error: BaseException, presence: Presence) -> ExitCode:
+    """The exit code for an exception that nobody expected: a lost peer, or a crash of our own.
+
+    The supervisor's word comes first. What the error says decides where its word is not there yet,
+    or there is no supervisor.
+    """
+    told = presence.link is not None and presence.link.peer_lost is not None
     lost = isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_GONE)
     )
-    return ExitCode.PEERS_LOST if lost else ExitCode.CRASHED
+    return ExitCode.PEERS_LOST if told or lost else ExitCode.CRASHED
 
 
-def run_rank(config: Config, shutdown: ShutdownHandler) -> ExitCode:
+def run_rank(config: Config, presence: Presence, shutdown: ShutdownHandler) -> ExitCode:
     """Connect, build, resume, train. Raises `RunError` for what a person can mend."""
-    launch = Launch.from_environment(os.environ)
-    if launch is not None:
-        follow_parent(launch.supervisor_pid, signal.SIGTERM)
-    world = _find_place()
+    world, run, progress = presence.world, presence.run, presence.progress
     torch.set_num_threads(thread_count(config, world))
     torch.use_deterministic_algorithms(config.train.deterministic)
-    run = RunDirectory(Path(config.run.dir) / str(config.run.name))
+    progress.phase = Phase.RENDEZVOUS
     ranks = connect(world, config)
-    shutdown.join_group(config.supervise.stop_grace if launch is not None else None)
-    attempt = _agree_on_attempt(run, ranks, launch)
+    shutdown.join_group(config.supervise.stop_grace if presence.launch is not None else None)
+    attempt = _agree_on_attempt(run, ranks, presence.launch)
     open_log(run.log(attempt.number, world.rank), attempt=attempt.number, rank=world.rank)
-    training = build(config, run, ranks, attempt, shutdown)
+    progress.phase = Phase.LOAD
+    training = build(config, presence, ranks, attempt, shutdown)
+    progress.phase = Phase.STEP
     try:
         return train(training)
     finally:
@@ -100,15 +106,16 @@ def run_rank(config: Config, shutdown: ShutdownHandler) -> ExitCode:
 
 
 def build(
-    config: Config, run: RunDirectory, ranks: Ranks, attempt: Attempt, shutdown: ShutdownHandler
+    config: Config, presence: Presence, ranks: Ranks, attempt: Attempt, shutdown: ShutdownHandler
 ) -> Training:
     """Everything the loop needs, with the state of the newest checkpoint."""
+    run = presence.run
     corpus = Corpus.open(Path(config.data.dataset_path), max_open=config.data.num_shards_per_rank)
     vocab_size = _vocabulary(config, corpus)
     shape = Shape.of(config.model, vocab_size)
     model = build_model(config, vocab_size, ranks.device, ranks.mesh)
     optimizer = build_optimizer(model, config.optimizer)
-    record = _recorder(run, ranks.world, attempt)
+    record = _recorder(presence, attempt)
     checkpoints = CheckpointManager(
         Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints,
         model,
@@ -138,6 +145,7 @@ def build(
         shutdown=shutdown,
         checkpoints=checkpoints,
         evaluation=_open_evaluation(config, vocab_size),
+        progress=presence.progress,
         telemetry=_open_telemetry(config, run, ranks, attempt, shape, position),
         record=record,
         position=position,
@@ -153,16 +161,6 @@ def thread_count(config: Config, world: World) -> int:
             raise UsageError(f"OMP_NUM_THREADS={asked} is no number of threads; unset it")
         return int(asked)
     return max(1, len(os.sched_getaffinity(0)) // world.local_size)
-
-
-def _find_place() -> World:
-    try:
-        world = discover(os.environ)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    if world.warning:
-        logger().warning(world.warning)
-    return world
 
 
 def _agree_on_attempt(run: RunDirectory, ranks: Ranks, launch: Launch | None) -> Attempt:
@@ -183,12 +181,9 @@ def _agree_on_attempt(run: RunDirectory, ranks: Ranks, launch: Launch | None) ->
     return told
 
 
-def _recorder(run: RunDirectory, world: World, attempt: Attempt) -> Recorder:
-    ledger = Ledger(run.ledger)
-
+def _recorder(presence: Presence, attempt: Attempt) -> Recorder:
     def record(event: str, **fields: object) -> None:
-        if world.rank == 0:
-            ledger.record(event, attempt=attempt.number, **fields)
+        presence.record(attempt, event, fields)
 
     return record
 

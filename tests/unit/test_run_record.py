@@ -18,8 +18,9 @@ from kempner.run.attempts import Attempt, Fence, SupersededError, begin_attempt,
 from kempner.run.exit_codes import UsageError
 from kempner.run.files import append_line, await_entry, join_directory, replace_durable
 from kempner.run.journal import Journal
-from kempner.run.launch import Launch
+from kempner.run.launch import Control, Launch
 from kempner.run.layout import RunDirectory
+from kempner.run.messages import Secret
 
 
 @pytest.fixture
@@ -156,18 +157,21 @@ def test_a_directory_that_exists_before_it_is_seen_is_joined(tmp_path: Path) -> 
 
 
 def test_launch_survives_the_environment() -> None:
-    launch = Launch(Attempt(7, "abcd"), supervisor_pid=12)
+    control = Control("10.0.0.7", 20_000, Secret.new())
+    launch = Launch(Attempt(7, "abcd"), supervisor_pid=12, control=control)
     assert Launch.from_environment(launch.environment()) == launch
     assert Launch.from_environment({"PATH": "/bin"}) is None
 
 
 _COUNT_SIGNALS = """
-import os, signal, sys
+import os, queue, signal, sys
 from kempner.run.signals import inbox
 inbox().install(); inbox().install()
 print("ready", flush=True)
 sys.stdin.readline()
-while not inbox().wait(int(sys.argv[1]) - 1, 30): pass
+come = queue.SimpleQueue()
+inbox().react_with(come.put)
+for _ in range(int(sys.argv[1])): come.get(timeout=30)
 print([r.signal.name for r in inbox().received], flush=True)
 """
 

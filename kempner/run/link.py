@@ -1,0 +1,238 @@
+"""The control channel, a rank's side: one thread that keeps the line to the supervisor.
+
+It sends the rank's progress once a second, and acts at once on what the supervisor says, even while
+the main thread sits in a collective that will never end: collectives, files and sockets release
+Python's lock. Native code that holds the lock stops this thread, too, and nothing can then be done
+from inside the process; the supervisor sees a connection that stays up and says nothing, and ends
+the process from outside.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kempner.run.exit_codes import ExitCode
+from kempner.run.launch import Launch
+from kempner.run.layout import RunDirectory
+from kempner.run.logs import logger
+from kempner.run.messages import (
+    DumpStacks,
+    Event,
+    FromSupervisor,
+    MessageError,
+    Noted,
+    Outcome,
+    PeerLost,
+    Stop,
+    decode_from_supervisor,
+    shorten,
+)
+from kempner.run.opening import introduce, open_wire
+from kempner.run.outbox import Outbox, Post
+from kempner.run.progress import Progress
+from kempner.run.silence import Silence
+from kempner.run.wire import MessageFile, Wire
+
+BEAT = 1.0
+"""Seconds between two reports."""
+
+RETRY = (0.1, 2.0)
+"""Seconds until the second try to connect, and the most between two tries."""
+
+ALONE = 8.0
+"""Seconds without a connection after which files are used instead."""
+
+FILE_BEAT = 5.0
+"""Seconds between two reports by file: a file system shared by thousands feels each of them."""
+
+PEER_LOST_GRACE = 1.0
+"""Seconds that the main thread gets to leave by itself when a peer is gone."""
+
+LAST_WORDS = 3.0
+"""Seconds that a rank waits, at its end, for its last words to be heard; longer than a try to
+connect takes."""
+
+
+@dataclass(frozen=True)
+class Reactions:
+    """What a rank does when it is told to stop, and after `patience` seconds without a word.
+
+    Both are called from the link's thread, and must not wait.
+    """
+
+    stop: Callable[[Stop], None]
+    silence: Callable[[float], None]
+    patience: float
+
+
+class Link:
+    """The line between this rank and its supervisor. No method fails because the line is down."""
+
+    def __init__(
+        self, launch: Launch, run: RunDirectory, rank: int, progress: Progress, react: Reactions
+    ) -> None:
+        self._launch, self._rank, self._progress, self._react = launch, rank, progress, react
+        number = launch.attempt.number
+        self._stacks = run.stacks(number, rank)
+        self._own_file = MessageFile(run.messages(number, rank))
+        self._their_file = MessageFile(run.messages(number, None))
+        self._by_file = False
+        self._report_at = 0.0
+        self._outbox, self._sent = Outbox(), 0
+        self._silence = Silence(react.patience)
+        self._connected = self._over = False
+        self._alone_since = time.monotonic()
+        self._exit_at: float | None = None
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.peer_lost: PeerLost | None = None
+        """The first peer that is known to be gone."""
+
+    def start(self) -> None:
+        """Begin to connect, in the background."""
+        threading.Thread(target=self._keep, name="link", daemon=True).start()
+
+    def record(self, event: str, fields: dict[str, object]) -> None:
+        """Send a line for the ledger; `fields` are JSON values."""
+        self._post(lambda number: Event(number, event, fields))  # type: ignore[arg-type]
+
+    def leave(self, code: int, sentence: str) -> list[Event]:
+        """Say how this process ends, wait until it is heard, for at most `LAST_WORDS` seconds, and
+        fall silent.
+
+        Returns the lines for the ledger that are lost unless the caller writes them: those on the
+        way to a supervisor that still holds the connection are not.
+        """
+        self._report_at = 0.0  # where it ended, before its last words
+        self._post(lambda number: Outcome(number, int(code), shorten(sentence)))
+        unheard = self._outbox.wait_until_heard(LAST_WORDS)
+        self._over = True
+        os.eventfd_write(self._alarm, 1)
+        return [m for m in unheard if isinstance(m, Event) and not self._connected]
+
+    def _post(self, make: Callable[[int], Post]) -> None:
+        self._outbox.add(make)
+        os.eventfd_write(self._alarm, 1)
+
+    def _keep(self) -> None:
+        """Connect, talk until the line breaks, and again: the life of the thread."""
+        pause, longest = RETRY
+        while not self._over:
+            try:
+                wire = open_wire(self._launch, self._rank)
+            except (OSError, MessageError) as error:
+                logger().debug("no connection to the supervisor", reason=str(error))
+                self._wait_alone(pause)
+                pause = min(2 * pause, longest)
+                continue
+            pause, _ = RETRY
+            self._connected, self._by_file = True, False
+            self._talk(wire)
+            self._connected, self._alone_since = False, time.monotonic()
+
+    def _talk(self, wire: Wire) -> None:
+        """Exchange messages until the connection breaks."""
+        self._sent = 0  # what was on its way and never noted goes out again
+        self._report_at = 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._alarm, selectors.EVENT_READ)
+            selector.register(wire, selectors.EVENT_READ)
+            try:
+                while not self._over:
+                    for line in wire.lines():
+                        self._obey(decode_from_supervisor(line))
+                    self._speak(wire)
+                    self._look_at_clocks()
+                    writing = selectors.EVENT_WRITE if wire.sending else 0
+                    selector.modify(wire, selectors.EVENT_READ | writing)
+                    self._nap(selector, self._report_at)
+            except (OSError, MessageError) as error:
+                logger().info("the connection to the supervisor is lost", reason=str(error))
+            finally:
+                wire.close()
+
+    def _speak(self, wire: Wire) -> None:
+        wire.flush()
+        if time.monotonic() >= self._report_at:
+            self._report_at = time.monotonic() + BEAT
+            if not wire.sending:  # a reader that is behind gets only what must not be lost
+                wire.send(self._progress.report())
+        for message in self._outbox.after(self._sent):
+            wire.send(message)
+            self._sent = message.number
+
+    def _wait_alone(self, seconds: float) -> None:
+        """Wait until it is time to try again; talk by file if that takes long."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._alarm, selectors.EVENT_READ)
+            self._nap(selector, time.monotonic() + seconds)
+        self._look_at_clocks()
+        if time.monotonic() - self._alone_since >= ALONE:
+            try:
+                self._talk_by_file()
+            except (OSError, MessageError) as error:
+                logger().debug("no exchange with the supervisor by file", reason=str(error))
+
+    def _talk_by_file(self) -> None:
+        """One exchange. What is written counts as heard as long as the supervisor answers."""
+        if not self._by_file:
+            self._own_file.append(introduce(self._launch, self._rank, challenge=""))
+            self._by_file, self._report_at = True, 0.0
+        if time.monotonic() >= self._report_at:
+            self._report_at = time.monotonic() + FILE_BEAT
+            self._own_file.append(self._progress.report())
+        for message in self._outbox.after(0) if not self._silence.noticed else []:
+            self._own_file.append(message)
+            self._outbox.heard(message.number)
+        for line in self._their_file.news():
+            self._obey(decode_from_supervisor(line))
+
+    def _obey(self, message: FromSupervisor) -> None:
+        self._silence.broken()
+        match message:
+            case Noted():
+                self._outbox.heard(message.number)
+            case Stop():
+                self._react.stop(message)
+            case PeerLost() if self.peer_lost is None:
+                self.peer_lost = message
+                self._exit_at = time.monotonic() + PEER_LOST_GRACE
+            case DumpStacks():
+                self._dump_stacks()
+
+    def _dump_stacks(self) -> None:
+        try:
+            with open(self._stacks, "a", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            logger().warning("the stacks cannot be written", reason=error.strerror)
+
+    def _look_at_clocks(self) -> None:
+        if self._silence.exceeds_limit():
+            self._react.silence(self._silence.seconds)
+        if self._exit_at is not None and time.monotonic() >= self._exit_at:
+            self._exit_at = None
+            # On a thread of its own: this one has to deliver the last words.
+            threading.Thread(target=self._give_up, name="exit", daemon=True).start()
+
+    def _give_up(self) -> None:
+        """End the process, although the main thread may wait for that peer for ever."""
+        assert self.peer_lost is not None  # or nobody would have set the time
+        sentence = f"left, because rank {self.peer_lost.rank} {self.peer_lost.words}"
+        logger().error(sentence)
+        self.leave(ExitCode.PEERS_LOST, sentence)
+        os._exit(ExitCode.PEERS_LOST)
+
+    def _nap(self, selector: selectors.BaseSelector, until: float) -> None:
+        """Wait until something happens, or until it is time for something."""
+        if self._exit_at is not None:
+            until = min(until, self._exit_at)
+        selector.select(max(0.0, until - time.monotonic()))
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._alarm)

@@ -1,0 +1,93 @@
+"""Who this process is, and its line to the supervisor: up before torch is imported.
+
+On a cold file system that import takes minutes, and a rank that is stuck there should be seen.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kempner.cluster.world import World, discover
+from kempner.config.sections import Config
+from kempner.run.attempts import Attempt
+from kempner.run.exit_codes import UsageError
+from kempner.run.launch import Launch, forget_secret
+from kempner.run.layout import RunDirectory
+from kempner.run.ledger import Ledger
+from kempner.run.link import Link, Reactions
+from kempner.run.logs import logger
+from kempner.run.messages import Stop
+from kempner.run.progress import Progress
+from kempner.run.signals import follow_parent
+
+
+@dataclass(frozen=True)
+class Presence:
+    """A rank's place in the world and in the run. `link` is None where there is no supervisor."""
+
+    world: World
+    run: RunDirectory
+    launch: Launch | None
+    progress: Progress
+    link: Link | None
+
+    def record(self, attempt: Attempt, event: str, fields: Mapping[str, object]) -> None:
+        """A line for the ledger, from rank 0; the supervisor writes it, if there is one."""
+        if self.world.rank != 0:
+            return
+        if self.link is not None:
+            self.link.record(event, dict(fields))
+        else:
+            Ledger(self.run.ledger).record(event, attempt=attempt.number, **fields)
+
+    def leave(self, code: int, sentence: str) -> None:
+        """Last words. What the supervisor cannot take for the ledger any more is written here."""
+        if self.link is None or self.launch is None:
+            return
+        for event in self.link.leave(code, sentence):
+            fields = {"attempt": self.launch.attempt.number, **event.fields}
+            Ledger(self.run.ledger).record(event.name, **fields)
+
+
+def appear(config: Config) -> Presence:
+    """Find this rank's place, and call its supervisor if it has one.
+
+    Raises `UsageError` if the launcher's variables make no sense.
+    """
+    launch = Launch.from_environment(os.environ)
+    forget_secret(os.environ)
+    world = _find_place()
+    run = RunDirectory(Path(config.run.dir) / str(config.run.name))
+    progress = Progress()
+    if launch is None:
+        return Presence(world, run, launch, progress, None)
+    follow_parent(launch.supervisor_pid, signal.SIGTERM)
+    react = Reactions(_stop, _stop_in_silence, config.supervise.silence_limit)
+    link = Link(launch, run, world.rank, progress, react)
+    link.start()
+    return Presence(world, run, launch, progress, link)
+
+
+def _find_place() -> World:
+    try:
+        world = discover(os.environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if world.warning:
+        logger().warning(world.warning)
+    return world
+
+
+def _stop(message: Stop) -> None:
+    """A stop that comes over the channel is treated like a signal, whatever the moment."""
+    logger().info("asked to stop", reason=message.reason, seconds_left=message.seconds_left)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _stop_in_silence(seconds: float) -> None:
+    logger().warning(f"nothing heard from the supervisor for {seconds:.0f} s: committing, leaving")
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,156 @@
+"""The control channel in real runs: who learns what, and what nobody may see."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import Job, Run, wait_until
+
+from kempner.run.ledger import read_lines
+from kempner.run.messages import LINE_LIMIT
+
+pytestmark = pytest.mark.timeout(300)
+
+LONG = "--train.max_steps=100000"
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """What a process was started with."""
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def ends(run: Run) -> list[tuple[int, str]]:
+    """Ranks in the order in which their end was heard of, and how they ended."""
+    log = read_lines(run.record.supervisor_log(1))
+    return [(line["rank"], line["how"]) for line in log if line["event"] == "ended"]
+
+
+def test_peers_of_a_killed_rank_are_told_and_leave_by_themselves(run: Run) -> None:
+    # Nobody is killed for staying: with this grace the test would time out.
+    job = run.supervise(3, LONG, "--supervise.crash_grace=100000", "--train.global_batch_size=6")
+    victim = run.ready_pid(1, 1, job)
+    run.reach(3, job)
+    os.kill(victim, signal.SIGSTOP)
+    dead_collective(run)
+    os.kill(victim, signal.SIGKILL)
+    assert job.wait() == 1
+    assert "rank 1 was killed by SIGKILL" in job.output()
+    first, *others = ends(run)
+    assert first == (1, "was killed by SIGKILL")
+    assert sorted(rank for rank, _ in others) == [0, 2]
+    assert all("exit code 76" in how for _, how in others)
+    (ended,) = run.events("attempt_ended")
+    assert (ended["culprit"], ended["exits"]) == (1, {"1": -9, "0": 76, "2": 76})
+
+
+def dead_collective(run: Run) -> None:
+    """Wait until the ranks that can run have nothing left to do but to wait."""
+    pids = [run.ready_pid(1, rank, run.jobs[-1]) for rank in (0, 2)]
+    used = lambda: [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]  # noqa: E731
+    last = [0.0]
+
+    def idle() -> bool:
+        last[:], before = used(), list(last)
+        return last == before
+
+    for _ in range(3):
+        wait_until(idle, "the others to be stuck")
+
+
+def test_a_crash_is_reported_in_the_ranks_own_words(run: Run) -> None:
+    run.complete(2)
+    (run.checkpoints / "step-00000040" / "manifest.json").write_text("{}")
+    for step in run.committed():
+        (run.checkpoints / f"step-{step:08d}" / "manifest.json").write_text("{}")
+    job = run.supervise(2)
+    assert job.wait() == 65
+    *_, ended = run.events("attempt_ended")
+    assert "exit code 65 (bad_data): no checkpoint in" in ended["reason"]
+
+
+def test_a_stopped_supervisor_holds_nobody_up_and_the_ledger_misses_nothing(run: Run) -> None:
+    job = run.supervise(2, "--train.max_steps=80")
+    run.reach(5, job)
+    job.signal(signal.SIGSTOP)
+    run.reach(max(run.steps()) + 30, job)
+    job.signal(signal.SIGCONT)
+    assert job.wait(120) == 0, job.output()
+    assert [e["step"] for e in run.events("checkpoint_committed")] == list(range(10, 81, 10))
+    assert len(run.events("completed")) == 1
+    assert all(e["attempt"] == 1 for e in read_lines(run.record.ledger))
+
+
+def test_ranks_that_hear_nothing_for_too_long_commit_and_leave(run: Run) -> None:
+    job = run.supervise(2, LONG, "--supervise.silence_limit=3")
+    ranks = [run.ready_pid(1, rank, job) for rank in range(2)]
+    run.reach(3, job)
+    job.signal(signal.SIGSTOP)
+    wait_until(lambda: not any(alive(pid) for pid in ranks), "the ranks to leave")
+    job.signal(signal.SIGCONT)
+    assert job.wait() == 75, job.output()
+    assert run.latest() == max(run.steps())
+    assert len(run.events("stopped")) == 1
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_stop_by_channel_alone_is_enough(run: Run) -> None:
+    program = Path(__file__).with_name("told_by_channel_alone.py")
+    job = run.start([sys.executable, str(program)], LONG)
+    run.reach(3, job)
+    job.signal()
+    assert job.wait() == 75, job.output()
+    assert run.latest() == max(run.steps())
+    asked = [e for e in read_lines(run.record.log(1, 0)) if e["event"] == "asked to stop"]
+    assert [(e["reason"], e["seconds_left"]) for e in asked] == [("SIGTERM", 600.0)]
+
+
+def test_the_token_stays_secret_and_strangers_change_nothing(run: Run, reference: Run) -> None:
+    job = run.supervise(2, "--data.num_dataloader_workers=1")
+    ranks = [run.ready_pid(1, rank, job) for rank in range(2)]
+    variables = environment_of(ranks[1])
+    token, port = variables["KEMPNER_CONTROL_TOKEN"], int(variables["KEMPNER_CONTROL_PORT"])
+    processes = psutil.Process(job.process.pid).children(recursive=True)
+    workers = [p for p in processes if p.pid not in ranks]
+    assert workers
+    assert not any(token in " ".join(p.cmdline()) for p in processes)
+    assert not any(token in environment_of(worker.pid).values() for worker in workers)
+    molest(port, job)
+    assert job.wait(120) == 0, job.output()
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert run.record.ledger in files
+    assert not [path for path in files if token.encode() in path.read_bytes()]
+    reference.complete(2, "--data.num_dataloader_workers=1")
+    assert run.steps() == reference.steps()
+
+
+def molest(port: int, job: Job) -> None:
+    """Garbage, half-open connections and wrong proofs, two hundred of each."""
+    forged = (
+        b'{"kind":"hello","version":1,"attempt":1,"rank":0,"host":"x","pid":1,'
+        b'"nonce":"%s","proof":"%s"}\n' % (b"0" * 32, b"0" * 64)
+    )
+    for content in (secrets.token_bytes(LINE_LIMIT), b"", forged):
+        strangers = []
+        for _ in range(200):
+            if job.process.poll() is not None:
+                return
+            stranger = socket.create_connection(("127.0.0.1", port))
+            stranger.setblocking(False)
+            try:
+                stranger.send(content)
+            except OSError:
+                continue  # hung up on already
+            strangers.append(stranger)
+        for stranger in strangers:
+            stranger.close()

@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 def status(
     directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's directory.")],
 ) -> None:
-    """Say where a run stands: state, step, loss, newest checkpoint."""
+    """Say where a run stands: state, step, loss, newest checkpoint, and each rank's place."""
     run = RunDirectory(directory)
     if not run.ledger.exists():
         raise UsageError(
@@ -33,6 +33,7 @@ def status(
         "loss": found.loss,
         "latest checkpoint": found.latest_checkpoint,
         "attempts": found.attempts,
+        **dict(found.ranks),
     }
     for name, value in rows.items():
         typer.echo(f"{name:<18} {'-' if value is None else value}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kempner.checkpoint.layout import CheckpointFolder
+from kempner.run.attempts import read_current
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import read_lines
 
@@ -21,6 +23,8 @@ class Status:
     latest_checkpoint: int | None
     attempts: int
     last_event: str | None
+    ranks: tuple[tuple[str, str], ...] = ()
+    """Who is where, as last heard: names of ranks, and their step and phase."""
 
 
 def summarise(
@@ -45,7 +49,43 @@ def summarise(
     return Status(state, step, loss, latest_checkpoint, attempts, last)
 
 
+def gather(ranks: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """Ranks in the same place together: thousands of them must fit on a screen."""
+    together: dict[tuple[int, str], list[int]] = {}
+    for rank in ranks:
+        together.setdefault((rank["step"], rank["phase"]), []).append(rank["rank"])
+    return tuple(
+        (_name(sorted(members)), f"step {step}, {phase}")
+        for (step, phase), members in sorted(together.items())
+    )
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0-6, 9` for several, in ascending order."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    spans = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans)}"
+
+
 def read_status(run: RunDirectory) -> Status:
     """The status of the run in a directory."""
     latest = CheckpointFolder(run.checkpoints).latest()
-    return summarise(read_lines(run.ledger), read_lines(run.metrics), latest)
+    status = summarise(read_lines(run.ledger), read_lines(run.metrics), latest)
+    return replace(status, ranks=gather(_read_ranks(run)))
+
+
+def _read_ranks(run: RunDirectory) -> list[dict[str, Any]]:
+    """What the supervisor of the live attempt last heard; nothing without a supervisor."""
+    attempt = read_current(run.attempts)
+    if attempt is None:
+        return []
+    try:
+        ranks: list[dict[str, Any]] = json.loads(run.ranks(attempt.number).read_bytes())
+    except FileNotFoundError:
+        return []
+    return ranks

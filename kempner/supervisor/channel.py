@@ -16,33 +16,28 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
 
-from kempner.run.exit_codes import UsageError
 from kempner.run.logs import logger
 from kempner.run.messages import (
     OPENING_LIMIT,
-    PROTOCOL,
     Alive,
     Challenge,
-    Event,
     FromRank,
     FromSupervisor,
     Hello,
     MessageError,
     Noted,
-    Outcome,
     PeerLost,
     Report,
-    Secret,
     Stop,
     Welcome,
     decode_from_rank,
     new_nonce,
-    same_proof,
 )
 from kempner.run.wire import Wire
+from kempner.supervisor.admission import Membership
 from kempner.supervisor.file_channel import FileChannel
+from kempner.supervisor.news import Heard, Joined, News, Parted, Sighting
 
 OPENING_TIME = 10.0
 """Seconds within which a connection must have proved that it belongs to a rank."""
@@ -58,82 +53,6 @@ REFUSALS_LOGGED = 20
 
 LAST_WORDS = 1.0
 """Seconds that `close` goes on listening while something still comes."""
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A rank is there, for the first time or again."""
-
-    rank: int
-    host: str
-    pid: int
-
-
-@dataclass(frozen=True)
-class Parted:
-    """A rank's connection is over. It may come back."""
-
-    rank: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Heard:
-    """A rank said something that must not be lost."""
-
-    rank: int
-    message: Event | Outcome
-
-
-@dataclass(frozen=True)
-class Sighting:
-    """A rank's newest report, and when it came (`time.monotonic`, seconds)."""
-
-    report: Report
-    at: float
-
-
-News: TypeAlias = Joined | Parted | Heard
-
-
-@dataclass(frozen=True)
-class Membership:
-    """Who is let in: the ranks of one attempt."""
-
-    secret: Secret
-    attempt: int
-    size: int
-
-    def refusal(self, hello: Hello, challenge: str) -> str | None:
-        """Why this is none of ours; None if it is."""
-        expected = self.secret.proof_of_rank(challenge, hello.nonce, hello.attempt, hello.rank)
-        if hello.version != PROTOCOL:
-            return f"it speaks version {hello.version} of the protocol, this is {PROTOCOL}"
-        if not same_proof(hello.proof, expected):
-            return "it does not know the token"
-        if hello.attempt != self.attempt:
-            return f"it belongs to attempt {hello.attempt}"
-        if hello.rank >= self.size:
-            return f"it calls itself rank {hello.rank} of {self.size}"
-        return None
-
-
-def listen(address: str, ports: range | None) -> socket.socket:
-    """A listening socket on `address`, on the first free port of `ports` (None: any).
-
-    Raises `UsageError` if there is none.
-    """
-    refused = None
-    for port in ports if ports is not None else (0,):
-        try:
-            return socket.create_server((address, port), backlog=1024)
-        except OSError as error:
-            refused = error.strerror
-    where = f"{address}, ports {ports.start} to {ports.stop - 1}" if ports else address
-    raise UsageError(
-        f"the supervisor cannot listen on {where} ({refused}); "
-        "set supervise.control_ports to a range with a free port"
-    )
 
 
 @dataclass(eq=False)

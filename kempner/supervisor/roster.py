@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kempner.run.logs import logger
-from kempner.supervisor.channel import Sighting
+from kempner.supervisor.news import Sighting
 
 EVERY = 2.0
 """Seconds between two versions of the file."""

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
@@ -19,9 +20,11 @@ from kempner.run.ledger import Ledger
 from kempner.run.logs import logger, open_log
 from kempner.run.messages import Event, Outcome, PeerLost, Secret, Stop, shorten
 from kempner.run.signals import Received, SignalInbox
-from kempner.supervisor.channel import Channel, Heard, Joined, Membership, News, Parted, listen
+from kempner.supervisor.admission import Membership, listen
+from kempner.supervisor.channel import Channel
 from kempner.supervisor.file_channel import FileChannel
 from kempner.supervisor.launcher import Launcher
+from kempner.supervisor.news import Heard, Joined, News, Parted
 from kempner.supervisor.policy import Decision, RankExit, decide, describe, failed
 from kempner.supervisor.roster import Roster
 
@@ -81,8 +84,8 @@ def supervise(
         channel.close()
     watch.take_in(happenings, wait=False)
     roster.update(channel.sightings(), now=True)
-    decision = decide(list(watch.ends.values()), stop_requested=watch.stop_asked_at is not None)
-    _close(ledger, attempt, decision, list(watch.ends.values()))
+    decision = decide(watch.ends, stop_requested=watch.stop_asked_at is not None)
+    _close(ledger, attempt, decision, watch.ends)
     return decision.code
 
 
@@ -109,17 +112,21 @@ class Watch:
     ) -> None:
         self._attempt, self._size, self._section = attempt, size, section
         self._launcher, self._channel, self._ledger = launcher, channel, ledger
-        self.ends: dict[int, RankExit] = {}
-        """How ranks ended, in the order in which it was heard of."""
+        self._ends: dict[int, tuple[float, RankExit]] = {}
         self.signals: list[Received] = []
         self.stop_asked_at: float | None = None
         self._failed_at: float | None = None
         self._ended_at = 0.0
         self._parted: dict[int, float] = {}
 
+    @property
+    def ends(self) -> list[RankExit]:
+        """How ranks ended, in the order of the first sign of it."""
+        return [end for _, end in sorted(self._ends.values(), key=itemgetter(0))]
+
     def over(self) -> bool:
         """Whether nothing is left to follow."""
-        if len(self.ends) < self._size:
+        if len(self._ends) < self._size:
             return not self._launcher.alive()
         return not self._launcher.alive() or time.monotonic() - self._ended_at > EXIT_GRACE
 
@@ -154,7 +161,8 @@ class Watch:
                 self._parted.pop(happening.rank, None)
             case Parted():
                 logger().info("parted", rank=happening.rank, reason=happening.reason)
-                self._parted[happening.rank] = time.monotonic()
+                if happening.rank not in self._ends:
+                    self._parted[happening.rank] = time.monotonic()
             case Heard(_, Event() as event):
                 self._ledger.record(event.name, **{"attempt": self._attempt.number, **event.fields})
             case Heard(rank, Outcome() as outcome):
@@ -175,11 +183,11 @@ class Watch:
         self._launcher.ask_to_stop()
 
     def _note_end(self, end: RankExit) -> None:
-        self._parted.pop(end.rank, None)
-        if end.rank in self.ends:
+        if end.rank in self._ends:
             return  # its own words came first and say more than its exit status
         logger().info("ended", rank=end.rank, how=describe(end))
-        self.ends[end.rank], self._ended_at = end, time.monotonic()
+        self._ended_at = time.monotonic()
+        self._ends[end.rank] = (self._parted.pop(end.rank, self._ended_at), end)
         if failed(end) and self._failed_at is None:
             self._failed_at = self._ended_at
             self._channel.tell(PeerLost(end.rank, shorten(describe(end))))

@@ -104,15 +104,28 @@ def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+ELSEWHERE = [sys.executable, str(Path(__file__).with_name("told_by_channel_alone.py"))]
+
+
 def test_a_stop_by_channel_alone_is_enough(run: Run) -> None:
-    program = Path(__file__).with_name("told_by_channel_alone.py")
-    job = run.start([sys.executable, str(program)], LONG)
+    job = run.start(ELSEWHERE, LONG)
     run.reach(3, job)
     job.signal()
     assert job.wait() == 75, job.output()
     assert run.latest() == max(run.steps())
     asked = [e for e in read_lines(run.record.log(1, 0)) if e["event"] == "asked to stop"]
     assert [(e["reason"], e["seconds_left"]) for e in asked] == [("SIGTERM", 600.0)]
+
+
+def test_a_death_that_no_launcher_sees_is_seen_by_the_channel(run: Run) -> None:
+    job = run.start(ELSEWHERE, LONG)
+    victim = run.ready_pid(1, 1, job)
+    run.reach(3, job)
+    os.kill(victim, signal.SIGKILL)
+    assert job.wait() == 1
+    (ended,) = run.events("attempt_ended")
+    assert ended["reason"] == "rank 1 is gone without a word"
+    assert list(ended["exits"].items()) == [("1", None), ("0", 76)]
 
 
 def test_the_token_stays_secret_and_strangers_change_nothing(run: Run, reference: Run) -> None:

@@ -1,25 +1,41 @@
-"""A supervisor whose ranks get no signal: python told_by_channel_alone.py CONFIG [overrides]."""
+"""A supervisor that can only start its ranks: python told_by_channel_alone.py CONFIG [overrides].
+
+It cannot signal them and does not see them end; all it knows comes over the control channel.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kempner.config.loading import load
 from kempner.run import logs
+from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.signals import inbox
 from kempner.supervisor.local import LocalLauncher
+from kempner.supervisor.policy import RankExit
 from kempner.supervisor.supervise import supervise
 
 SIZE = 2
 
 
-class WithoutSignals(LocalLauncher):
-    """As where a scheduler stands between, and forwards nothing."""
+class Elsewhere(LocalLauncher):
+    """As where a scheduler stands between, that forwards nothing and never gets ready."""
+
+    def start(
+        self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
+    ) -> None:
+        """Start the ranks and look away."""
+        super().start(launch, arguments, post=lambda end: None)
 
     def ask_to_stop(self) -> None:
         """Say nothing."""
+
+    def alive(self) -> bool:
+        """Not known to be over."""
+        return True
 
 
 if __name__ == "__main__":
@@ -27,5 +43,5 @@ if __name__ == "__main__":
     logs.configure()
     config = load(Path(sys.argv[1]), sys.argv[2:])
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
-    launcher = WithoutSignals(run, SIZE)
+    launcher = Elsewhere(run, SIZE)
     sys.exit(supervise(run, launcher, sys.argv[1:], SIZE, config.supervise, inbox()))

@@ -48,8 +48,10 @@ from kempner.run.messages import (
 from kempner.run.opening import introduce, open_wire
 from kempner.run.progress import Progress
 from kempner.supervisor import channel as channel_module
-from kempner.supervisor.channel import Channel, Heard, Joined, Membership, News, Parted, listen
+from kempner.supervisor.admission import Membership, listen
+from kempner.supervisor.channel import Channel
 from kempner.supervisor.file_channel import FileChannel
+from kempner.supervisor.news import Heard, Joined, News, Parted
 
 SIZE = 4
 LOOPBACK = "127.0.0.1"

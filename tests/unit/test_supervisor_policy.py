@@ -14,7 +14,7 @@ from kempner.supervisor.supervise import insists
 KILL, TERM, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
 
 
-def ends(*statuses: int, ours: tuple[int, ...] = ()) -> list[RankExit]:
+def ends(*statuses: int | None, ours: tuple[int, ...] = ()) -> list[RankExit]:
     return [RankExit(r, status, r in ours) for r, status in enumerate(statuses)]
 
 
@@ -40,12 +40,26 @@ def ends(*statuses: int, ours: tuple[int, ...] = ()) -> list[RankExit]:
         (ends(76, 76), False, ExitCode.PEERS_LOST, "lost each other"),
         (ends(KILL, 75, ours=(0,)), True, ExitCode.STOPPED, "start again"),
         (ends(0, 1), False, ExitCode.CRASHED, "rank 1"),
+        (ends(None, 76), False, ExitCode.CRASHED, "rank 0 is gone without a word"),
+        (ends(None, 75), True, ExitCode.CRASHED, "rank 0 is gone without a word"),
+        (ends(None, KILL, ours=(0,)), False, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
     ],
 )
 def test_outcome(exits: list[RankExit], stop: bool, code: ExitCode, words: str) -> None:
     decision = decide(exits, stop_requested=stop)
     assert decision.code is code
     assert words in decision.reason
+
+
+def test_the_last_words_of_the_first_to_fail_are_repeated() -> None:
+    exits = [
+        RankExit(3, 76, sentence="rank 1 is lost"),
+        RankExit(1, 65, sentence="no checkpoint verifies"),
+        RankExit(0, 1, sentence="KeyError: 0"),
+    ]
+    decision = decide(exits, stop_requested=False)
+    assert decision.reason == "rank 1 ended with exit code 65 (bad_data): no checkpoint verifies"
+    assert decision.culprit == 1
 
 
 def test_completed_and_stopped_ranks_do_not_end_the_others() -> None:

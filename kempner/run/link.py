@@ -102,16 +102,17 @@ class Link:
         """Send a line for the ledger; `fields` are JSON values."""
         self._post(lambda number: Event(number, event, fields))  # type: ignore[arg-type]
 
-    def leave(self, code: int, sentence: str) -> list[Event]:
-        """Say how this process ends, wait until it is heard, for at most `LAST_WORDS` seconds, and
-        fall silent.
+    def leave(self, code: int, sentence: str, patience: float | None = None) -> list[Event]:
+        """Say how this process ends, wait until it is heard, and fall silent.
+
+        Waits for at most `patience` seconds, `LAST_WORDS` when left out.
 
         Returns the lines for the ledger that are lost unless the caller writes them: those on the
         way to a supervisor that still holds the connection are not.
         """
         self._report_at = 0.0  # where it ended, before its last words
         self._post(lambda number: Outcome(number, int(code), shorten(sentence)))
-        unheard = self._outbox.wait_until_heard(LAST_WORDS)
+        unheard = self._outbox.wait_until_heard(LAST_WORDS if patience is None else patience)
         self._over = True
         os.eventfd_write(self._alarm, 1)
         return [m for m in unheard if isinstance(m, Event) and not self._connected]

@@ -9,12 +9,13 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kempner.cluster.world import World, discover
 from kempner.config.sections import Config
 from kempner.run.attempts import Attempt
-from kempner.run.exit_codes import UsageError
+from kempner.run.exit_codes import ExitCode, UsageError
 from kempner.run.launch import Launch, forget_secret
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger
@@ -22,7 +23,10 @@ from kempner.run.link import Link, Reactions
 from kempner.run.logs import logger
 from kempner.run.messages import Stop
 from kempner.run.progress import Progress
-from kempner.run.signals import follow_parent
+from kempner.run.signals import Received, follow_parent, inbox, leave_alone
+
+HASTE = 0.5
+"""Seconds that a rank which leaves before training waits for its last words to be heard."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ def appear(config: Config) -> Presence:
     react = Reactions(_stop, _stop_in_silence, config.supervise.silence_limit)
     link = Link(launch, run, world.rank, progress, react)
     link.start()
+    inbox().react_with(partial(_leave_alone, link))
     return Presence(world, run, launch, progress, link)
 
 
@@ -80,6 +85,12 @@ def _find_place() -> World:
     if world.warning:
         logger().warning(world.warning)
     return world
+
+
+def _leave_alone(link: Link, received: Received) -> None:
+    """A signal while nobody depends on this process: say so, and end it."""
+    link.leave(ExitCode.STOPPED, "stopped before training began", HASTE)
+    leave_alone(received)
 
 
 def _stop(message: Stop) -> None:

@@ -104,6 +104,7 @@ def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+STOPPED = "ended with exit code 75 (stopped)"
 ELSEWHERE = [sys.executable, str(Path(__file__).with_name("told_by_channel_alone.py"))]
 
 
@@ -115,6 +116,16 @@ def test_a_stop_by_channel_alone_is_enough(run: Run) -> None:
     assert run.latest() == max(run.steps())
     asked = [e for e in read_lines(run.record.log(1, 0)) if e["event"] == "asked to stop"]
     assert [(e["reason"], e["seconds_left"]) for e in asked] == [("SIGTERM", 600.0)]
+
+
+def test_ranks_stopped_before_they_know_each_other_say_so(run: Run) -> None:
+    job = run.start(ELSEWHERE, LONG)
+    log = run.record.supervisor_log(1)
+    wait_until(lambda: [e for e in read_lines(log) if e["event"] == "joined"], "a rank", job=job)
+    job.signal()
+    assert job.wait() == 75, job.output()
+    assert sorted(ends(run)) == [(r, f"{STOPPED}: stopped before training began") for r in (0, 1)]
+    assert run.committed() == []
 
 
 def test_a_death_that_no_launcher_sees_is_seen_by_the_channel(run: Run) -> None:

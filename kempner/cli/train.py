@@ -26,7 +26,7 @@ def train(context: typer.Context, file: ConfigFile) -> None:
     shutdown.install()
     logs.configure()
     config = load(file, context.args)
-    presence = appear(config)
+    presence = appear(config, shutdown)
     from kempner.training.rank import main
 
     main(config, presence, shutdown)

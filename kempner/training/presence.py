@@ -24,6 +24,7 @@ from kempner.run.logs import logger
 from kempner.run.messages import Stop
 from kempner.run.progress import Progress
 from kempner.run.signals import Received, follow_parent, inbox, leave_alone
+from kempner.training.shutdown import ShutdownHandler, StopReason
 
 HASTE = 0.5
 """Seconds that a rank which leaves before training waits for its last words to be heard."""
@@ -57,7 +58,7 @@ class Presence:
             Ledger(self.run.ledger).record(event.name, **fields)
 
 
-def appear(config: Config) -> Presence:
+def appear(config: Config, shutdown: ShutdownHandler) -> Presence:
     """Find this rank's place, and call its supervisor if it has one.
 
     Raises `UsageError` if the launcher's variables make no sense.
@@ -70,7 +71,7 @@ def appear(config: Config) -> Presence:
     if launch is None:
         return Presence(world, run, launch, progress, None)
     follow_parent(launch.supervisor_pid, signal.SIGTERM)
-    react = Reactions(_stop, _stop_in_silence, config.supervise.silence_limit)
+    react = Reactions(partial(_stop, shutdown), _stop_in_silence, config.supervise.silence_limit)
     link = Link(launch, run, world.rank, progress, react)
     link.start()
     inbox().react_with(partial(_leave_alone, link))
@@ -93,9 +94,10 @@ def _leave_alone(link: Link, received: Received) -> None:
     leave_alone(received)
 
 
-def _stop(message: Stop) -> None:
-    """A stop that comes over the channel is treated like a signal, whatever the moment."""
+def _stop(shutdown: ShutdownHandler, message: Stop) -> None:
+    """A stop that comes over the channel is a signal, whatever the moment, that has a deadline."""
     logger().info("asked to stop", reason=message.reason, seconds_left=message.seconds_left)
+    shutdown.stop(StopReason.SIGNAL, message.seconds_left)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -109,13 +109,13 @@ ELSEWHERE = [sys.executable, str(Path(__file__).with_name("told_by_channel_alone
 
 
 def test_a_stop_by_channel_alone_is_enough(run: Run) -> None:
-    job = run.start(ELSEWHERE, LONG)
+    job = run.start(ELSEWHERE, LONG, "--supervise.stop_grace=300")
     run.reach(3, job)
     job.signal()
     assert job.wait() == 75, job.output()
     assert run.latest() == max(run.steps())
     asked = [e for e in read_lines(run.record.log(1, 0)) if e["event"] == "asked to stop"]
-    assert [(e["reason"], e["seconds_left"]) for e in asked] == [("SIGTERM", 600.0)]
+    assert [(e["reason"], e["seconds_left"]) for e in asked] == [("SIGTERM", 300.0)]
 
 
 def test_ranks_stopped_before_they_know_each_other_say_so(run: Run) -> None:

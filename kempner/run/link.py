@@ -136,6 +136,7 @@ class Link:
             self._connected, self._by_file = True, False
             self._talk(wire)
             self._connected, self._alone_since = False, time.monotonic()
+            self._wait_alone(pause)
 
     def _talk(self, wire: Wire) -> None:
         """Exchange messages until the connection breaks."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from kempner.run.logs import logger
-from kempner.run.messages import Event, MessageError, Outcome, encode
+from kempner.run.messages import Event, MessageError, Outcome, decode_from_rank, encode
 
 Post: TypeAlias = Event | Outcome
 
@@ -22,14 +22,15 @@ class Outbox:
         self._changed = threading.Condition()
 
     def add(self, make: Callable[[int], Post]) -> None:
-        """Add what `make` returns for its number. One that is too long is left out, with a warning.
+        """Add what `make` returns for its number.
 
-        Raises `TypeError` if a field is no JSON value.
+        One that the other side would refuse, too long, say, is left out with a warning: it would
+        cost the connection, again and again. Raises `TypeError` if a field is no JSON value.
         """
         with self._changed:
             message = make(self._added + 1)
             try:
-                encode(message)
+                decode_from_rank(encode(message))
             except MessageError as error:
                 logger().warning("left out of the ledger", reason=str(error))
                 return

@@ -228,7 +228,8 @@ class Channel:
                 self._standing.append((message, time.monotonic()))
             for peer in self._addressees(rank):
                 self._send(peer, message)
-            self._files.tell(message)
+            if rank is None or rank in self._files.admitted:
+                self._files.tell(message)
 
     def _addressees(self, rank: int | None) -> list[_Peer]:
         if rank is None:
@@ -293,6 +294,8 @@ class Channel:
 
     def _drop(self, peer: _Peer, reason: str) -> None:
         """End a connection, and say so to whom it matters."""
+        if peer.wire.closed:
+            return
         self._forget(peer)
         if peer.rank is not None:
             del self._ranks[peer.rank]

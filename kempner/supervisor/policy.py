@@ -54,8 +54,9 @@ def failed(exit_: RankExit) -> bool:
 
 
 def describe(exit_: RankExit) -> str:
-    """An exit in words, the rank's own included."""
-    return _describe(exit_.status) + (f": {exit_.sentence}" if exit_.sentence else "")
+    """An exit in words, the first line of the rank's own included."""
+    said = exit_.sentence.partition("\n")[0]
+    return _describe(exit_.status) + (f": {said}" if said else "")
 
 
 def _describe(status: int | None) -> str:

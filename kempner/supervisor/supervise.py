@@ -11,6 +11,7 @@ from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
+from kempner.cluster.limits import raise_open_file_limit
 from kempner.config.sections import SuperviseSection
 from kempner.run.attempts import Attempt, begin_attempt
 from kempner.run.exit_codes import ExitCode
@@ -55,6 +56,7 @@ def supervise(
     """Run one attempt to its end; returns the exit code of the run."""
     happenings: SimpleQueue[Happening] = SimpleQueue()
     signals.react_with(happenings.put)  # from here on a stop is passed on to the ranks
+    raise_open_file_limit()
     listener = listen(launcher.address, section.ports)
     attempt = begin_attempt(run)
     open_log(run.supervisor_log(attempt.number), attempt=attempt.number)

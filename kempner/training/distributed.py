@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from kempner.cluster.interfaces import interface_environment
+from kempner.cluster.limits import raise_open_file_limit
 from kempner.cluster.world import World
 from kempner.config.sections import Config
 from kempner.run.exit_codes import UsageError
@@ -72,7 +72,7 @@ def choose_device(world: World) -> torch.device:
 def connect(world: World, config: Config) -> Ranks:
     """Meet the other ranks. Blocks until all are there, or `distributed.timeout` is over."""
     _prepare_environment(world, config)
-    _raise_open_file_limit()
+    raise_open_file_limit()
     device = choose_device(world)
     timeout = timedelta(seconds=config.distributed.timeout)
     store = _rendezvous(world, timeout)
@@ -122,12 +122,6 @@ def _prepare_environment(world: World, config: Config) -> None:
         raise UsageError(str(error)) from error
     os.environ.update(interface)
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-
-
-def _raise_open_file_limit() -> None:
-    """Each Gloo group holds a socket per peer: the usual soft limit of 1,024 is soon reached."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _goodbye(rank: int) -> str:

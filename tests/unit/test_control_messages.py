@@ -181,6 +181,7 @@ def test_an_outbox_keeps_what_was_not_heard() -> None:
     for name in ("a", "b", "c"):
         outbox.add(lambda number, name=name: Event(number, name, {}))  # type: ignore[misc]
     outbox.add(lambda number: Event(number, "too long", {"x": "y" * LINE_LIMIT}))
+    outbox.add(lambda number: Event(number, "n" * 256, {}))
     outbox.add(lambda number: Outcome(number, 0, ""))
     assert [m.number for m in outbox.after(0)] == [1, 2, 3, 4]
     outbox.heard(2)

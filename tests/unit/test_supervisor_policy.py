@@ -54,7 +54,7 @@ def test_outcome(exits: list[RankExit], stop: bool, code: ExitCode, words: str) 
 def test_the_last_words_of_the_first_to_fail_are_repeated() -> None:
     exits = [
         RankExit(3, 76, sentence="rank 1 is lost"),
-        RankExit(1, 65, sentence="no checkpoint verifies"),
+        RankExit(1, 65, sentence="no checkpoint verifies\nand more"),
         RankExit(0, 1, sentence="KeyError: 0"),
     ]
     decision = decide(exits, stop_requested=False)

@@ -62,8 +62,11 @@ def main(config: Config, presence: Presence, shutdown: ShutdownHandler) -> NoRet
         logger().error(str(error))
         code, sentence = error.code, str(error)
     except Exception as error:  # noqa: BLE001 - the process ends here, with a code for the cause
-        logger().exception("unexpected exception")
         code, sentence = classify(error, presence), f"{type(error).__name__}: {error}"
+        if code is ExitCode.PEERS_LOST:
+            logger().error("lost another rank", reason=sentence.partition("\n")[0])
+        else:
+            logger().exception("unexpected exception")
     sys.stdout.flush()
     sys.stderr.flush()
     presence.leave(code, sentence)

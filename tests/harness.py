@@ -54,7 +54,11 @@ interval = 10
 
 
 def wait_until(
-    condition: Callable[[], Any], what: str, deadline: float = 60.0, job: Job | None = None
+    condition: Callable[[], Any],
+    what: str,
+    deadline: float = 60.0,
+    job: Job | None = None,
+    interval: float = 0.005,
 ) -> Any:
     """Poll until `condition()` is truthy and return it; fail after `deadline` seconds.
 
@@ -66,7 +70,7 @@ def wait_until(
             raise AssertionError(f"ended before: {what}\n{job.output()}")
         if time.monotonic() > end:
             raise AssertionError(f"not within {deadline} s: {what}\n{job.output() if job else ''}")
-        time.sleep(0.005)
+        time.sleep(interval)
     return value
 
 

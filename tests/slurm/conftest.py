@@ -1,0 +1,38 @@
+"""The real cluster as a fixture; `lab.py` says how to use it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab import Cluster, missing
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A real Slurm cluster of eight nodes, up once per session.
+
+    Where there can be none, the test is skipped; with KEMPNER_REQUIRE_SLURM=1 it fails.
+    """
+    if reason := missing():
+        if os.environ.get("KEMPNER_REQUIRE_SLURM") == "1":
+            pytest.fail(f"KEMPNER_REQUIRE_SLURM=1, but {reason}")
+        pytest.skip(reason)
+    # Its name must be unique on the machine: the nodes' control groups carry it.
+    cluster = Cluster(Path(tempfile.mkdtemp(prefix="lab-", dir=tmp_path_factory.getbasetemp())))
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
+
+
+@pytest.fixture(autouse=True)
+def _restore(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a test that used the cluster, end its jobs and mend its faults."""
+    yield
+    if "cluster" in request.fixturenames:
+        request.getfixturevalue("cluster").restore()

@@ -1,0 +1,157 @@
+"""The configuration files of the lab's Slurm, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from nodes import address
+
+LOGIN = "login1"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What can be chosen about the cluster. Times are in seconds.
+
+    `cred_expire` is also how long a requeued job waits before it may start again (Slurm's own
+    default is 120). `extra` adds or replaces lines of slurm.conf; an empty value removes one.
+    """
+
+    nodes: int = 8
+    gpus: int = 4
+    cpus: int = 8
+    memory_mb: int = 16_000
+    preempt: Literal["partition", "qos"] = "partition"
+    grace: int = 20
+    kill_wait: int = 30
+    slurmd_timeout: int = 30
+    cred_expire: int = 5
+    send_user_signal: bool = False
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def node_names(self) -> list[str]:
+        return [f"node{k}" for k in range(1, self.nodes + 1)]
+
+
+def write_configuration(options: Options, folder: Path) -> None:
+    """Write slurm.conf, slurmdbd.conf, gres.conf, cgroup.conf and hosts into `folder`/etc."""
+    files = {
+        "hosts": _hosts(options),
+        "slurm.conf": _slurm(options, folder),
+        "slurmdbd.conf": _slurmdbd(folder),
+        # Slurm counts no GPU without device files.
+        "gres.conf": f"Name=gpu File={folder}/dev/gpu[0-{options.gpus - 1}]\n",
+        "cgroup.conf": "CgroupPlugin=cgroup/v1\n",
+    }
+    for name, text in files.items():
+        path = folder / "etc" / name
+        path.write_text(text)
+        path.chmod(0o600 if name == "slurmdbd.conf" else 0o644)
+
+
+def _hosts(options: Options) -> str:
+    lines = ["127.0.0.1 localhost", f"{address(LOGIN, 'em4')} {LOGIN}"]
+    for name in options.node_names:
+        # The plain name means the management network, as on most clusters.
+        lines += [f"{address(name, 'em4')} {name}", f"{address(name, 'ib0')} {name}-ib"]
+    return "\n".join(lines) + "\n"
+
+
+def _slurm(options: Options, folder: Path) -> str:
+    settings = {
+        "ClusterName": "lab",
+        "SlurmctldHost": f"{LOGIN}({address(LOGIN, 'em4')})",
+        "SlurmUser": "root",
+        "SlurmdUser": "root",
+        "AuthType": "auth/munge",
+        "CredType": "cred/munge",
+        "AuthInfo": f"socket={folder}/munge/socket,cred_expire={options.cred_expire}",
+        "SlurmctldPidFile": f"{folder}/slurmctld.pid",
+        "SlurmdPidFile": f"{folder}/spool/slurmd.%n.pid",
+        "SlurmctldLogFile": f"{folder}/log/slurmctld.log",
+        "SlurmdLogFile": f"{folder}/log/slurmd.%n.log",
+        "LogTimeFormat": "iso8601_ms",
+        "StateSaveLocation": f"{folder}/state",
+        "SlurmdSpoolDir": f"{folder}/spool/%n",
+        "ProctrackType": _proctrack(),
+        "TaskPlugin": "task/none",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_CPU",
+        "SchedulerType": "sched/backfill",
+        "SchedulerParameters": "bf_interval=5,sched_interval=5,batch_sched_delay=0",
+        "SlurmctldParameters": "preempt_send_user_signal" if options.send_user_signal else "",
+        "SlurmdParameters": "config_overrides",
+        "MpiDefault": "none",
+        "ReturnToService": "2",
+        "SlurmctldTimeout": "30",
+        "SlurmdTimeout": str(options.slurmd_timeout),
+        "KillWait": str(options.kill_wait),
+        "MinJobAge": "3600",
+        "JobRequeue": "1",
+        "MessageTimeout": "10",
+        "TCPTimeout": "2",
+        "PreemptType": {"partition": "preempt/partition_prio", "qos": "preempt/qos"}[
+            options.preempt
+        ],
+        "PreemptMode": "REQUEUE",
+        "AccountingStorageType": "accounting_storage/slurmdbd",
+        "AccountingStorageHost": LOGIN,
+        "AccountingStorageTRES": "gres/gpu",
+        "AccountingStoragePass": f"{folder}/munge/socket",
+        "JobAcctGatherType": "jobacct_gather/linux",
+        "GresTypes": "gpu",
+        "PropagateResourceLimits": "NONE",
+        **options.extra,
+    }
+    lines = [f"{key}={value}" for key, value in settings.items() if value]
+    return "\n".join([*lines, *_nodes(options), *_partitions(options)]) + "\n"
+
+
+def _proctrack() -> str:
+    """Control groups, as on real clusters, where the kernel has the old freezer."""
+    there = Path("/sys/fs/cgroup/freezer").is_dir()
+    return "proctrack/cgroup" if there else "proctrack/linuxproc"
+
+
+def _nodes(options: Options) -> list[str]:
+    return [
+        f"NodeName={name} NodeAddr={address(name, 'em4')} CPUs={options.cpus} "
+        f"RealMemory={options.memory_mb} Gres=gpu:{options.gpus} State=UNKNOWN"
+        for name in options.node_names
+    ]
+
+
+def _partitions(options: Options) -> list[str]:
+    """`low`, the default, which gives way, and `high`; with QOS the qualities of service differ."""
+    by_tier = options.preempt == "partition"
+    tiers = {
+        "low": f"PriorityTier=1 PreemptMode=REQUEUE GraceTime={options.grace}",
+        "high": "PriorityTier=10 PreemptMode=OFF",
+    }
+    return [
+        f"PartitionName={name} Nodes={','.join(options.node_names)} MaxTime=UNLIMITED "
+        f"DefaultTime=60 Default={'YES' if name == 'low' else 'NO'} {tier if by_tier else ''}"
+        for name, tier in tiers.items()
+    ]
+
+
+def _slurmdbd(folder: Path) -> str:
+    settings = {
+        "AuthType": "auth/munge",
+        "AuthInfo": f"socket={folder}/munge/socket",
+        "DbdHost": LOGIN,
+        "DbdAddr": address(LOGIN, "em4"),
+        "SlurmUser": "root",
+        "LogFile": f"{folder}/log/slurmdbd.log",
+        "PidFile": f"{folder}/slurmdbd.pid",
+        "StorageType": "accounting_storage/mysql",
+        "StorageHost": "127.0.0.1",
+        "StorageUser": "slurm",
+        "StoragePass": "lab",
+        "StorageLoc": "slurm_acct_db",
+    }
+    return "".join(f"{key}={value}\n" for key, value in settings.items())

@@ -29,6 +29,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -78,8 +79,9 @@ class Cluster(Services):
         """Start everything and wait until all nodes are idle."""
         for name in ("etc", "log", "munge", "state", "spool", "dev", "mnt", "jobs"):
             (self.folder / name).mkdir(parents=True)
-        for number in range(self.options.gpus):
-            (self.folder / "dev" / f"gpu{number}").touch()
+        for number in range(self.options.gpus):  # device nodes like /dev/null, named like GPUs
+            mode, device = stat.S_IFCHR | 0o666, os.makedev(1, 3)
+            os.mknod(self.folder / "dev" / f"nvidia{number}", mode, device)
         write_configuration(self.options, self.folder)
         self._switch.boot()
         for name, machine in self.machines.items():

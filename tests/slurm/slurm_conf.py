@@ -43,8 +43,8 @@ def write_configuration(options: Options, folder: Path) -> None:
         "hosts": _hosts(options),
         "slurm.conf": _slurm(options, folder),
         "slurmdbd.conf": _slurmdbd(folder),
-        # Slurm counts no GPU without device files.
-        "gres.conf": f"Name=gpu File={folder}/dev/gpu[0-{options.gpus - 1}]\n",
+        # Slurm counts no GPU without device files, and numbers them for CUDA by their names.
+        "gres.conf": f"Name=gpu File={folder}/dev/nvidia[0-{options.gpus - 1}]\n",
         "cgroup.conf": "CgroupPlugin=cgroup/v1\n",
     }
     for name, text in files.items():

@@ -1,20 +1,26 @@
 """Which rank am I, of how many: read from the launcher that really started this process.
 
 A login shell's stale `RANK=0 WORLD_SIZE=99` must not make a lone process wait for phantom peers:
-torch's variables count only if torchrun or a kempner supervisor set them.
+torch's variables count only if torchrun or a kempner supervisor set them. Nor do Slurm's outside of
+a step: a batch script and a shell under `salloc` see `SLURM_NTASKS=8`, yet are one process each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from kempner.cluster.hosts import expand_counts
+
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class World:
     """A rank's place.
 
-    `launcher` says who placed it; `warning` is a sentence for the log, empty if all is well.
+    `local_rank` and `local_size` count the ranks of this node, whatever the others have. `launcher`
+    says who placed it; `warning` is a sentence for the log, empty if all is well.
     """
 
     rank: int
@@ -29,8 +35,10 @@ class World:
         """Whether all ranks run on this machine."""
         return self.local_size == self.size
 
-
-_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    def environment(self) -> dict[str, str]:
+        """The place under torch's names, for what reads `env://`."""
+        place = (self.rank, self.size, self.local_rank, self.local_size)
+        return dict(zip(_NAMES, map(str, place), strict=True))
 
 
 def discover(environ: Mapping[str, str]) -> World:
@@ -40,27 +48,60 @@ def discover(environ: Mapping[str, str]) -> World:
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         return _placed(environ, "torchrun")
-    if "KEMPNER_ATTEMPT" in environ:
+    if "KEMPNER_SUPERVISOR_PID" in environ:
         return _placed(environ, "kempner")
-    stale = [f"{name}={environ[name]}" for name in _NAMES if name in environ]
-    warning = (
-        f"{' '.join(stale)} in the environment is ignored: neither torchrun nor kempner set it"
-        if stale
-        else ""
-    )
-    return World(rank=0, size=1, local_rank=0, local_size=1, launcher="none", warning=warning)
+    if "SLURM_STEP_NUM_TASKS" in environ:
+        return _task(environ)
+    return World(0, 1, 0, 1, launcher="none", warning=_stale(environ, {}))
 
 
 def _placed(environ: Mapping[str, str], launcher: str) -> World:
-    try:
-        rank, size, local_rank, local_size = (int(environ[name]) for name in _NAMES)
-    except KeyError as missing:
-        raise ValueError(f"{launcher} started this rank without {missing.args[0]}") from missing
-    except ValueError as error:
-        raise ValueError(f"{launcher} set a rank variable to no number: {error}") from error
-    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+    rank, size, local_rank, local_size = (_number(environ, name, launcher) for name in _NAMES)
+    return _checked(World(rank, size, local_rank, local_size, launcher))
+
+
+def _task(environ: Mapping[str, str]) -> World:
+    """A task of a Slurm step. Its place on the node is Slurm's word, not rank modulo GPUs: tasks
+    may be dealt out unevenly (`2(x3),1`) or in turns (`srun -m cyclic`).
+    """
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
+    rank, size, local_rank, node = (_number(environ, name, "srun") for name in names)
+    per_node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
+    if sum(per_node) != size or not 0 <= node < len(per_node):
         raise ValueError(
-            f"{launcher} set RANK={rank} of {size} and LOCAL_RANK={local_rank} of {local_size}, "
-            "which cannot be"
+            f"srun set SLURM_STEP_NUM_TASKS={size} and SLURM_NODEID={node}, which do not fit "
+            f"SLURM_STEP_TASKS_PER_NODE={environ.get('SLURM_STEP_TASKS_PER_NODE')}"
         )
-    return World(rank, size, local_rank, local_size, launcher)
+    world = _checked(World(rank, size, local_rank, per_node[node], "srun"))
+    return replace(world, warning=_stale(environ, world.environment()))
+
+
+def _stale(environ: Mapping[str, str], right: Mapping[str, str]) -> str:
+    """The warning about variables that say something else than what is `right`."""
+    stale = [
+        f"{name}={environ[name]}"
+        for name in _NAMES
+        if name in environ and environ[name] != right.get(name)
+    ]
+    if not stale:
+        return ""
+    return f"{' '.join(stale)} in the environment is ignored: neither torchrun nor kempner set it"
+
+
+def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
+    if name not in environ:
+        raise ValueError(f"{launcher} started this rank without {name}")
+    try:
+        return int(environ[name])
+    except ValueError as error:
+        raise ValueError(f"{launcher} set {name} to no number: {environ[name]!r}") from error
+
+
+def _checked(world: World) -> World:
+    ranks = 0 <= world.rank < world.size
+    if not ranks or not 0 <= world.local_rank < world.local_size <= world.size:
+        raise ValueError(
+            f"{world.launcher} set RANK={world.rank} of {world.size} and "
+            f"LOCAL_RANK={world.local_rank} of {world.local_size}, which cannot be"
+        )
+    return world

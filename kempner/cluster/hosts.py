@@ -1,0 +1,52 @@
+"""Slurm's compact notations: hosts as `node[1-3,07]`, and counts per node as `2(x3),1`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+
+_OUTSIDE_BRACKETS = re.compile(r",(?![^\[]*\])")
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def expand_hosts(text: str) -> list[str]:
+    """The host names of a list, in its order: what `scontrol show hostnames` prints.
+
+    Understands ranges, leading zeros, suffixes and several brackets in a name (`r[1-2]n[01-16]-ib`:
+    the last bracket runs fastest). Raises `ValueError` with a sentence on anything else.
+    """
+    names: list[str] = []
+    for pattern in _OUTSIDE_BRACKETS.split(text.strip()):
+        # Every second piece was in brackets.
+        pieces = _BRACKETS.split(pattern.strip())
+        if not pattern.strip() or any(c in "[]" for piece in pieces[::2] for c in piece):
+            raise ValueError(f"{text!r} is no host list of Slurm")
+        choices = [
+            list(_numbers(piece, text)) if place % 2 else [piece]
+            for place, piece in enumerate(pieces)
+        ]
+        names += map("".join, itertools.product(*choices))
+    return names
+
+
+def expand_counts(text: str) -> list[int]:
+    """One number per node: `2(x3),1` is [2, 2, 2, 1]. Raises `ValueError` with a sentence."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = _COUNT.fullmatch(part.strip())
+        if found is None:
+            raise ValueError(f"{text!r} is no list of counts per node of Slurm")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _numbers(ranges: str, text: str) -> Iterator[str]:
+    for part in ranges.split(","):
+        found = _RANGE.fullmatch(part)
+        if found is None or (found[2] is not None and int(found[2]) < int(found[1])):
+            raise ValueError(f"{text!r} is no host list of Slurm: {part!r} is no range")
+        for number in range(int(found[1]), int(found[2] or found[1]) + 1):
+            yield f"{number:0{len(found[1])}d}"

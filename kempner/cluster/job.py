@@ -1,0 +1,155 @@
+"""What Slurm says about our job, and what that means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+
+_NOTHING = ("", "(null)", "None", "N/A", "Unknown", "NONE")
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A job as `scontrol show job -o` shows it.
+
+    `state` is the first word of JobState, such as RUNNING or COMPLETING; `reason` is empty for
+    None. Times are seconds since the epoch, None where Slurm shows none; `end_time` is the limit of
+    a running job (a preemption moves it) and the end of one that is over. `time_limit` is in
+    seconds, None for UNLIMITED. `may_requeue` is the job's Requeue flag.
+    """
+
+    id: str
+    state: str
+    reason: str
+    restarts: int
+    may_requeue: bool
+    end_time: float | None
+    preempt_time: float | None
+    time_limit: float | None
+    node_list: str
+    batch_host: str
+    array_id: str = ""
+    array_task: str = ""
+    gpus: str = ""
+
+    @property
+    def running(self) -> bool:
+        """Whether the job still holds its nodes and may be requeued without reviving a dead one.
+
+        A preempted job may read SIGNALING for a moment while its tasks are warned.
+        """
+        return self.state in ("RUNNING", "SIGNALING")
+
+
+def parse_job(text: str) -> JobState:
+    """Read one line of `scontrol show job -o`. Raises `ValueError` with a sentence."""
+    fields = _fields(text)
+    missing = [name for name in ("JobId", "JobState") if name not in fields]
+    if missing:
+        raise ValueError(f"scontrol showed no {' and '.join(missing)}: {text.strip()[:200]!r}")
+    preempted = _time(fields.get("PreemptTime", ""))
+    return JobState(
+        id=fields["JobId"],
+        state=fields["JobState"].partition("+")[0],
+        reason=_said(fields, "Reason"),
+        restarts=int(fields.get("Restarts", "0")),
+        may_requeue=fields.get("Requeue") == "1",
+        end_time=_time(fields.get("EndTime", "")),
+        preempt_time=preempted,
+        time_limit=_seconds(fields.get("TimeLimit", "")),
+        node_list=_said(fields, "NodeList"),
+        batch_host=_said(fields, "BatchHost"),
+        array_id=_said(fields, "ArrayJobId"),
+        array_task=_said(fields, "ArrayTaskId"),
+        gpus=_said(fields, "TresPerNode"),
+    )
+
+
+class Event(Enum):
+    """What is happening to a job."""
+
+    NOTHING = "it runs"
+    TIME_LIMIT = "its time is nearly over"
+    TIME_LIMIT_REACHED = "its time is over"
+    PREEMPTION = "a job of higher priority takes its nodes"
+    REQUEUE = "it was put back into the queue, by an operator, a preemption or a lost node"
+    CANCEL = "it was cancelled"
+    ENDED = "it is over"
+
+
+def classify(before: JobState, now: JobState, warned: bool = False) -> Event:
+    """What happened between two looks at the same job, `warned` if a signal came in between.
+
+    Seen on Slurm 22.05: a warning before the time limit changes nothing about the job; a preemption
+    sets PreemptTime and moves EndTime, and once its grace time is over counts as a requeue; a
+    requeue shows as COMPLETING with one restart more; a job that is cancelled shows COMPLETING
+    without a reason, one at its limit with the reason TimeLimit.
+    """
+    if now.restarts > before.restarts or now.state in ("PENDING", "REQUEUED"):
+        return Event.REQUEUE
+    if now.running:
+        if now.preempt_time is not None:
+            return Event.PREEMPTION
+        return Event.TIME_LIMIT if warned else Event.NOTHING
+    if now.reason == "TimeLimit" or now.state == "TIMEOUT":
+        return Event.TIME_LIMIT_REACHED
+    if now.state == "CANCELLED" or (now.state == "COMPLETING" and not now.reason):
+        return Event.CANCEL
+    return Event.ENDED
+
+
+def job_id(environ: Mapping[str, str]) -> str | None:
+    """The id by which to speak of this job to Slurm; None outside of one.
+
+    In an array `<array>_<task>`: the plain id of the element that carries the array's own id means
+    all elements to scancel and to `scontrol requeue`. Raises `ValueError` with a sentence in a
+    heterogeneous job.
+    """
+    job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
+    if not job:
+        return None
+    if int(environ.get("SLURM_HET_SIZE") or "1") > 1:
+        raise ValueError(
+            f"job {job} is heterogeneous (SLURM_HET_SIZE={environ['SLURM_HET_SIZE']}), and kempner "
+            "cannot requeue a part of one: submit it with one set of resources, without `:`"
+        )
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else job
+
+
+def restart_count(environ: Mapping[str, str]) -> int:
+    """How often this job was put back into the queue; Slurm leaves the variable out at first."""
+    return int(environ.get("SLURM_RESTART_COUNT") or "0")
+
+
+def _fields(text: str) -> dict[str, str]:
+    """What a user chooses (the job's name, its command and what follows) may look like fields, and
+    is left out.
+    """
+    line = re.sub(r" JobName=.* UserId=", " UserId=", " " + text.strip(), flags=re.DOTALL)
+    tail = re.search(r" TresPerNode=(\S+)\s*$", line)
+    line = line.partition(" Command=")[0]
+    fields = dict(re.findall(r" ([A-Z][\w:/]*)=(\S*)", line))
+    return fields | ({"TresPerNode": tail[1]} if tail else {})
+
+
+def _said(fields: Mapping[str, str], name: str) -> str:
+    value = fields.get(name, "")
+    return "" if value in _NOTHING else value
+
+
+def _time(text: str) -> float | None:
+    """Slurm prints local time, and a job's host shares the controller's zone."""
+    return None if text in _NOTHING else datetime.fromisoformat(text).timestamp()
+
+
+def _seconds(text: str) -> float | None:
+    """`2-01:30:00` (days, hours, minutes, seconds) and its shorter forms."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

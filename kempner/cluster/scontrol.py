@@ -1,0 +1,120 @@
+"""The commands of Slurm that kempner runs: ask about a job, signal it, put it back in the queue.
+
+Each has a time limit and is tried again while the controller does not answer. Never to be called
+from a signal handler.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Sequence
+
+from kempner.cluster.hosts import expand_hosts
+from kempner.cluster.job import JobState, parse_job
+
+_TIMEOUT = 20.0
+"""Seconds for one command; Slurm's own clients give up on a controller after about ten."""
+_TRIES = 3
+_PAUSE = 1.0
+"""Seconds before another try."""
+
+# What the clients say when the controller is away for a moment: restarting, failing over, busy.
+_PASSING = (
+    "Unable to contact slurm controller",
+    "Socket timed out",
+    "Connection refused",
+    "Connection reset",
+    "Slurm backup controller in standby mode",
+    "Slurm temporarily unable to accept job",
+    "Resource temporarily unavailable",
+)
+
+
+class SlurmError(Exception):
+    """A command of Slurm is missing, was refused or had no answer: one sentence."""
+
+
+class SlurmMissingError(SlurmError):
+    """The command is not installed here."""
+
+
+class SlurmRefusedError(SlurmError):
+    """The controller answered no, `answer` in its own words."""
+
+    def __init__(self, command: str, answer: str) -> None:
+        super().__init__(f"`{command}` was refused: {answer}")
+        self.answer = answer
+
+
+def show_job(job: str) -> JobState:
+    """What the controller knows about a job or one element of an array. Raises `SlurmError`."""
+    return parse_job(_run(["scontrol", "show", "job", "-o", job]))
+
+
+def requeue(job: str) -> None:
+    """Put a job back into the queue; its processes are signalled at once, this one's included.
+
+    Ask for the job's state first: a cancelled job is brought back to life by this. Not repeated
+    when an answer was lost, because the first may have worked. Raises `SlurmError`.
+    """
+    _run(["scontrol", "requeue", job], tries=1)
+
+
+def signal_tasks(job: str, signal_name: str = "TERM") -> None:
+    """Send a signal once to the top process of every task, not to the batch script.
+
+    Of the whole job, not of a step: that would deliver it twice while any job is pending (Slurm
+    22.05). Raises `SlurmError`.
+    """
+    _run(["scancel", "-s", signal_name, job])
+
+
+def end_step(job: str, step: str) -> None:
+    """Kill a step's tasks. Takes seconds if one of its nodes is gone. Raises `SlurmError`."""
+    _run(["scancel", "-s", "KILL", f"{job}.{step}"])
+
+
+def exclude_node(job: str, nodes: Sequence[str]) -> None:
+    """Keep a requeued job away from nodes. Raises `SlurmError`."""
+    _run(["scontrol", "update", f"jobid={job}", f"ExcNodeList={','.join(nodes)}"])
+
+
+def hostnames(nodelist: str) -> list[str]:
+    """The host names of a list, asked of scontrol; worked out here where there is none.
+
+    Raises `ValueError` with a sentence if it is no host list.
+    """
+    try:
+        return _run(["scontrol", "show", "hostnames", nodelist]).split()
+    except SlurmError:
+        return expand_hosts(nodelist)
+
+
+def _run(command: Sequence[str], tries: int = _TRIES) -> str:
+    """Its output. Slurm's clients may report a failure on stderr and still exit with 0."""
+    for left in reversed(range(tries)):
+        try:
+            return _once(command)
+        except SlurmRefusedError as refusal:
+            passing = any(text in refusal.answer for text in _PASSING)
+            if not (passing and left):
+                raise
+            time.sleep(_PAUSE)
+    raise AssertionError("the last try returns or raises")
+
+
+def _once(command: Sequence[str]) -> str:
+    shown = " ".join(command)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError as error:
+        raise SlurmMissingError(f"`{command[0]}` is not on the PATH of this host") from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmRefusedError(shown, f"no answer within {_TIMEOUT:g} s") from error
+    complaint = done.stderr.strip()
+    if done.returncode != 0 or "error:" in complaint:
+        raise SlurmRefusedError(shown, complaint or f"exit code {done.returncode}")
+    return done.stdout

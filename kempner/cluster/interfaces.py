@@ -1,34 +1,178 @@
-"""Which network interface Gloo and NCCL are to use."""
+"""Which network interface Gloo and NCCL are to use.
+
+Decided on each node by its own ranks: interfaces are named differently on different nodes. Gloo
+would otherwise bind to whatever address the host's name resolves to, which on most clusters is the
+management network.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 
-_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INFINIBAND = 32
+"""ARPHRD_INFINIBAND of linux/if_arp.h, as /sys/class/net/*/type shows it."""
+
+# Names of the compute fabric by custom; an interface that is bonded or plays InfiniBand in a
+# virtual machine has Ethernet's type.
+_NAMES = (re.compile(r"ib[ps]?\d"), re.compile(r"hsn\d"), re.compile(r"bond\d"))
+_NO_FABRIC = len(_NAMES) + 1
 
 
-def interface_environment(
-    configured: str | None,
-    on_one_node: bool,
-    environ: Mapping[str, str],
-    sysfs: Path = Path("/sys/class/net"),
-) -> dict[str, str]:
-    """Variables to set so that the process groups bind where they should.
+class Network(Enum):
+    """What an interface leads to."""
 
-    What the user exported wins. On one node Gloo gets the loopback interface: the address that the
-    host's name resolves to may belong to a network that is down. Raises `ValueError` with a
-    sentence if the configured interface does not exist here.
+    LOOPBACK = "loopback"
+    FABRIC = "the compute fabric"
+    OTHER = "another network"
+
+
+@dataclass(frozen=True)
+class Interface:
+    """An interface of this node: `kind` is the number in its sysfs `type`, `address` its first IPv4
+    address with the length of its prefix (`10.10.0.11/24`), empty if it has none.
     """
-    if configured is not None and not (sysfs / configured).exists():
-        there = ", ".join(sorted(entry.name for entry in sysfs.iterdir()))
-        raise ValueError(
-            f"distributed.interface={configured} does not exist on this node; it has {there}"
-        )
-    if configured is not None:
-        wanted = dict.fromkeys(_VARIABLES, configured)
-    elif on_one_node and (sysfs / "lo").exists():
-        wanted = {"GLOO_SOCKET_IFNAME": "lo"}
-    else:
-        wanted = {}
-    return {name: value for name, value in wanted.items() if name not in environ}
+
+    name: str
+    kind: int
+    up: bool
+    address: str
+
+    @property
+    def usable(self) -> bool:
+        """Whether a process group can bind to it."""
+        return self.up and bool(self.address)
+
+    @property
+    def network(self) -> Network:
+        """What it leads to, by its type and name."""
+        if self.address and ipaddress.ip_interface(self.address).is_loopback:
+            return Network.LOOPBACK
+        return Network.FABRIC if _place(self) < _NO_FABRIC else Network.OTHER
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The interface to bind to, None to leave it to Gloo; `reason` says why, `warning` is a
+    sentence for the log, empty if all is well.
+    """
+
+    interface: Interface | None
+    reason: str
+    warning: str = ""
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Variables to set; what the user exported stays."""
+        if self.interface is None:
+            return {}
+        wanted = {"GLOO_SOCKET_IFNAME": self.interface.name}
+        if self.interface.network is not Network.LOOPBACK:
+            # NCCL takes a name for the beginning of one: `=` asks for this interface alone.
+            wanted["NCCL_SOCKET_IFNAME"] = f"={self.interface.name}"
+        return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def choose(
+    interfaces: Sequence[Interface],
+    *,
+    on_one_node: bool,
+    configured: str | None,
+    environ: Mapping[str, str],
+    route_address: str,
+) -> Choice:
+    """The interface for this node's ranks.
+
+    What the user exported wins over `configured` (the key distributed.interface), and that over
+    what is found: loopback if all ranks are here, the fabric, and at last the interface that has
+    `route_address`, the local address from which this node reaches the master (empty if unknown).
+    Raises `ValueError` with a sentence if the wanted interface cannot be used here.
+    """
+    for source, wanted in (
+        ("GLOO_SOCKET_IFNAME", environ.get("GLOO_SOCKET_IFNAME")),
+        ("distributed.interface", configured),
+    ):
+        if wanted:
+            return Choice(_named(interfaces, wanted, source), f"{source}={wanted}")
+    if on_one_node:
+        # The address of the host's name may belong to a network that is down.
+        loopback = (i for i in interfaces if i.usable and i.network is Network.LOOPBACK)
+        return Choice(next(loopback, None), "all ranks are on this node")
+    fabric = [i for i in interfaces if i.usable and i.network is Network.FABRIC]
+    if fabric:
+        return Choice(min(fabric, key=_order), "it leads to the compute fabric")
+    return _routed(interfaces, route_address)
+
+
+def disagreement(bound: Mapping[str, Interface | None]) -> str:
+    """One sentence if some nodes are on the fabric and others are not, else nothing.
+
+    `bound` maps a node's name to what its ranks are bound to. Names may differ between nodes.
+    """
+    networks = {node: _network(interface) for node, interface in bound.items()}
+    if len(set(networks.values())) < 2:
+        return ""
+    rare = min(set(networks.values()), key=lambda n: (list(networks.values()).count(n), n.value))
+    odd = [node for node, network in networks.items() if network is rare]
+    listed = "; ".join(f"{node}: {_described(interface)}" for node, interface in bound.items())
+    return (
+        f"the nodes would not all use the same network ({listed}): mend the interface of "
+        f"{', '.join(odd)}, leave {'it' if len(odd) == 1 else 'them'} out with "
+        "`sbatch --exclude`, or set distributed.interface"
+    )
+
+
+def _named(interfaces: Sequence[Interface], wanted: str, source: str) -> Interface:
+    """`wanted` as a person may write it: `ip` shows a virtual interface as `ib0@if8`."""
+    name = wanted.partition("@")[0].removeprefix("=")
+    for interface in interfaces:
+        if interface.name == name and interface.usable:
+            return interface
+    there = ", ".join(_described(i) for i in sorted(interfaces, key=_order)) or "none"
+    known = any(interface.name == name for interface in interfaces)
+    trouble = "is down or has no IPv4 address" if known else "does not exist"
+    raise ValueError(f"{source}={wanted} {trouble} on this node; it has {there}")
+
+
+def _routed(interfaces: Sequence[Interface], route_address: str) -> Choice:
+    missing = "no InfiniBand or other fabric interface is up on this node"
+    for interface in interfaces:
+        if interface.usable and interface.address.partition("/")[0] == route_address:
+            return Choice(
+                interface,
+                "it leads to the master",
+                f"{missing}: process groups use {_described(interface)}, which leads to the master",
+            )
+    return Choice(None, "nothing better was found", f"{missing}: Gloo binds to the host's name")
+
+
+def _place(interface: Interface) -> int:
+    """How likely an interface leads to the fabric; the smaller the better."""
+    if interface.kind == INFINIBAND:
+        return 0
+    matches = (place for place, name in enumerate(_NAMES, 1) if name.match(interface.name))
+    return next(matches, _NO_FABRIC)
+
+
+def _order(interface: Interface) -> tuple[int, bool, int, str]:
+    """By likelihood; then a parent before its VLANs and partitions, ib2 before ib10."""
+    digits = re.findall(r"\d+", interface.name)
+    return (
+        _place(interface),
+        "." in interface.name,
+        int(digits[-1]) if digits else 0,
+        interface.name,
+    )
+
+
+def _network(interface: Interface | None) -> Network:
+    return Network.OTHER if interface is None else interface.network
+
+
+def _described(interface: Interface | None) -> str:
+    if interface is None:
+        return "left to Gloo"
+    details = interface.address.partition("/")[0] or "no IPv4 address"
+    return f"{interface.name} ({details}{'' if interface.up else ', down'})"

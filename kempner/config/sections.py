@@ -159,11 +159,31 @@ class DataSection(Section):
     """Token files that one rank keeps open at once, shared among its loader workers."""
 
 
+class NcclSection(Section):
+    """Settings of NCCL, as variables; a variable that is exported already wins."""
+
+    ib_disable: bool | None = None
+    """NCCL_IB_DISABLE: keep NCCL off InfiniBand."""
+    net_gdr_level: Annotated[int, Field(ge=0, le=5)] | None = None
+    """NCCL_NET_GDR_LEVEL: how far apart GPU and adapter may be for direct transfers."""
+    ib_gid_index: NonNegativeInt | None = None
+    """NCCL_IB_GID_INDEX: 3 is usual for RoCE v2; InfiniBand itself needs none."""
+
+    def environment(self) -> dict[str, str]:
+        """The variables that are set here."""
+        return {
+            f"NCCL_{name.upper()}": str(int(value)) for name, value in self if value is not None
+        }
+
+
 class DistributedSection(Section):
     """How the ranks reach each other."""
 
     interface: Text | None = None
-    """Network interface for Gloo and NCCL; left to the environment when left out."""
+    """Network interface for Gloo and NCCL. When left out: loopback on one node; on several the
+    InfiniBand or other fabric interface of each, or with a warning the way to rank 0."""
+    nccl: NcclSection = NcclSection()
+    """Settings of NCCL; left to NCCL when left out."""
     timeout: PositiveFloat = 1800.0
     """Seconds after which a collective that waits for a peer fails."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -10,12 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
-from kempner.cluster.interfaces import interface_environment
+from kempner.cluster.interfaces import Choice, choose
 from kempner.cluster.limits import raise_open_file_limit
+from kempner.cluster.network import read_interfaces, route_address
+from kempner.cluster.ports import job_salt
+from kempner.cluster.scontrol import hostnames
 from kempner.cluster.world import World
 from kempner.config.sections import Config
 from kempner.run.exit_codes import UsageError
+from kempner.run.logs import logger
+from kempner.training.rendezvous import agree_on_network, meet
 
 _FAREWELL = timedelta(seconds=30)
 
@@ -70,36 +77,55 @@ def choose_device(world: World) -> torch.device:
 
 
 def connect(world: World, config: Config) -> Ranks:
-    """Meet the other ranks. Blocks until all are there, or `distributed.timeout` is over."""
-    _prepare_environment(world, config)
+    """Meet the other ranks. Blocks until all are there, or `distributed.timeout` is over.
+
+    Raises `UsageError` if the network cannot be used as configured, on a node or between nodes.
+    """
+    address = _master_address(world)
+    choice = _prepare_environment(world, config, address)
     raise_open_file_limit()
     device = choose_device(world)
     timeout = timedelta(seconds=config.distributed.timeout)
-    store = _rendezvous(world, timeout)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if store is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
-        )
+    store = _rendezvous(world, address, timeout)
+    if not world.on_one_node:
+        agree_on_network(store, world, platform.node(), choice.interface)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+    )
     return Ranks(
         world=world,
         device=device,
         mesh=init_device_mesh(device.type, (world.size,), mesh_dim_names=("fsdp",)),
         votes=_gloo_group(timeout),
         saves=_gloo_group(timeout),
-        store=store,
+        store=None if world.launcher == "torchrun" else store,
     )
 
 
-def _rendezvous(world: World, timeout: timedelta) -> Store | None:
-    if world.launcher == "torchrun":
-        return None  # its agent hosts the store, and env:// finds it
+def _master_address(world: World) -> str:
+    """Rank 0's host: the first of the step, which need not be the first of the job."""
+    if world.size == 1:
+        return "localhost"
+    if world.launcher == "srun":
+        return hostnames(os.environ["SLURM_STEP_NODELIST"])[0]
+    return os.environ["MASTER_ADDR"]
+
+
+def _rendezvous(world: World, address: str, timeout: timedelta) -> Store:
     if world.size == 1:
         return HashStore()
+    if world.launcher == "torchrun":  # its agent hosts the store
+        found: Store = next(rendezvous("env://", world.rank, world.size, timeout=timeout))[0]
+        return found
+    if world.launcher == "srun":
+        salt = job_salt(os.environ, os.environ.get("KEMPNER_ATTEMPT_NONCE", ""))
+        return meet(world, address, salt, timeout)
     return TCPStore(
-        os.environ["MASTER_ADDR"],
+        address,
         int(os.environ["MASTER_PORT"]),
         world.size,
         is_master=world.rank == 0,
@@ -113,15 +139,25 @@ def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _prepare_environment(world: World, config: Config) -> None:
+def _prepare_environment(world: World, config: Config, address: str) -> Choice:
+    settings = config.distributed
     try:
-        interface = interface_environment(
-            config.distributed.interface, world.on_one_node, os.environ
+        choice = choose(
+            read_interfaces(),
+            on_one_node=world.on_one_node,
+            configured=settings.interface,
+            environ=os.environ,
+            route_address=route_address(address),
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    os.environ.update(interface)
+    if choice.warning:
+        logger().warning(choice.warning)
+    os.environ.update(choice.environment(os.environ))
+    for name, value in settings.nccl.environment().items():
+        os.environ.setdefault(name, value)
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    return choice
 
 
 def _goodbye(rank: int) -> str:

@@ -77,9 +77,12 @@ def test_the_schema_explains_every_key(capsys: pytest.CaptureFixture[str]) -> No
 
     schema = json.loads(capsys.readouterr().out)
     for key in known_keys():
-        section, name = key.split(".")
-        definition = schema["properties"][section]["$ref"].rpartition("/")[2]
-        assert schema["$defs"][definition]["properties"][name]["description"], key
+        table = schema
+        *sections, name = key.split(".")
+        for section in sections:
+            definition = table["properties"][section]["$ref"].rpartition("/")[2]
+            table = schema["$defs"][definition]
+        assert table["properties"][name]["description"], key
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

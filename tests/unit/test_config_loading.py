@@ -167,9 +167,17 @@ def test_the_digest_depends_on_values_only(write: Any) -> None:
     assert digest(one) != digest(other)
 
 
+def nested(key: str, value: object) -> dict[str, object]:
+    """The tables that set one dotted key."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    assert isinstance(value, dict)
+    return value
+
+
 @pytest.mark.parametrize("key", known_keys())
 def test_every_value_of_a_wrong_kind_is_refused_in_our_own_words(write: Any, key: str) -> None:
-    section, name = key.split(".")
+    section = key.rpartition(".")[0]
     wrong: list[object] = [
         True, -1, 2.5, "no such choice/", [1], ["x"], {"a": 1}, datetime.date(2024, 1, 2),
         float("nan"), float("inf"),
@@ -177,7 +185,7 @@ def test_every_value_of_a_wrong_kind_is_refused_in_our_own_words(write: Any, key
     refused = []
     for value in wrong:
         try:
-            load(write(tomli_w.dumps({section: {name: value}})))
+            load(write(tomli_w.dumps(nested(key, value))))
         except ConfigError as error:
             refused.append(str(error))
 

@@ -11,6 +11,25 @@ from enum import Enum
 _NOTHING = ("", "(null)", "None", "N/A", "Unknown", "NONE")
 
 
+def job_fields(text: str) -> dict[str, str]:
+    """The fields of the first job in the output of `scontrol show job -o`.
+
+    What a user chooses (the job's name, its command and what follows) may look like fields, and is
+    left out.
+    """
+    first = text.strip().partition("\nJobId=")[0]
+    line = re.sub(r" JobName=.* UserId=", " UserId=", first, flags=re.DOTALL)
+    resources = re.search(r" TresPerNode=(\S+)\s*$", line)
+    fields = node_fields(line.partition(" Command=")[0])
+    return fields | ({"TresPerNode": resources[1]} if resources else {})
+
+
+def node_fields(text: str) -> dict[str, str]:
+    """The fields of a line of `scontrol show node -o`; of one that is there twice the first."""
+    found = re.findall(r"(?:^| )([A-Z][\w:/]*)=(\S*)", text.strip())
+    return dict(reversed(found))
+
+
 @dataclass(frozen=True)
 class JobState:
     """A job as `scontrol show job -o` shows it.
@@ -33,7 +52,6 @@ class JobState:
     batch_host: str
     array_id: str = ""
     array_task: str = ""
-    gpus: str = ""
 
     @property
     def running(self) -> bool:
@@ -44,13 +62,11 @@ class JobState:
         return self.state in ("RUNNING", "SIGNALING")
 
 
-def parse_job(text: str) -> JobState:
-    """Read one line of `scontrol show job -o`. Raises `ValueError` with a sentence."""
-    fields = _fields(text)
+def parse_job(fields: Mapping[str, str]) -> JobState:
+    """What `job_fields` found, typed. Raises `ValueError` with a sentence."""
     missing = [name for name in ("JobId", "JobState") if name not in fields]
     if missing:
-        raise ValueError(f"scontrol showed no {' and '.join(missing)}: {text.strip()[:200]!r}")
-    preempted = _time(fields.get("PreemptTime", ""))
+        raise ValueError(f"`scontrol show job` answered without {' and '.join(missing)}")
     return JobState(
         id=fields["JobId"],
         state=fields["JobState"].partition("+")[0],
@@ -58,13 +74,12 @@ def parse_job(text: str) -> JobState:
         restarts=int(fields.get("Restarts", "0")),
         may_requeue=fields.get("Requeue") == "1",
         end_time=_time(fields.get("EndTime", "")),
-        preempt_time=preempted,
+        preempt_time=_time(fields.get("PreemptTime", "")),
         time_limit=_seconds(fields.get("TimeLimit", "")),
         node_list=_said(fields, "NodeList"),
         batch_host=_said(fields, "BatchHost"),
         array_id=_said(fields, "ArrayJobId"),
         array_task=_said(fields, "ArrayTaskId"),
-        gpus=_said(fields, "TresPerNode"),
     )
 
 
@@ -123,17 +138,6 @@ def job_id(environ: Mapping[str, str]) -> str | None:
 def restart_count(environ: Mapping[str, str]) -> int:
     """How often this job was put back into the queue; Slurm leaves the variable out at first."""
     return int(environ.get("SLURM_RESTART_COUNT") or "0")
-
-
-def _fields(text: str) -> dict[str, str]:
-    """What a user chooses (the job's name, its command and what follows) may look like fields, and
-    is left out.
-    """
-    line = re.sub(r" JobName=.* UserId=", " UserId=", " " + text.strip(), flags=re.DOTALL)
-    tail = re.search(r" TresPerNode=(\S+)\s*$", line)
-    line = line.partition(" Command=")[0]
-    fields = dict(re.findall(r" ([A-Z][\w:/]*)=(\S*)", line))
-    return fields | ({"TresPerNode": tail[1]} if tail else {})
 
 
 def _said(fields: Mapping[str, str], name: str) -> str:

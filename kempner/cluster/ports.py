@@ -1,9 +1,4 @@
-"""The port on which rank 0 hosts the rendezvous.
-
-All ranks compute the same short list of ports from the job, the step and the attempt; rank 0 hosts
-on the first that is free on its node, the others try them in turn. Nobody has to be told, and a
-port that is taken costs a try, not the attempt.
-"""
+"""Ports for what a launch hosts on rank 0's node."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from kempner.cluster.hosts import expand_hosts
-from kempner.cluster.job import JobState, parse_job
+from kempner.cluster.job import job_fields, node_fields
 
 _TIMEOUT = 20.0
 """Seconds for one command; Slurm's own clients give up on a controller after about ten."""
@@ -47,9 +47,17 @@ class SlurmRefusedError(SlurmError):
         self.answer = answer
 
 
-def show_job(job: str) -> JobState:
-    """What the controller knows about a job or one element of an array. Raises `SlurmError`."""
-    return parse_job(_run(["scontrol", "show", "job", "-o", job]))
+def show_job(job: str) -> dict[str, str]:
+    """The fields of a job or of one element of an array, for `kempner.cluster.job.parse_job`.
+
+    Raises `SlurmError`.
+    """
+    return job_fields(_run(["scontrol", "show", "job", "-o", job]))
+
+
+def show_node(node: str) -> dict[str, str]:
+    """The fields of a node. Raises `SlurmError`."""
+    return node_fields(_run(["scontrol", "show", "node", "-o", node]))
 
 
 def requeue(job: str) -> None:
@@ -92,7 +100,7 @@ def hostnames(nodelist: str) -> list[str]:
 
 
 def _run(command: Sequence[str], tries: int = _TRIES) -> str:
-    """Its output. Slurm's clients may report a failure on stderr and still exit with 0."""
+    """Its output. What it complains about while it exits with 0 (a plugin, say) is no failure."""
     for left in reversed(range(tries)):
         try:
             return _once(command)
@@ -114,7 +122,7 @@ def _once(command: Sequence[str]) -> str:
         raise SlurmMissingError(f"`{command[0]}` is not on the PATH of this host") from error
     except subprocess.TimeoutExpired as error:
         raise SlurmRefusedError(shown, f"no answer within {_TIMEOUT:g} s") from error
-    complaint = done.stderr.strip()
-    if done.returncode != 0 or "error:" in complaint:
+    complaint = (done.stderr.strip() or done.stdout.strip()).replace("\n", "; ")
+    if done.returncode != 0:
         raise SlurmRefusedError(shown, complaint or f"exit code {done.returncode}")
     return done.stdout

@@ -57,6 +57,12 @@ class CheckpointWriteError(RunError):
     code = ExitCode.CHECKPOINT_FAILED
 
 
+class PeersLostError(RunError):
+    """Another rank is gone, or never came."""
+
+    code = ExitCode.PEERS_LOST
+
+
 class DivergedError(RunError):
     """The loss is not finite."""
 

@@ -123,7 +123,11 @@ def _rendezvous(world: World, address: str, timeout: timedelta) -> Store:
         return found
     if world.launcher == "srun":
         salt = job_salt(os.environ, os.environ.get("KEMPNER_ATTEMPT_NONCE", ""))
-        return meet(world, address, salt, timeout)
+        store = meet(world, address, salt, timeout)
+        # For whatever else reads torch's variables, and instead of a login shell's.
+        os.environ |= world.environment()
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(store.port)}
+        return store
     return TCPStore(
         address,
         int(os.environ["MASTER_PORT"]),

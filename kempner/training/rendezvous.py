@@ -1,57 +1,48 @@
-"""Finding rank 0 from nothing but the environment, and agreeing on the network to use.
-
-Rank 0 hosts torch's TCPStore on the first free port of a list that all ranks compute (see
-`kempner.cluster.ports`). A port further up the list may belong to somebody else, even to another
-run's store, so the others look for a key that only this launch's store has.
-"""
+"""Meeting the other ranks with nothing but the environment, and agreeing on the network to use."""
 
 from __future__ import annotations
 
 import json
-import socket
-import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 
-from torch.distributed import (  # type: ignore[attr-defined]
-    DistError,
-    DistStoreError,
-    Store,
-    TCPStore,
-)
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from kempner.cluster.beacon import announce, find
 from kempner.cluster.interfaces import Interface, disagreement
 from kempner.cluster.ports import candidates, claim
 from kempner.cluster.world import World
-from kempner.run.exit_codes import UsageError
+from kempner.run.exit_codes import PeersLostError, UsageError
 
-_CONNECT = 5.0
-"""Seconds to wait for an answer on one port; one that nobody listens on refuses at once."""
-_PAUSE = 0.1
-"""Seconds between rounds over the ports while rank 0 is not there yet."""
+_LAST_WORD = timedelta(seconds=30)
 
 
 def meet(world: World, address: str, salt: str, timeout: timedelta) -> TCPStore:
     """This launch's store, hosted by rank 0 on the host `address`; blocks until it is there.
 
     `salt` must be the same on all ranks of a launch and differ from every other launch's. Raises
-    torch's `DistStoreError` after `timeout`, `OSError` on rank 0 if all ports are taken.
+    `PeersLostError` after `timeout`, `OSError` on rank 0 if all its ports are taken.
     """
-    ports, mark = candidates(salt), f"kempner/launch/{salt}"
     if world.rank > 0:
-        return _join(address, ports, mark, world, timeout)
-    listener = claim(ports)
+        try:
+            port = find(address, salt, timeout.total_seconds())
+        except TimeoutError as error:
+            raise PeersLostError(f"rank {world.rank}: {error}") from error
+        return TCPStore(
+            address, port, world.size, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+    listener = claim(candidates(f"{salt}:store"))
+    port = listener.getsockname()[1]
     store = TCPStore(
         address,
-        listener.getsockname()[1],
+        port,
         world.size,
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    store.set(mark, "")
+    announce(salt, port)
     return store
 
 
@@ -70,45 +61,10 @@ def agree_on_network(store: Store, world: World, node: str, chosen: Interface | 
             said = json.loads(text)
             bound[said["node"]] = said["interface"] and Interface(**said["interface"])
         store.set("kempner/network", disagreement(bound))
-    if sentence := store.get("kempner/network").decode():
-        raise UsageError(sentence)
-
-
-def _join(
-    address: str, ports: Sequence[int], mark: str, world: World, timeout: timedelta
-) -> TCPStore:
-    end = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < end:
-        for port in ports:
-            if _answers(address, port) and (store := _store(address, port, world, mark)):
-                store.set_timeout(timeout)
-                return store
-        time.sleep(_PAUSE)
-    raise DistStoreError(
-        f"rank {world.rank} found no rank 0 on {address} within {timeout.total_seconds():g} s, on "
-        f"none of the ports {', '.join(map(str, ports))}"
-    )
-
-
-def _answers(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), _CONNECT).close()
-    except OSError:
-        return False
-    return True
-
-
-def _store(address: str, port: int, world: World, mark: str) -> TCPStore | None:
-    """The store behind a port, if it is this launch's; a port of anybody else is passed over."""
-    try:
-        store = TCPStore(
-            address,
-            port,
-            world.size,
-            is_master=False,
-            timeout=timedelta(seconds=_CONNECT),
-            wait_for_workers=False,
-        )
-        return store if store.check([mark]) else None
-    except DistError:
-        return None
+    sentence = store.get("kempner/network").decode()
+    if not sentence:
+        return
+    store.set(f"{keys[world.rank]}/told", "")
+    if world.rank == 0:  # the store goes with this rank, so the others read it first
+        store.wait([f"{key}/told" for key in keys], _LAST_WORD)
+    raise UsageError(sentence)

@@ -42,7 +42,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run by hand
 
 from harness import wait_until
-from nodes import Machine, Switch
+from nodes import Machine, Switch, address
 from services import PATH, Services
 from slurm_conf import LOGIN, Options, write_configuration
 
@@ -112,6 +112,10 @@ class Cluster(Services):
         """Submit a job; its id. Outputs go to the working directory, by default `folder`/jobs."""
         told = self.run(LOGIN, "sbatch", "--parsable", *arguments, cwd=cwd, **environ)
         return told.stdout.split()[-1]
+
+    def address(self, machine: str, interface: str) -> str:
+        """Its address on `em4` or `ib0`."""
+        return address(machine, interface)
 
     def squeue(self, job: str, columns: str = "%T") -> str:
         """A line of squeue about a job; empty once it has left the queue."""

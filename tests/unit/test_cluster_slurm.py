@@ -6,15 +6,21 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kempner.cluster.hosts import expand_counts, expand_hosts
-from kempner.cluster.job import Event, classify, job_id, parse_job, restart_count
-from kempner.cluster.ports import FIRST, LAST, candidates, claim, job_salt
+from kempner.cluster.job import (
+    Event,
+    classify,
+    job_fields,
+    job_id,
+    node_fields,
+    parse_job,
+    restart_count,
+)
 from kempner.cluster.resources import Amount, Wanted, count_gpus, detect, parse_memory
 from kempner.cluster.world import discover
 
@@ -141,42 +147,6 @@ def test_what_is_no_host_list_is_refused(text: str) -> None:
 )
 def test_counts_per_node_are_expanded(text: str, counts: list[int]) -> None:
     assert expand_counts(text) == counts
-
-
-# Ports
-
-
-def test_launches_on_one_node_try_different_ports() -> None:
-    step = SEEN["srun block, rank 5 of 2x4"]
-    salts = [
-        job_salt(step),
-        job_salt({**step, "SLURM_JOB_ID": "10001"}),
-        job_salt({**step, "SLURM_STEP_ID": "1"}),
-        job_salt({**step, "SLURM_RESTART_COUNT": "1"}),
-        job_salt(step, attempt="a1"),
-    ]
-    firsts = [candidates(salt)[0] for salt in salts]
-    assert len(set(firsts)) == len(firsts)
-
-
-def test_ports_are_the_same_for_all_ranks_and_outside_the_ephemeral_range() -> None:
-    ports = candidates("7:0::")
-    assert ports == candidates("7:0::")
-    assert len(set(ports)) == len(ports)
-    assert all(FIRST <= port < LAST for port in ports)
-
-
-def test_a_taken_port_costs_a_try() -> None:
-    ports = candidates("a launch")
-    with claim(ports) as first, claim(ports) as second:
-        assert [first.getsockname()[1], second.getsockname()[1]] == ports[:2]
-        socket.create_connection(("127.0.0.1", ports[1])).close()
-
-
-def test_ports_that_are_all_taken_are_named() -> None:
-    ports = candidates("a busy node")[:1]
-    with claim(ports), pytest.raises(OSError, match=f"all ports .* are taken: {ports[0]}"):
-        claim(ports)
 
 
 # Resources
@@ -317,9 +287,9 @@ def test_cpus_fall_back_on_the_job() -> None:
 
 
 def test_a_job_is_read() -> None:
-    job = parse_job(JOBS["running"])
+    job = parse_job(job_fields(JOBS["running"]))
     assert (job.id, job.state, job.reason, job.restarts) == ("1", "RUNNING", "", 0)
-    assert (job.node_list, job.batch_host, job.gpus) == ("node[1-2]", "node1", "gres:gpu:4")
+    assert (job.node_list, job.batch_host) == ("node[1-2]", "node1")
     assert job.may_requeue
     assert job.running
     assert job.time_limit == 3600
@@ -328,8 +298,8 @@ def test_a_job_is_read() -> None:
 
 
 def test_the_requeue_flag_and_the_array_are_read() -> None:
-    assert not parse_job(JOBS["no requeue"]).may_requeue
-    element = parse_job(JOBS["array element"])
+    assert not parse_job(job_fields(JOBS["no requeue"])).may_requeue
+    element = parse_job(job_fields(JOBS["array element"]))
     assert (element.id, element.array_id, element.array_task) == ("4", "3", "5")
 
 
@@ -344,7 +314,9 @@ def test_the_requeue_flag_and_the_array_are_read() -> None:
 )
 def test_what_the_user_chose_cannot_pose_as_a_field(old: str, new: str) -> None:
     assert old in JOBS["running"]
-    assert parse_job(JOBS["running"].replace(old, new)) == parse_job(JOBS["running"])
+    assert parse_job(job_fields(JOBS["running"].replace(old, new))) == parse_job(
+        job_fields(JOBS["running"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -352,12 +324,32 @@ def test_what_the_user_chose_cannot_pose_as_a_field(old: str, new: str) -> None:
 )
 def test_a_time_limit_is_read(text: str, seconds: float | None) -> None:
     shown = JOBS["running"].replace("TimeLimit=01:00:00", f"TimeLimit={text}")
-    assert parse_job(shown).time_limit == seconds
+    assert parse_job(job_fields(shown)).time_limit == seconds
 
 
 def test_the_answer_about_no_job_is_refused() -> None:
-    with pytest.raises(ValueError, match="no JobId and JobState"):
-        parse_job("No jobs in the system\n")
+    with pytest.raises(ValueError, match="without JobId and JobState"):
+        parse_job(job_fields("No jobs in the system\n"))
+
+
+def test_of_several_jobs_the_first_is_read() -> None:
+    both = f"{JOBS['array element']}\n{JOBS['waiting again']}\n"
+    assert job_fields(both) == job_fields(JOBS["array element"])
+
+
+@pytest.mark.parametrize(
+    ("shown", "gpus"), [("running", 4), ("gpus per node", 2), ("gpus per job", None)]
+)
+def test_the_controllers_answer_tells_the_resources(shown: str, gpus: int | None) -> None:
+    assert detect({}, job=job_fields(JOBS[shown])).gpus.value == gpus
+
+
+def test_a_node_is_read() -> None:
+    node = node_fields(
+        "NodeName=n1 OS=Linux 6.1.0 #1 SMP Debian Gres=gpu:h100:4(S:0-1) RealMemory=16000 "
+        "State=IDLE Comment=was Gres=gpu:8 \n"
+    )
+    assert (node["Gres"], node["RealMemory"], node["OS"]) == ("gpu:h100:4(S:0-1)", "16000", "Linux")
 
 
 @pytest.mark.parametrize(
@@ -377,14 +369,17 @@ def test_the_answer_about_no_job_is_refused() -> None:
 def test_what_happens_is_told_from_two_looks(
     before: str, now: str, warned: bool, event: Event
 ) -> None:
-    assert classify(parse_job(JOBS[before]), parse_job(JOBS[now]), warned) is event
+    assert (
+        classify(parse_job(job_fields(JOBS[before])), parse_job(job_fields(JOBS[now])), warned)
+        is event
+    )
 
 
 @pytest.mark.parametrize(
     ("state", "event"), [("COMPLETED", Event.ENDED), ("CANCELLED", Event.CANCEL)]
 )
 def test_a_job_that_is_over_is_not_to_be_requeued(state: str, event: Event) -> None:
-    before = parse_job(JOBS["running"])
+    before = parse_job(job_fields(JOBS["running"]))
     now = replace(before, state=state)
     assert classify(before, now) is event
     assert not now.running
@@ -392,8 +387,8 @@ def test_a_job_that_is_over_is_not_to_be_requeued(state: str, event: Event) -> N
 
 def test_a_preempted_job_ends_when_its_grace_time_does() -> None:
     before, now = (
-        parse_job(JOBS["before the preemption"]),
-        parse_job(JOBS["preempted"]),
+        parse_job(job_fields(JOBS["before the preemption"])),
+        parse_job(job_fields(JOBS["preempted"])),
     )
     assert now.running
     assert now.preempt_time is not None

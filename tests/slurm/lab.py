@@ -101,10 +101,7 @@ class Cluster(Services):
         """End every process; logs stay in the folder."""
         for machine in [*self.machines.values(), self._switch.machine]:
             machine.power_off()
-        for group in Path("/sys/fs/cgroup/freezer").glob(f"{self.folder.name}-*"):
-            for path, _, _ in os.walk(group, topdown=False):
-                wait_until(lambda path=path: _remove_group(path), f"{path} is empty", 5)
-        shutil.rmtree(self.folder / "db", ignore_errors=True)
+        tidy(self.folder)
 
     # What a person does
 
@@ -251,6 +248,14 @@ class Cluster(Services):
             machine.signal(signal.SIGKILL, spare=_SERVICES)
         self.run(LOGIN, "sh", "-c", _RESUME_DRAINED)
         self.wait_idle()
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a cluster that is down left: its control groups and its data base."""
+    for group in Path("/sys/fs/cgroup/freezer").glob(f"{folder.name}-*"):
+        for path, _, _ in os.walk(group, topdown=False):
+            wait_until(lambda path=path: _remove_group(path), f"{path} is empty", 5)
+    shutil.rmtree(folder / "db", ignore_errors=True)
 
 
 def _remove_group(path: str) -> bool:

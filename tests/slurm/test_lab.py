@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import wait_until
-from lab import Cluster, missing
+from lab import Cluster, missing, tidy
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -93,12 +94,13 @@ def test_a_node_is_lost_and_comes_back(cluster: Cluster) -> None:
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_nothing_outlives_a_session_that_is_killed() -> None:
+def test_nothing_outlives_a_session_that_is_killed(tmp_path: Path) -> None:
     lab = [sys.executable, str(Path(__file__).with_name("lab.py"))]
     session = subprocess.Popen(
         [*lab, "sh", "-c", "readlink /proc/self/ns/pid; sleep infinity"],
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
         start_new_session=True,
     )
     assert session.stdout is not None
@@ -109,6 +111,8 @@ def test_nothing_outlives_a_session_that_is_killed() -> None:
         session.send_signal(signal.SIGKILL)
         session.wait()
     wait_until(lambda: not processes_of(space), "its login machine is gone")
+    (folder,) = tmp_path.iterdir()
+    tidy(folder)
 
 
 def processes_of(space: str) -> list[str]:

@@ -7,8 +7,9 @@ for; then `scontrol show job` and `scontrol show node`, as the caller has them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from kempner.cluster.hosts import expand_counts
 
@@ -84,21 +85,16 @@ def detect(
     `ValueError` with a sentence if a number cannot be read.
     """
     wanted, job, node = configured or Wanted(), job or {}, node or {}
-    cpus = _first(_configured("slurm.cpus", wanted.cpus), _cpus(environ, job))
-    gpus = _first(_configured("slurm.gpus_per_node", wanted.gpus), _gpus(environ, job, node))
-    memory = _memory(environ, cpus.value, gpus.value, job, node)
-    return Resources(
-        cpus=cpus,
-        memory_mb=_first(_configured("slurm.memory_mb", wanted.memory_mb), memory),
-        gpus=gpus,
-    )
+    cpus = _first(chain([("slurm.cpus", wanted.cpus)], _cpus(environ, job)))
+    gpus = _first(chain([("slurm.gpus_per_node", wanted.gpus)], _gpus(environ, job, node)))
+    said = _memory(environ, cpus.value, gpus.value, job, node)
+    memory = _first(chain([("slurm.memory_mb", wanted.memory_mb)], said))
+    if memory.value == 0:
+        memory = Amount(_whole(node), f"{memory.source} = 0: the whole node")
+    return Resources(cpus, memory, gpus)
 
 
 _Found = Iterator[tuple[str, int | None]]
-
-
-def _configured(key: str, value: int | None) -> _Found:
-    yield key, value
 
 
 def _cpus(environ: Mapping[str, str], job: Mapping[str, str]) -> _Found:
@@ -119,7 +115,7 @@ def _gpus(environ: Mapping[str, str], job: Mapping[str, str], node: Mapping[str,
         yield "scontrol show job: TresPerNode", _gpus_among(job["TresPerNode"])
     visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     yield "CUDA_VISIBLE_DEVICES", len(visible) or None
-    if "Gres" in node:
+    if "Gres" in node and not job:  # the node may have more than the job was given
         yield "scontrol show node: Gres", _gpus_among(node["Gres"])
 
 
@@ -134,33 +130,28 @@ def _memory(
     gpus: int | None,
     job: Mapping[str, str],
     node: Mapping[str, str],
-) -> Amount:
-    """0 means the whole node, in every variable and field."""
-    whole = int(node["RealMemory"]) if "RealMemory" in node else None
-
-    def found() -> _Found:
-        yield _variable(environ, "SLURM_MEM_PER_NODE", parse_memory)
-        for name, many in (("SLURM_MEM_PER_CPU", cpus), ("SLURM_MEM_PER_GPU", gpus)):
-            source, each = _variable(environ, name, parse_memory)
-            yield f"{source} x {many}", None if each is None or many is None else each * many
-        if "MinMemoryNode" in job:
-            yield "scontrol show job: MinMemoryNode", parse_memory(job["MinMemoryNode"])
-        if "MinMemoryCPU" in job and cpus is not None:
-            each = parse_memory(job["MinMemoryCPU"])
-            yield f"scontrol show job: MinMemoryCPU x {cpus}", each * cpus
-        yield "scontrol show node: RealMemory", whole
-
-    amount = _first(found())
-    return Amount(whole, f"{amount.source} = 0: the whole node") if amount.value == 0 else amount
+) -> _Found:
+    """In every variable and field 0 means the whole node."""
+    yield _variable(environ, "SLURM_MEM_PER_NODE", parse_memory)
+    for name, many in (("SLURM_MEM_PER_CPU", cpus), ("SLURM_MEM_PER_GPU", gpus)):
+        source, each = _variable(environ, name, parse_memory)
+        yield f"{source} x {many}", None if each is None or many is None else each * many
+    if "MinMemoryNode" in job:
+        yield "scontrol show job: MinMemoryNode", parse_memory(job["MinMemoryNode"])
+    if "MinMemoryCPU" in job and cpus is not None:
+        each = parse_memory(job["MinMemoryCPU"])
+        yield f"scontrol show job: MinMemoryCPU x {cpus}", each * cpus
+    yield "scontrol show node: RealMemory", _whole(node)
 
 
-def _first(*several: _Found | Amount) -> Amount:
-    for found in several:
-        if isinstance(found, Amount):
-            return found
-        for source, value in found:
-            if value is not None:
-                return Amount(value, source)
+def _whole(node: Mapping[str, str]) -> int | None:
+    return int(node["RealMemory"]) if "RealMemory" in node else None
+
+
+def _first(found: Iterable[tuple[str, int | None]]) -> Amount:
+    for source, value in found:
+        if value is not None:
+            return Amount(value, source)
     return Amount(None, "neither Slurm nor the configuration says")
 
 

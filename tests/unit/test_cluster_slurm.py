@@ -259,6 +259,7 @@ def test_memory_falls_back_on_the_controller(
         ({}, JOB, NODE, Amount(4, "scontrol show job: TresPerNode")),
         ({"CUDA_VISIBLE_DEVICES": "0,3"}, {}, NODE, Amount(2, "CUDA_VISIBLE_DEVICES")),
         ({"CUDA_VISIBLE_DEVICES": ""}, {}, NODE, Amount(8, "scontrol show node: Gres")),
+        ({}, {"NumCPUs": "1"}, NODE, Amount(None, "neither Slurm nor the configuration says")),
         ({}, {}, {"Gres": "nvme:2"}, Amount(0, "scontrol show node: Gres")),
         ({}, {}, {"Gres": "(null)"}, Amount(0, "scontrol show node: Gres")),
     ],

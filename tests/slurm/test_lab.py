@@ -93,6 +93,16 @@ def test_a_node_is_lost_and_comes_back(cluster: Cluster) -> None:
     cluster.wait_idle()
 
 
+@pytest.mark.parametrize("fault", ["crash", "power_off", "kill_slurmd", "hang"])
+def test_every_fault_of_a_node_is_mended_between_tests(cluster: Cluster, fault: str) -> None:
+    job = sleeper(cluster, "--nodes=2", "--no-requeue")
+    getattr(cluster, fault)("node2")
+    cluster.restore()
+    assert cluster.squeue(job) == ""
+    told = cluster.sbatch("--nodes=8", "--output=/dev/null", "--wrap=srun true")
+    assert cluster.wait_for(told, "COMPLETED", "FAILED") == "COMPLETED"
+
+
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_nothing_outlives_a_session_that_is_killed(tmp_path: Path) -> None:
     lab = [sys.executable, str(Path(__file__).with_name("lab.py"))]

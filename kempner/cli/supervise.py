@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,11 +11,15 @@ import typer
 
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
 from kempner.config.loading import load
+from kempner.config.sections import Config
 from kempner.run import logs
-from kempner.run.exit_codes import ExitCode
+from kempner.run.exit_codes import ExitCode, UsageError
 from kempner.run.layout import RunDirectory
 from kempner.run.signals import inbox
+from kempner.supervisor.entering import element, enter, find_job
 from kempner.supervisor.local import LocalLauncher
+from kempner.supervisor.slurm_job import SlurmJob
+from kempner.supervisor.step import StepLauncher, TorchrunLauncher
 from kempner.supervisor.supervise import supervise as follow
 
 
@@ -22,6 +27,8 @@ class LauncherName(StrEnum):
     """Who starts the ranks."""
 
     LOCAL = "local"
+    SRUN = "srun"
+    TORCHRUN = "torchrun"
 
 
 def register(app: typer.Typer) -> None:
@@ -32,21 +39,53 @@ def register(app: typer.Typer) -> None:
 def supervise(
     context: typer.Context,
     file: ConfigFile,
-    nproc: Annotated[int, typer.Option(min=1, help="Ranks on this machine.")] = 1,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on this machine (local; 1 when left out).")
+    ] = None,
     launcher: Annotated[
-        LauncherName, typer.Option(help="Who starts the ranks; local: as children of this process.")
-    ] = LauncherName.LOCAL,
+        LauncherName | None,
+        typer.Option(
+            help="Who starts the ranks: local, as children of this process; srun, as a Slurm step "
+            "with a task per GPU; torchrun, as a step with a torchrun per node. As slurm.launcher "
+            "says when left out."
+        ),
+    ] = None,
+    jobid: Annotated[
+        str | None, typer.Option(help="The allocation to train in, if not the one around us.")
+    ] = None,
 ) -> ExitCode:
     """Launch the ranks of CONFIG (then --section.key=value), follow them, and say how it ended.
 
     Ctrl-C or SIGTERM stops after the current step with a checkpoint; the same command goes on from
-    there. A second Ctrl-C within two seconds leaves at once.
+    there. A second Ctrl-C within two seconds leaves at once. In a Slurm job the job goes back into
+    the queue.
     """
     inbox().install()
     logs.configure()
-    config = load(file, context.args)
+    config, overrides = _load(file, context.args)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
-    launchers = {LauncherName.LOCAL: LocalLauncher}
-    chosen = launchers[launcher](run, nproc)
-    arguments = [str(file), *context.args]
-    return follow(run, chosen, arguments, nproc, config.supervise, inbox())
+    arguments = [str(file), *overrides]
+    chosen = launcher or LauncherName(config.slurm.launcher)
+    if chosen is LauncherName.LOCAL:
+        if jobid is not None:
+            raise UsageError("--jobid names a Slurm allocation: use it with --launcher srun")
+        size = nproc or 1
+        local = LocalLauncher(run, size)
+        return follow(run, local, arguments, size, config.supervise, inbox())
+    if nproc is not None:
+        raise UsageError("--nproc is for --launcher local; in a Slurm job set slurm.procs")
+    job = find_job(os.environ, jobid)
+    per_task = chosen is LauncherName.SRUN
+    allocation = enter(job, os.environ, config.slurm, given=jobid is not None, per_task=per_task)
+    step = (StepLauncher if per_task else TorchrunLauncher)(allocation)
+    around = SlurmJob(job, allocation.batch)
+    return follow(run, step, arguments, allocation.size, config.supervise, inbox(), around)
+
+
+def _load(file: Path, overrides: list[str]) -> tuple[Config, list[str]]:
+    """The configuration; each element of a job array trains in a run directory of its own."""
+    config = load(file, overrides)
+    if suffix := element(os.environ):
+        overrides = [*overrides, f"--run.name={config.run.name}{suffix}"]
+        config = load(file, overrides)
+    return config, overrides

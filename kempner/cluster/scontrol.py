@@ -6,6 +6,7 @@ from a signal handler.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -58,6 +59,17 @@ def show_job(job: str) -> dict[str, str]:
 def show_node(node: str) -> dict[str, str]:
     """The fields of a node. Raises `SlurmError`."""
     return node_fields(_run(["scontrol", "show", "node", "-o", node]))
+
+
+def kill_wait() -> float:
+    """Seconds between the SIGTERM and the SIGKILL with which Slurm ends a job. Raises `SlurmError`.
+
+    Without an answer that can be read, Slurm's default of 30.
+    """
+    found = re.search(
+        r"^KillWait\s*= (\d+) sec", _run(["scontrol", "show", "config"]), re.MULTILINE
+    )
+    return float(found[1]) if found else 30.0
 
 
 def requeue(job: str) -> None:

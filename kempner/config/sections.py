@@ -250,6 +250,26 @@ class SuperviseSection(Section):
         return self
 
 
+class SlurmSection(Section):
+    """What to take of a Slurm job, where that is not what Slurm says the job has."""
+
+    launcher: Literal["local", "srun", "torchrun"] = "local"
+    """Who starts the ranks when `kempner supervise` is not told: children of the supervisor, a step
+    with a task per GPU, or a step with a torchrun per node."""
+    procs: PositiveInt | None = None
+    """Ranks per node; one per GPU when left out, or one per task where there are no GPUs."""
+    hosts: PositiveInt | None = None
+    """Nodes to use; all of the job's when left out."""
+    cpus: PositiveInt | None = None
+    """CPUs per node, shared by its ranks; as allocated when left out."""
+    memory_mb: PositiveInt | None = None
+    """MiB of memory per node; as allocated when left out."""
+    gpus_per_node: NonNegativeInt | None = None
+    """GPUs per node; as allocated when left out."""
+    resubmit: bool = False
+    """Submit the batch script again where Slurm refuses to put the job back into the queue."""
+
+
 class MetricsSection(Section):
     """What is recorded while training."""
 
@@ -286,6 +306,7 @@ class Config(Section):
     distributed: DistributedSection = DistributedSection()
     checkpoint: CheckpointSection = CheckpointSection()
     supervise: SuperviseSection = SuperviseSection()
+    slurm: SlurmSection = SlurmSection()
     metrics: MetricsSection = MetricsSection()
     eval: EvalSection = EvalSection()
 

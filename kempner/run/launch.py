@@ -15,7 +15,7 @@ from kempner.run.messages import Secret
 
 _ATTEMPT = "KEMPNER_ATTEMPT"
 _NONCE = "KEMPNER_ATTEMPT_NONCE"
-_SUPERVISOR = "KEMPNER_SUPERVISOR_PID"
+_PARENT = "KEMPNER_SUPERVISOR_PID"
 _ADDRESS = "KEMPNER_CONTROL_ADDRESS"
 _PORT = "KEMPNER_CONTROL_PORT"
 _TOKEN = "KEMPNER_CONTROL_TOKEN"
@@ -32,20 +32,22 @@ class Control:
 
 @dataclass(frozen=True)
 class Launch:
-    """The attempt that a rank belongs to, the process id of a supervisor on its own node, and how
-    to talk to it."""
+    """The attempt that a rank belongs to, and how to talk to its supervisor.
+
+    `parent` is the supervisor's process id where the ranks are its children.
+    """
 
     attempt: Attempt
-    supervisor_pid: int
     control: Control
+    parent: int | None = None
 
     def environment(self) -> dict[str, str]:
         """The variables to add to a rank's environment. One of them is secret: keep them out of
         command lines and logs."""
-        return {
+        followed = {} if self.parent is None else {_PARENT: str(self.parent)}
+        return followed | {
             _ATTEMPT: str(self.attempt.number),
             _NONCE: self.attempt.nonce,
-            _SUPERVISOR: str(self.supervisor_pid),
             _ADDRESS: self.control.address,
             _PORT: str(self.control.port),
             _TOKEN: self.control.secret.token,
@@ -58,12 +60,12 @@ class Launch:
             return None
         return cls(
             attempt=Attempt(number=int(environ[_ATTEMPT]), nonce=environ[_NONCE]),
-            supervisor_pid=int(environ[_SUPERVISOR]),
             control=Control(
                 address=environ[_ADDRESS],
                 port=int(environ[_PORT]),
                 secret=Secret(environ[_TOKEN]),
             ),
+            parent=int(environ[_PARENT]) if _PARENT in environ else None,
         )
 
 

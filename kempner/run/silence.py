@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import time
-
-LONGEST_NAP = 10.0
-"""Seconds; more than a thread of ours ever waits between two looks."""
+from kempner.run.clock import AwakeClock
 
 
 class Silence:
-    """Counts the seconds since something was last heard.
-
-    A process that was suspended did not listen: between two looks at most `LONGEST_NAP` seconds
-    count.
-    """
+    """Counts the seconds since something was last heard, but for those spent suspended."""
 
     def __init__(self, limit: float) -> None:
-        self._limit, self.seconds = limit, 0.0
+        self._limit, self._clock = limit, AwakeClock()
+        self._heard_at = 0.0
         self.noticed = False
-        self._looked_at = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since something was last heard."""
+        return self._clock.now() - self._heard_at
 
     def broken(self) -> None:
         """Something was heard."""
-        self.seconds, self.noticed = 0.0, False
+        self._heard_at, self.noticed = self._clock.now(), False
 
     def exceeds_limit(self) -> bool:
         """Look at the clock: whether the limit is passed, told once for each silence."""
-        now = time.monotonic()
-        self.seconds += min(now - self._looked_at, LONGEST_NAP)
-        self._looked_at = now
         if self.noticed or self.seconds < self._limit:
             return False
         self.noticed = True

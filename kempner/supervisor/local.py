@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kempner.cluster.ports import free_port
 from kempner.run.launch import Launch
@@ -85,7 +86,7 @@ class LocalLauncher:
     ) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
-            **launch.environment(),
+            **replace(launch, parent=os.getpid()).environment(),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self._size),

@@ -38,7 +38,9 @@ class Decision:
 def decide(exits: Sequence[RankExit], stop_requested: bool) -> Decision:
     """Turn the ranks' exits, in the order in which they were heard of, into the run's outcome."""
     causes = [e for e in exits if not _harmless(e, stop_requested)]
-    if not causes and all(e.status == ExitCode.COMPLETED for e in exits):
+    if not exits:
+        return Decision(ExitCode.CRASHED, "no rank was ever there")
+    if all(e.status == ExitCode.COMPLETED for e in exits):
         return Decision(ExitCode.COMPLETED, "completed")
     if causes:
         first = causes[0]

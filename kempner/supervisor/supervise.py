@@ -4,45 +4,34 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Sequence
 from itertools import pairwise
-from operator import itemgetter
-from queue import Empty, SimpleQueue
-from typing import TypeAlias
+from queue import SimpleQueue
 
+from kempner.checkpoint.durations import Durations
+from kempner.cluster.job import restart_count
 from kempner.cluster.limits import raise_open_file_limit
 from kempner.config.sections import SuperviseSection
 from kempner.run.attempts import Attempt, begin_attempt
 from kempner.run.exit_codes import ExitCode
 from kempner.run.launch import Control, Launch
 from kempner.run.layout import RunDirectory
-from kempner.run.ledger import Ledger
+from kempner.run.ledger import Ledger, read_lines
 from kempner.run.logs import logger, open_log
-from kempner.run.messages import Event, Outcome, PeerLost, Secret, Stop, shorten
+from kempner.run.messages import Secret
 from kempner.run.signals import Received, SignalInbox
 from kempner.supervisor.admission import Membership, listen
+from kempner.supervisor.advice import fruitless_requeues, last_step, part
 from kempner.supervisor.channel import Channel
 from kempner.supervisor.file_channel import FileChannel
 from kempner.supervisor.launcher import Launcher
-from kempner.supervisor.news import Heard, Joined, News, Parted
-from kempner.supervisor.policy import Decision, RankExit, decide, describe, failed
+from kempner.supervisor.policy import Decision, RankExit, decide
 from kempner.supervisor.roster import Roster
-
-LOOK = 0.5
-"""Seconds between looks at the clock; whatever happens ends the wait at once."""
+from kempner.supervisor.slurm_job import SlurmJob
+from kempner.supervisor.watch import Happening, Watch
 
 INSIST_WITHIN = 2.0
 """Seconds within which a second Ctrl-C means: now."""
-
-RECONNECT = 3.0
-"""Seconds within which a rank whose connection broke off has to be back, or it is gone. One that
-lives tries again after a tenth of a second."""
-
-EXIT_GRACE = 5.0
-"""Seconds after the last word of the last rank that its process may take to be gone."""
-
-Happening: TypeAlias = Received | RankExit | News
 
 
 def supervise(
@@ -52,8 +41,9 @@ def supervise(
     size: int,
     section: SuperviseSection,
     signals: SignalInbox,
+    job: SlurmJob | None = None,
 ) -> ExitCode:
-    """Run one attempt to its end; returns the exit code of the run."""
+    """Run one attempt to its end, and do what is then to be done; returns the run's exit code."""
     happenings: SimpleQueue[Happening] = SimpleQueue()
     signals.react_with(happenings.put)  # from here on a stop is passed on to the ranks
     raise_open_file_limit()
@@ -61,7 +51,7 @@ def supervise(
     attempt = begin_attempt(run)
     open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
     ledger = Ledger(run.ledger)
-    ledger.record("attempt_started", attempt=attempt.number, ranks=size)
+    ledger.record("attempt_started", attempt=attempt.number, ranks=size, **_facts(job))
     secret = Secret.new()
     channel = Channel(
         listener,
@@ -70,11 +60,14 @@ def supervise(
         happenings.put,
     )
     channel.start()
-    watch = Watch(attempt, size, section, launcher, channel, ledger)
+    durations = Durations.from_ledger(read_lines(run.ledger))
+    watch = Watch(attempt, size, section, launcher, channel, ledger, durations, job)
     roster = Roster(run.ranks(attempt.number))
     try:
         control = Control(launcher.address, channel.port, secret)
-        launcher.start(Launch(attempt, os.getpid(), control), arguments, happenings.put)
+        launcher.start(Launch(attempt, control), arguments, happenings.put)
+        if job is not None:
+            job.watch(happenings.put)
         while not watch.over():
             watch.take_in(happenings)
             if insists(watch.signals):
@@ -86,8 +79,10 @@ def supervise(
         channel.close()
     watch.take_in(happenings, wait=False)
     roster.update(channel.sightings(), now=True)
-    decision = decide(watch.ends, stop_requested=watch.stop_asked_at is not None)
+    decision = decide(watch.ends, stop_requested=watch.stop_reason is not None)
     _close(ledger, attempt, decision, watch.ends)
+    if job is not None:
+        _part_from(job, decision, run, ledger, attempt)
     return decision.code
 
 
@@ -97,105 +92,36 @@ def insists(received: Sequence[Received]) -> bool:
     return any(later - earlier <= INSIST_WITHIN for earlier, later in pairwise(times))
 
 
-class Watch:
-    """What the supervisor knows of the attempt under way, and does about it at once.
+def _part_from(
+    job: SlurmJob, decision: Decision, run: RunDirectory, ledger: Ledger, attempt: Attempt
+) -> None:
+    """Put the job back into the queue, or say why not."""
+    job.close()
+    state = job.state()
+    events = list(read_lines(run.ledger))
+    step = last_step(events)
+    parting = part(decision, state, job.batch, fruitless_requeues(events, step))
+    if not parting.requeue:
+        if decision.code is ExitCode.STOPPED:
+            logger().warning(parting.reason)
+            ledger.record("not_requeued", attempt=attempt.number, step=step, reason=parting.reason)
+        return
+    restarts = state.restarts if state is not None else None
+    nodes = state.node_list if state is not None else None
+    # Written first: Slurm ends this process with the job's others.
+    ledger.record("requeued", attempt=attempt.number, step=step, restarts=restarts, nodes=nodes)
+    logger().warning(parting.reason)
+    if refusal := job.requeue():
+        ledger.record("requeue_refused", attempt=attempt.number, reason=refusal)
+        logger().error(f"{refusal}; to go on, submit the same command again")
 
-    Times are `time.monotonic` seconds.
-    """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        size: int,
-        section: SuperviseSection,
-        launcher: Launcher,
-        channel: Channel,
-        ledger: Ledger,
-    ) -> None:
-        self._attempt, self._size, self._section = attempt, size, section
-        self._launcher, self._channel, self._ledger = launcher, channel, ledger
-        self._ends: dict[int, tuple[float, RankExit]] = {}
-        self.signals: list[Received] = []
-        self.stop_asked_at: float | None = None
-        self._failed_at: float | None = None
-        self._ended_at = 0.0
-        self._parted: dict[int, float] = {}
-
-    @property
-    def ends(self) -> list[RankExit]:
-        """How ranks ended, in the order of the first sign of it."""
-        return [end for _, end in sorted(self._ends.values(), key=itemgetter(0))]
-
-    def over(self) -> bool:
-        """Whether nothing is left to follow."""
-        if len(self._ends) < self._size:
-            return not self._launcher.alive()
-        return not self._launcher.alive() or time.monotonic() - self._ended_at > EXIT_GRACE
-
-    def take_in(self, happenings: SimpleQueue[Happening], *, wait: bool = True) -> None:
-        """Act on all that has happened; `wait` until something has, or `LOOK` seconds are over."""
-        try:
-            self._act_on(happenings.get(wait, LOOK))
-            while True:
-                self._act_on(happenings.get_nowait())
-        except Empty:
-            return
-
-    def enforce(self) -> None:
-        """End what outstays its time: a broken connection, a stop, the failure of another rank."""
-        now, section = time.monotonic(), self._section
-        for rank, at in list(self._parted.items()):
-            if now - at > RECONNECT:
-                self._note_end(RankExit(rank, None))
-        overdue = self.stop_asked_at is not None and now - self.stop_asked_at > section.stop_grace
-        orphaned = self._failed_at is not None and now - self._failed_at > section.crash_grace
-        if overdue or orphaned:
-            self._launcher.kill()
-
-    def _act_on(self, happening: Happening) -> None:
-        match happening:
-            case Received():
-                self._pass_on(happening)
-            case RankExit():
-                self._note_end(happening)
-            case Joined():
-                logger().info("joined", rank=happening.rank, host=happening.host, pid=happening.pid)
-                self._parted.pop(happening.rank, None)
-            case Parted():
-                logger().info("parted", rank=happening.rank, reason=happening.reason)
-                if happening.rank not in self._ends:
-                    self._parted[happening.rank] = time.monotonic()
-            case Heard(_, Event() as event):
-                self._ledger.record(event.name, **{"attempt": self._attempt.number, **event.fields})
-            case Heard(rank, Outcome() as outcome):
-                self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
-
-    def _pass_on(self, received: Received) -> None:
-        self.signals.append(received)
-        name = received.signal.name
-        if self.stop_asked_at is None:
-            logger().warning(f"{name}: stopping after this step, with a checkpoint")
-            self._ledger.record("stop_requested", attempt=self._attempt.number, reason=name)
-        self._ask_to_stop(name)
-
-    def _ask_to_stop(self, reason: str) -> None:
-        if self.stop_asked_at is None:
-            self.stop_asked_at = time.monotonic()
-            self._channel.tell(Stop(reason, self._section.stop_grace))
-        self._launcher.ask_to_stop()
-
-    def _note_end(self, end: RankExit) -> None:
-        if end.rank in self._ends:
-            return  # its own words came first and say more than its exit status
-        logger().info("ended", rank=end.rank, how=describe(end))
-        self._ended_at = time.monotonic()
-        self._ends[end.rank] = (self._parted.pop(end.rank, self._ended_at), end)
-        if failed(end) and self._failed_at is None:
-            self._failed_at = self._ended_at
-            self._channel.tell(PeerLost(end.rank, shorten(describe(end))))
-        if end.status == ExitCode.STOPPED and self.stop_asked_at is None:
-            # A rank that was signalled alone, before it knew the others: they would wait for it.
-            self._ask_to_stop(f"rank {end.rank} was asked to stop")
+def _facts(job: SlurmJob | None) -> dict[str, object]:
+    """What the ledger keeps about the job in which an attempt runs."""
+    if job is None:
+        return {}
+    restarts = restart_count(os.environ)
+    return {"job": job.id, "restarts": restarts, "nodes": os.environ.get("SLURM_JOB_NODELIST")}
 
 
 def _leave_at_once(ledger: Ledger, attempt: Attempt) -> ExitCode:

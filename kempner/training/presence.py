@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -70,12 +71,29 @@ def appear(config: Config, shutdown: ShutdownHandler) -> Presence:
     progress = Progress()
     if launch is None:
         return Presence(world, run, launch, progress, None)
-    follow_parent(launch.supervisor_pid, signal.SIGTERM)
+    if launch.parent is not None:
+        follow_parent(launch.parent, signal.SIGTERM)
+    elif world.rank > 0:
+        _print_to(run.output(launch.attempt.number, world.rank))
     react = Reactions(partial(_stop, shutdown), _stop_in_silence, config.supervise.silence_limit)
     link = Link(launch, run, world.rank, progress, react)
     link.start()
     inbox().react_with(partial(_leave_alone, link))
     return Presence(world, run, launch, progress, link)
+
+
+def _print_to(file: Path) -> None:
+    """Hundreds of ranks say the same: the job's log gets what rank 0 prints, and early errors."""
+    try:
+        output = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        logger().warning(f"printing to the job's log, since {file} cannot be written: {error}")
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
 
 
 def _find_place() -> World:

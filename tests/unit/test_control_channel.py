@@ -81,7 +81,7 @@ class Supervisor:
 
     def launch(self, **changes: Any) -> Launch:
         control = Control(LOOPBACK, self.channel.port, self.secret)
-        return Launch(Attempt(3, "abcd"), 1, replace(control, **changes))
+        return Launch(Attempt(3, "abcd"), replace(control, **changes))
 
     def link(self, rank: int, patience: float = 60.0, **changes: Any) -> LinkedRank:
         return LinkedRank(self, rank, patience, **changes)

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kempner.run import progress, silence
+from kempner.run import clock as awake
+from kempner.run import progress
+from kempner.run.clock import LONGEST_NAP
 from kempner.run.messages import (
     LINE_LIMIT,
     WORDS_LIMIT,
@@ -38,7 +40,7 @@ from kempner.run.messages import (
 )
 from kempner.run.outbox import Outbox
 from kempner.run.progress import Progress
-from kempner.run.silence import LONGEST_NAP, Silence
+from kempner.run.silence import Silence
 
 natural = st.integers(0, 2**53)
 seconds = st.floats(0, 1e9)
@@ -206,7 +208,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(silence, "time", clock)
+    monkeypatch.setattr(awake, "time", clock)
     monkeypatch.setattr(progress, "time", clock)
     return clock
 

@@ -1,0 +1,82 @@
+"""What of a Slurm job the ranks get: nodes, tasks per node, CPUs per task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kempner.cluster.hosts import expand_counts
+from kempner.cluster.resources import Resources
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The part of a job in which the ranks run.
+
+    `job` is the id by which to speak of it to Slurm. `batch` says that this process is the job's
+    batch process; if not, the job is somebody's `salloc`, and others may run in it. `cpus_per_task`
+    is None where nobody says.
+    """
+
+    job: str
+    nodes: tuple[str, ...]
+    tasks_per_node: int
+    cpus_per_task: int | None
+    gpus_per_node: int
+    batch: bool
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return len(self.nodes) * self.tasks_per_node
+
+
+def allocate(
+    environ: Mapping[str, str],
+    *,
+    job: str,
+    batch: bool,
+    nodes: Sequence[str],
+    resources: Resources,
+    procs: int | None = None,
+    hosts: int | None = None,
+    per_task: bool = True,
+) -> Allocation:
+    """One rank per GPU; where there is none, one per task that the job was submitted with.
+
+    `procs` (slurm.procs, ranks per node) and `hosts` (slurm.hosts, nodes) win where given.
+    `per_task` says that each task is to be a rank, and not the launcher of a node's ranks. Raises
+    `ValueError` with a sentence if tasks and GPUs do not fit, or a number is more than there is.
+    """
+    if hosts is not None and hosts > len(nodes):
+        raise ValueError(f"slurm.hosts={hosts}, but job {job} has {len(nodes)} nodes")
+    gpus = resources.gpus.value or 0
+    tasks = procs or (_tasks(environ, job, gpus) if per_task else max(1, gpus))
+    return Allocation(
+        job=job,
+        nodes=tuple(nodes[:hosts]),
+        tasks_per_node=tasks,
+        cpus_per_task=_cpus(environ, resources.cpus.value, tasks),
+        gpus_per_node=gpus,
+        batch=batch,
+    )
+
+
+def _tasks(environ: Mapping[str, str], job: str, gpus: int) -> int:
+    asked = environ.get("SLURM_NTASKS_PER_NODE")
+    if asked is None:
+        here = environ.get("SLURM_TASKS_PER_NODE")
+        return gpus or (expand_counts(here)[0] if here else 1)
+    if gpus and int(asked) != gpus:
+        raise ValueError(
+            f"job {job} has --ntasks-per-node={asked} but {gpus} GPUs per node, and each rank "
+            f"drives one: submit with --ntasks-per-node={gpus}, or set slurm.procs"
+        )
+    return int(asked)
+
+
+def _cpus(environ: Mapping[str, str], on_node: int | None, tasks: int) -> int | None:
+    """srun does not take SLURM_CPUS_PER_TASK over from sbatch: without a word it gives one CPU."""
+    if asked := environ.get("SLURM_CPUS_PER_TASK"):
+        return int(asked)
+    return max(1, on_node // tasks) if on_node else None

@@ -1,0 +1,26 @@
+"""A clock that stands still while this process is suspended."""
+
+from __future__ import annotations
+
+import time
+
+LONGEST_NAP = 10.0
+"""Seconds; more than a loop of ours ever waits between two looks."""
+
+
+class AwakeClock:
+    """Seconds that this process was there to see.
+
+    Slurm may suspend a job for hours (PreemptMode=SUSPEND) and then let it go on: nobody has
+    outstayed a deadline meanwhile. Between two looks at most `LONGEST_NAP` seconds pass.
+    """
+
+    def __init__(self) -> None:
+        self._looked_at, self._now = time.monotonic(), 0.0
+
+    def now(self) -> float:
+        """Seconds since the clock was made."""
+        at = time.monotonic()
+        self._now += min(at - self._looked_at, LONGEST_NAP)
+        self._looked_at = at
+        return self._now

@@ -1,0 +1,117 @@
+"""When to stop and whether to requeue, from what Slurm says: pure functions, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kempner.checkpoint.durations import COMMITTED, Durations
+from kempner.cluster.job import Event, JobState, classify
+from kempner.run.exit_codes import ExitCode
+from kempner.supervisor.policy import Decision
+
+UNMEASURED_LEAD = 120.0
+"""Seconds before the end at which to stop, as long as nothing was measured."""
+
+EXIT_MARGIN = 10.0
+"""Seconds for the processes to leave, and for the job to be put back into the queue."""
+
+FRUITLESS = 3
+"""Times in a row that a job is put back into the queue without a new step."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Stop, because of `reason`, within `seconds_left`."""
+
+    reason: str
+    seconds_left: float
+
+
+def advise(
+    first: JobState, now: JobState, kill_wait: float, clock: float, lead: float, warned: bool
+) -> Advice | None:
+    """Whether the ranks are to stop; `first` is the job as it was when the attempt began.
+
+    `clock` is the time in seconds since the epoch, `lead` how long before the end of the job a stop
+    must begin, `warned` whether a signal came. After a preemption's grace time, as at any end of a
+    job, Slurm sends SIGTERM and waits for `kill_wait` seconds; it keeps both times or exceeds them.
+    """
+    left = None if now.end_time is None else now.end_time - clock
+    match classify(first, now, warned):
+        case Event.NOTHING:
+            if left is not None and left <= lead:
+                return Advice(f"{left:.0f} s are left of the job's time", max(0.0, left))
+            return None
+        case Event.TIME_LIMIT:
+            return None if left is None else Advice("Slurm gave a warning", max(0.0, left))
+        case Event.PREEMPTION:
+            grace = 0.0 if left is None else max(0.0, left)
+            return Advice("a job of higher priority takes the nodes", grace + kill_wait)
+        case event:
+            return Advice(event.value, kill_wait)
+
+
+def stop_lead(durations: Durations, longest_gap: float | None) -> float:
+    """Seconds before the end at which a stop must begin.
+
+    `longest_gap` is the 95th percentile of the seconds between two votes: one passes until the
+    ranks agree, and the step that they are in takes another. A save may be under way, and the last
+    one follows it.
+    """
+    save = durations.quantile(0.95)
+    if save is None or longest_gap is None:
+        return UNMEASURED_LEAD
+    return 2 * longest_gap + 2 * save + EXIT_MARGIN
+
+
+@dataclass(frozen=True)
+class Parting:
+    """What becomes of the job when the ranks have left. `reason` is for a person to read."""
+
+    requeue: bool
+    reason: str
+
+
+def part(decision: Decision, job: JobState | None, batch: bool, fruitless: int) -> Parting:
+    """Whether to put the job back into the queue.
+
+    Only a job that still runs: asked to requeue one that was cancelled, Slurm brings it back to
+    life. `fruitless` counts the times in a row that it came back and made no step.
+    """
+    if decision.code is not ExitCode.STOPPED:
+        return Parting(False, decision.reason)
+    if not batch:
+        return Parting(False, "the allocation is yours: start again in it to go on")
+    if job is None:
+        return Parting(False, "Slurm does not answer: submit the same command again to go on")
+    if not job.running:
+        return Parting(False, f"the job is {job.state}: Slurm itself decides what becomes of it")
+    if not job.may_requeue:
+        return Parting(
+            False, "the job was submitted with --no-requeue: submit it again, and it goes on"
+        )
+    if fruitless >= FRUITLESS:
+        return Parting(
+            False,
+            f"the job came back {fruitless} times and made no new step: it is stopped too soon. "
+            "Give it a longer --time or a shorter --signal, then submit it again",
+        )
+    return Parting(True, "the job goes back into the queue, and on from its checkpoint")
+
+
+def fruitless_requeues(events: Iterable[Mapping[str, Any]], step: int | None) -> int:
+    """How many of the last requeues, in a row, found the run at `step`, where it still is."""
+    steps = [event.get("step") for event in events if event.get("event") == "requeued"]
+    count = 0
+    for known in reversed(steps):
+        if known != step:
+            break
+        count += 1
+    return count
+
+
+def last_step(events: Iterable[Mapping[str, Any]]) -> int | None:
+    """The step of the newest commit that the ledger tells of; None if there is none."""
+    return max((e["step"] for e in events if e.get("event") == COMMITTED), default=None)

@@ -1,0 +1,96 @@
+"""Finds the Slurm job to train in, and says what it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kempner.cluster import scontrol
+from kempner.cluster.allocation import Allocation, allocate
+from kempner.cluster.job import job_id, parse_job, restart_count
+from kempner.cluster.resources import Resources, Wanted, detect
+from kempner.cluster.scontrol import SlurmError
+from kempner.config.sections import SlurmSection
+from kempner.run.exit_codes import UsageError
+
+
+def find_job(environ: Mapping[str, str], given: str | None) -> str:
+    """The id of the job to train in: `given`, or the one that this process is in.
+
+    Raises `UsageError` outside of a job, and in a heterogeneous one.
+    """
+    try:
+        job = given or job_id(environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if job is None:
+        raise UsageError(
+            "this is no Slurm job: submit scripts/slurm/multinode.sh with sbatch, name an "
+            "allocation with --jobid, or use --launcher local"
+        )
+    return job
+
+
+def enter(
+    job: str, environ: Mapping[str, str], section: SlurmSection, *, given: bool, per_task: bool
+) -> Allocation:
+    """What the ranks get of `job`; logged, each number with its source.
+
+    `given` says that the job was named by the user: then this process need not be in it, and what
+    the environment says may be about another one. `per_task` says that each task is a rank.
+    Raises `UsageError` if it cannot be used.
+    """
+    try:
+        fields = scontrol.show_job(job)
+        state = parse_job(fields)
+        if not state.running:
+            raise UsageError(_not_running(job, state.state, state.reason))
+        nodes = scontrol.hostnames(state.node_list)
+        here: Mapping[str, str] = {} if given else environ
+        resources = detect(
+            here,
+            configured=Wanted(section.cpus, section.memory_mb, section.gpus_per_node),
+            job=fields,
+            node=scontrol.show_node(nodes[0]),
+        )
+        allocation = allocate(
+            here,
+            job=job,
+            batch=not given and fields.get("BatchFlag") == "1",
+            nodes=nodes,
+            resources=resources,
+            procs=section.procs,
+            hosts=section.hosts,
+            per_task=per_task,
+        )
+    except (SlurmError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    _introduce(allocation, resources, restart_count(environ))
+    return allocation
+
+
+def element(environ: Mapping[str, str]) -> str:
+    """What sets the run of this element of a job array apart from the others'; empty outside."""
+    task = environ.get("SLURM_ARRAY_TASK_ID", "")
+    return f"-{task}" if task else ""
+
+
+def _not_running(job: str, state: str, reason: str) -> str:
+    why = f" ({reason})" if reason else ""
+    if state == "PENDING":
+        return f"job {job} still waits in the queue{why}: try again when `squeue -j {job}` shows R"
+    return f"job {job} is {state}{why}: there is nothing left to train in"
+
+
+def _introduce(allocation: Allocation, resources: Resources, restarts: int) -> None:
+    """Into the job's output, where people look first."""
+    nodes = allocation.nodes
+    shown = ",".join(nodes) if len(nodes) <= 8 else f"{nodes[0]} to {nodes[-1]}"
+    print(
+        f"job {allocation.job}: {len(nodes)} nodes ({shown}), {allocation.size} ranks, "
+        f"{allocation.tasks_per_node} per node",
+        f"a node has: GPUs {resources.gpus}, CPUs {resources.cpus}, "
+        f"memory {resources.memory_mb} MiB",
+        f"Restart cnt: {restarts}",
+        sep="\n",
+        flush=True,
+    )

@@ -1,0 +1,81 @@
+"""The Slurm job in which a supervisor runs: watched from a thread, and put back into the queue."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kempner.cluster import scontrol
+from kempner.cluster.job import JobState, parse_job
+from kempner.cluster.scontrol import SlurmError
+from kempner.run.logs import logger
+
+LOOK_EVERY = 10.0
+"""Seconds between two questions to the controller, which serves the whole cluster."""
+
+
+@dataclass(frozen=True)
+class JobSeen:
+    """What the controller said of the job just now. `kill_wait` is its KillWait in seconds."""
+
+    state: JobState
+    kill_wait: float
+
+
+class SlurmJob:
+    """Asks about the job now and then, and at once where there is a reason to."""
+
+    def __init__(self, job: str, batch: bool) -> None:
+        self.id, self.batch = job, batch
+        self._ask = threading.Event()
+        self._done = threading.Event()
+        self._failing = False
+
+    def watch(self, post: Callable[[JobSeen], None]) -> None:
+        """Start to `post` what the controller says, from a thread."""
+        threading.Thread(target=self._watch, args=(post,), name="job", daemon=True).start()
+
+    def look(self) -> None:
+        """Ask now: something has happened."""
+        self._ask.set()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._done.set()
+        self._ask.set()
+
+    def state(self) -> JobState | None:
+        """What the controller says now; None if it does not answer or there is no scontrol."""
+        try:
+            return parse_job(scontrol.show_job(self.id))
+        except (SlurmError, ValueError) as error:
+            if not self._failing:
+                logger().warning("cannot ask Slurm about the job", reason=str(error))
+            self._failing = True
+            return None
+
+    def requeue(self) -> str:
+        """Put the job back into the queue; why it could not be, empty if it was."""
+        try:
+            scontrol.requeue(self.id)
+        except SlurmError as error:
+            return str(error)
+        return ""
+
+    def _watch(self, post: Callable[[JobSeen], None]) -> None:
+        kill_wait = self._kill_wait()
+        while not self._done.is_set():
+            state = self.state()
+            if state is not None:
+                self._failing = False
+                post(JobSeen(state, kill_wait))
+            self._ask.wait(LOOK_EVERY)
+            self._ask.clear()
+
+    def _kill_wait(self) -> float:
+        try:
+            return scontrol.kill_wait()
+        except SlurmError as error:
+            logger().warning("taking KillWait to be 30 s", reason=str(error))
+            return 30.0

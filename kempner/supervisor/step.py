@@ -1,0 +1,165 @@
+"""Ranks as the tasks of a Slurm step: one per GPU, or one torchrun per node."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+from kempner.cluster.allocation import Allocation
+from kempner.cluster.network import route_address
+from kempner.cluster.ports import free_port
+from kempner.cluster.scontrol import SlurmError, signal_tasks
+from kempner.run.clock import AwakeClock
+from kempner.run.exit_codes import ExitCode, UsageError
+from kempner.run.launch import Launch
+from kempner.run.logs import logger
+from kempner.supervisor.policy import RankExit
+
+ABANDON_AFTER = 20.0
+"""Seconds that srun gets to end its tasks; it waits for nodes that are gone, and we do not."""
+
+
+class StepLauncher:
+    """Starts the ranks with srun, in a session of its own.
+
+    srun answers SIGTERM by killing every task at once, so it is never signalled but to that end.
+    A wish to stop goes to the tasks by scancel, and by the control channel.
+    """
+
+    def __init__(self, allocation: Allocation) -> None:
+        self._allocation = allocation
+        self.address = _reachable_address(allocation)
+        """Of this machine, for the nodes of the step."""
+        self._srun: subprocess.Popen[bytes] | None = None
+        self._killed_at: float | None = None
+        self._clock = AwakeClock()
+
+    def start(
+        self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
+    ) -> None:
+        """Start the step; once srun has ended, `post` how those ended that did not say it."""
+        command = [*self._step(launch), *self._rank(launch), "train", *arguments]
+        environ = {**os.environ, **launch.environment()}
+        environ.pop("TORCHELASTIC_RUN_ID", None)
+        try:
+            self._srun = subprocess.Popen(
+                command, env=environ, start_new_session=True, stdin=subprocess.DEVNULL
+            )
+        except FileNotFoundError as error:
+            raise UsageError(
+                "srun is not on the PATH of this host; use --launcher local"
+            ) from error
+        waiter = threading.Thread(target=self._wait, args=(self._srun, post), name="srun")
+        waiter.daemon = True
+        waiter.start()
+
+    def ask_to_stop(self) -> None:
+        """Signal each task once; in somebody else's allocation the control channel must do."""
+        if self._allocation.batch:
+            threading.Thread(target=self._signal, name="scancel", daemon=True).start()
+
+    def kill(self) -> None:
+        """Have srun kill its tasks; called again later, leave a srun behind that cannot."""
+        if self._srun is None or self._srun.poll() is not None:
+            return
+        if self._killed_at is None:
+            self._killed_at = self._clock.now()
+            self._srun.terminate()
+        elif self._clock.now() - self._killed_at > ABANDON_AFTER:
+            self._srun.kill()
+
+    def alive(self) -> bool:
+        """Whether srun is still there."""
+        return self._srun is not None and self._srun.poll() is None
+
+    def _step(self, launch: Launch) -> list[str]:
+        """srun and its options."""
+        allocation = self._allocation
+        tasks = self._tasks_per_node()
+        command = [
+            "srun",
+            f"--job-name=kempner-{launch.attempt.number}",
+            f"--nodes={len(allocation.nodes)}",
+            f"--nodelist={','.join(allocation.nodes)}",
+            f"--ntasks={len(allocation.nodes) * tasks}",
+            f"--ntasks-per-node={tasks}",
+            "--kill-on-bad-exit=0",  # the supervisor ends the step, when it has seen why
+            "--wait=0",
+            "--mpi=none",
+            "--export=ALL",
+        ]
+        if allocation.cpus_per_task is not None:
+            cpus = allocation.cpus_per_task * allocation.tasks_per_node // tasks
+            command.append(f"--cpus-per-task={cpus}")
+        if not allocation.batch:
+            command += [f"--jobid={allocation.job}", "--overlap"]
+            if allocation.gpus_per_node:
+                command.append(f"--gpus-per-node={allocation.gpus_per_node}")
+        return command
+
+    def _tasks_per_node(self) -> int:
+        return self._allocation.tasks_per_node
+
+    def _rank(self, launch: Launch) -> list[str]:
+        """What each task runs. Python is the step's direct child: Slurm signals no other."""
+        return [sys.executable, "-m", "kempner"]
+
+    def _signal(self) -> None:
+        try:
+            signal_tasks(self._allocation.job)
+        except SlurmError as error:
+            logger().info("the tasks were not signalled", reason=str(error))
+
+    def _wait(self, srun: subprocess.Popen[bytes], post: Callable[[RankExit], None]) -> None:
+        status = srun.wait()
+        for rank in range(self._allocation.size):
+            if status == ExitCode.COMPLETED:
+                post(RankExit(rank, status))
+            else:
+                ours = self._killed_at is not None
+                post(RankExit(rank, None, ended_by_us=ours, sentence=f"srun ended with {status}"))
+
+
+class TorchrunLauncher(StepLauncher):
+    """Starts one torchrun per node, and that the ranks.
+
+    torchrun kills its children 30 seconds after it is signalled. It is therefore made to ignore
+    SIGTERM, and the ranks are asked to stop by the control channel alone.
+    """
+
+    def ask_to_stop(self) -> None:
+        """Nothing: a signal would reach torchrun only."""
+
+    def _tasks_per_node(self) -> int:
+        return 1
+
+    def _rank(self, launch: Launch) -> list[str]:
+        nodes = self._allocation.nodes
+        port = free_port("", salt=launch.attempt.nonce)
+        deaf = ["sh", "-c", 'trap "" TERM; exec "$@"', "sh"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        options = [
+            f"--nnodes={len(nodes)}",
+            f"--nproc-per-node={self._allocation.tasks_per_node}",
+            "--max-restarts=0",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={nodes[0]}:{port}",
+            f"--rdzv-id={launch.attempt.nonce}",
+            "--signals-to-handle=SIGINT",
+            "--no-python",
+        ]
+        return [*deaf, *torchrun, *options, sys.executable, "-m", "kempner"]
+
+
+def _reachable_address(allocation: Allocation) -> str:
+    """The address from which packets to the farthest node leave is the one that it can answer."""
+    address = route_address(allocation.nodes[-1])
+    if not address:
+        raise UsageError(
+            f"this host has no route to {allocation.nodes[-1]}, so its ranks cannot reach the "
+            "supervisor; run it inside the allocation"
+        )
+    return address

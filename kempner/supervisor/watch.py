@@ -1,0 +1,179 @@
+"""What the supervisor knows of the attempt under way, and does about it at once."""
+
+from __future__ import annotations
+
+import time
+from operator import itemgetter
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+from kempner.checkpoint.durations import COMMITTED, Durations, SaveSeconds
+from kempner.cluster.job import JobState
+from kempner.config.sections import SuperviseSection
+from kempner.run.attempts import Attempt
+from kempner.run.clock import AwakeClock
+from kempner.run.exit_codes import ExitCode
+from kempner.run.ledger import Ledger
+from kempner.run.logs import logger
+from kempner.run.messages import Event, Outcome, PeerLost, Stop, shorten
+from kempner.run.signals import Received
+from kempner.supervisor.advice import advise, stop_lead
+from kempner.supervisor.channel import Channel
+from kempner.supervisor.launcher import Launcher
+from kempner.supervisor.news import Heard, Joined, News, Parted
+from kempner.supervisor.pace import Pace
+from kempner.supervisor.policy import RankExit, describe, failed
+from kempner.supervisor.slurm_job import JobSeen, SlurmJob
+
+LOOK = 0.5
+"""Seconds between looks at the clock; whatever happens ends the wait at once."""
+
+RECONNECT = 3.0
+"""Seconds within which a rank whose connection broke off has to be back, or it is gone. One that
+lives tries again after a tenth of a second."""
+
+EXIT_GRACE = 5.0
+"""Seconds after the last word of the last rank that its process may take to be gone."""
+
+Happening: TypeAlias = Received | RankExit | News | JobSeen
+
+
+class Watch:
+    """Follows one attempt. Times are seconds of a clock that stands still while suspended."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        size: int,
+        section: SuperviseSection,
+        launcher: Launcher,
+        channel: Channel,
+        ledger: Ledger,
+        durations: Durations,
+        job: SlurmJob | None,
+    ) -> None:
+        self._attempt, self._size, self._section = attempt, size, section
+        self._launcher, self._channel, self._ledger = launcher, channel, ledger
+        self._durations, self._job = durations, job
+        self._clock, self._pace = AwakeClock(), Pace()
+        self._ends: dict[int, tuple[float, RankExit]] = {}
+        self._job_at_first: JobState | None = None
+        self._job_now: JobSeen | None = None
+        self.signals: list[Received] = []
+        self.stop_reason: str | None = None
+        self._stop_asked_at: float | None = None
+        self._stop_by: float | None = None
+        self._failed_at: float | None = None
+        self._ended_at = 0.0
+        self._parted: dict[int, float] = {}
+
+    @property
+    def ends(self) -> list[RankExit]:
+        """How ranks ended, in the order of the first sign of it."""
+        return [end for _, end in sorted(self._ends.values(), key=itemgetter(0))]
+
+    def over(self) -> bool:
+        """Whether nothing is left to follow."""
+        if len(self._ends) < self._size:
+            return not self._launcher.alive()
+        return not self._launcher.alive() or self._clock.now() - self._ended_at > EXIT_GRACE
+
+    def take_in(self, happenings: SimpleQueue[Happening], *, wait: bool = True) -> None:
+        """Act on all that has happened; `wait` until something has, or `LOOK` seconds are over."""
+        try:
+            self._act_on(happenings.get(wait, LOOK))
+            while True:
+                self._act_on(happenings.get_nowait())
+        except Empty:
+            return
+
+    def enforce(self) -> None:
+        """Stop in time, and end what outstays: a connection, a stop, the failure of another."""
+        self._pace.see(self._channel.sightings())
+        self._heed_the_job()
+        now, section = self._clock.now(), self._section
+        for rank, at in list(self._parted.items()):
+            if now - at > RECONNECT:
+                self._note_end(RankExit(rank, None))
+        overdue = self._stop_asked_at is not None and now - self._stop_asked_at > section.stop_grace
+        orphaned = self._failed_at is not None and now - self._failed_at > section.crash_grace
+        if overdue or orphaned:
+            self._launcher.kill()
+
+    def _act_on(self, happening: Happening) -> None:
+        match happening:
+            case Received():
+                self._pass_on(happening)
+            case RankExit():
+                self._note_end(happening)
+            case JobSeen() as seen:
+                self._job_at_first = self._job_at_first or seen.state
+                self._job_now = seen
+            case Joined():
+                logger().info("joined", rank=happening.rank, host=happening.host, pid=happening.pid)
+                self._parted.pop(happening.rank, None)
+            case Parted():
+                logger().info("parted", rank=happening.rank, reason=happening.reason)
+                if happening.rank not in self._ends:
+                    self._parted[happening.rank] = self._clock.now()
+            case Heard(_, Event() as event):
+                self._record(event)
+            case Heard(rank, Outcome() as outcome):
+                self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
+
+    def _record(self, event: Event) -> None:
+        self._ledger.record(event.name, **{"attempt": self._attempt.number, **event.fields})
+        if event.name == COMMITTED:
+            self._durations = self._durations.with_another(SaveSeconds.from_fields(event.fields))
+
+    def _pass_on(self, received: Received) -> None:
+        self.signals.append(received)
+        if self._job is not None:
+            self._job.look()  # it knows why, and until when
+        self._ask_to_stop(received.signal.name, self._section.stop_grace)
+
+    def _heed_the_job(self) -> None:
+        """Ask for a stop when the job's end is near, or Slurm is about to end it."""
+        if self._job_at_first is None or self._job_now is None:
+            return
+        advice = advise(
+            self._job_at_first,
+            self._job_now.state,
+            self._job_now.kill_wait,
+            clock=time.time(),
+            lead=stop_lead(self._durations, self._pace.quantile(0.95)),
+            warned=bool(self.signals),
+        )
+        if advice is not None:
+            self._ask_to_stop(advice.reason, advice.seconds_left)
+
+    def _ask_to_stop(self, reason: str, seconds_left: float) -> None:
+        """Ask once, and again whenever less time is left than was said."""
+        by = self._clock.now() + seconds_left
+        if self._stop_by is not None and by > self._stop_by - 1.0:
+            return
+        if self._stop_asked_at is None:
+            self._stop_asked_at = self._clock.now()
+            logger().warning(f"{reason}: stopping after this step, with a checkpoint")
+            self._launcher.ask_to_stop()
+        self._stop_by, self.stop_reason = by, reason
+        self._ledger.record(
+            "stop_requested",
+            attempt=self._attempt.number,
+            reason=reason,
+            seconds_left=round(seconds_left, 1),
+        )
+        self._channel.tell(Stop(reason, seconds_left))
+
+    def _note_end(self, end: RankExit) -> None:
+        if end.rank in self._ends:
+            return  # its own words came first and say more than its exit status
+        logger().info("ended", rank=end.rank, how=describe(end))
+        self._ended_at = self._clock.now()
+        self._ends[end.rank] = (self._parted.pop(end.rank, self._ended_at), end)
+        if failed(end) and self._failed_at is None:
+            self._failed_at = self._ended_at
+            self._channel.tell(PeerLost(end.rank, shorten(describe(end))))
+        if end.status == ExitCode.STOPPED and self._stop_asked_at is None:
+            # A rank that was signalled alone, before it knew the others: they would wait for it.
+            self._ask_to_stop(f"rank {end.rank} was asked to stop", self._section.stop_grace)

@@ -1,0 +1,95 @@
+"""The project's own scripts, submitted to the lab: a tiny run on a folder that all nodes share."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import ROOT, Run, wait_until
+from lab import Cluster
+
+from kempner.run.ledger import read_lines
+
+TINY_OF_7B = [
+    "--model.dim=32",
+    "--model.n_layers=2",
+    "--model.n_heads=2",
+    "--model.ffn_dim=64",
+    "--model.vocab_size=257",
+    "--train.max_steps=30",
+    "--train.global_batch_size=8",
+    "--train.seq_len=32",
+    "--train.threads=1",
+    "--train.log_samples=true",
+    "--data.num_dataloader_workers=0",
+    "--checkpoint.interval=10",
+    "--eval.interval=20",
+    "--eval.max_batches=1",
+]
+"""What makes configs/train/7b.toml small enough for two cores."""
+
+
+@dataclass
+class Project:
+    """A copy of the project's scripts, as a researcher has them, with a tiny run in it."""
+
+    cluster: Cluster
+    folder: Path
+    run: Run
+
+    @classmethod
+    def make(cls, cluster: Cluster, folder: Path, data: Path) -> Project:
+        for name in ("scripts", "configs"):
+            shutil.copytree(ROOT / name, folder / name)
+        (folder / "logs").mkdir()
+        return cls(cluster, folder, Run(folder / "tiny", data))
+
+    def submit(self, script: str, *arguments: str, options: tuple[str, ...] = ()) -> str:
+        """sbatch a script of the project with one CPU rank per node; returns the job's id."""
+        resources = ["--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=2"]
+        return self.cluster.sbatch(
+            *resources,
+            *options,
+            f"scripts/slurm/{script}",
+            *arguments,
+            cwd=self.folder,
+            KEMPNER_PYTHON=sys.executable,
+            OMP_NUM_THREADS="1",
+        )
+
+    def train(self, *overrides: str, nodes: int = 2, options: tuple[str, ...] = ()) -> str:
+        """Submit the tiny run over some nodes."""
+        config = str(self.run.config.relative_to(self.folder))
+        options = (f"--nodes={nodes}", *options)
+        return self.submit("multinode.sh", config, *overrides, options=options)
+
+    def log(self, job: str) -> str:
+        """What the job has printed so far."""
+        return "".join(path.read_text() for path in (self.folder / "logs").glob(f"{job}_*.out"))
+
+    def reach(self, job: str, step: int, deadline: float = 120.0) -> None:
+        """Wait until the run has made a step."""
+        made = lambda: any(s >= step for s in self.run.steps())  # noqa: E731
+        try:
+            wait_until(made, f"step {step} of job {job}", deadline)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log(job)}") from None
+
+    def end(self, job: str, *states: str, deadline: float = 180.0) -> str:
+        """Wait for the job's end; its log is shown if that is not in one of `states`."""
+        wanted = states or ("COMPLETED",)
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+        ended = self.cluster.wait_for(job, *over, deadline=deadline)
+        assert ended in wanted, f"{ended}\n{self.log(job)}"
+        return ended
+
+    def events(self, name: str) -> list[dict[str, object]]:
+        """The ledger's lines of one event."""
+        return [e for e in read_lines(self.run.record.ledger) if e["event"] == name]
+
+    def states(self, job: str) -> list[str]:
+        """How each launch of the job ended, oldest first."""
+        rows = self.cluster.sacct(job, "JobID", "State", duplicates=True)
+        return [row["State"].split()[0] for row in rows if "." not in row["JobID"]]

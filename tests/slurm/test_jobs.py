@@ -1,0 +1,61 @@
+"""A job, submitted as a researcher does, finishes whatever Slurm does to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Run, wait_until
+from lab import Cluster
+from submitting import TINY_OF_7B, Project
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS = range(1, 41)
+
+
+@pytest.fixture
+def project(cluster: Cluster, tmp_path: Path, corpus: Path) -> Project:
+    return Project.make(cluster, tmp_path / "project", corpus)
+
+
+def assert_like(project: Project, reference: Run) -> None:
+    """Every loss and gradient norm as in the undisturbed run, every sample once."""
+    assert project.run.steps() == reference.steps()
+    taken = [sample for step in project.run.samples().values() for sample in step]
+    assert sorted(taken) == list(range(8 * len(STEPS)))
+
+
+def test_eight_nodes_train_the_7b_configuration_made_tiny(
+    project: Project, reference: Run, corpus: Path
+) -> None:
+    data = [f"--data.dataset_path={corpus}", f"--eval.dataset_path={corpus}"]
+    job = project.submit(
+        "multinode.sh", "configs/train/7b.toml", *TINY_OF_7B, *data,
+        f"--run.dir={project.folder / 'tiny' / 'runs'}", "--run.name=run",
+        options=("--nodes=8",),
+    )  # fmt: skip
+    project.end(job, deadline=300)
+    assert "Restart cnt: 0" in project.log(job)
+    assert "8 nodes, 8 ranks" in project.log(job)
+    reference.config.write_text((project.folder / "configs/train/7b.toml").read_text())
+    reference.complete(
+        8, *TINY_OF_7B, *data, f"--run.dir={reference.folder / 'runs'}", "--run.name=run"
+    )
+    assert project.run.steps() == reference.steps()
+    assert len(reference.steps()) == 30
+
+
+def test_a_warned_job_comes_back_and_goes_on(project: Project, reference: Run) -> None:
+    """What --signal=B:SIGTERM@120 does, at a moment of our choosing."""
+    job = project.train("--train.max_steps=40")
+    project.reach(job, 5)
+    project.cluster.run("login1", "scancel", "--batch", "--signal=TERM", job)
+    wait_until(lambda: project.cluster.job(job)["Restarts"] == "1", "the job is requeued", 60)
+    project.end(job)
+    assert project.states(job) == ["REQUEUED", "COMPLETED"], project.log(job)
+    assert "Restart cnt: 1" in project.log(job)
+    (requeued,) = project.events("requeued")
+    assert requeued["step"] == project.run.committed()[0]
+    reference.complete(2)
+    assert_like(project, reference)

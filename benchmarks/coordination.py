@@ -112,7 +112,7 @@ def simulate(world: int, saves: int, folder: Path) -> None:
     own = time.perf_counter() - start
     layout = saver.Layout(specs, [], None, world)  # type: ignore[arg-type]
     start = time.perf_counter()
-    described = layout.metadata
+    described = layout.described
     first = time.perf_counter() - start
     run = RunDirectory(folder / str(world))
     fence = Fence(run.attempts, begin_attempt(run))
@@ -125,10 +125,10 @@ def simulate(world: int, saves: int, folder: Path) -> None:
         start, cpu = time.perf_counter(), time.thread_time()
         path = checkpoints.path / f".step-{number:08}.a1-00000000"
         path.mkdir(parents=True)
-        write_durable(path / saver.METADATA, described)
+        write_durable(path / layout.described_in, described)
         notes = [saver._Note.decode(numbers) for numbers in encoded]
         assert saver._agreed(notes)
-        files = saver._list_files(notes, layout.metadata_entry)
+        files = saver._list_files(notes, layout.described_entry)
         manifest = Manifest(Position(number), identity, 1, time.time(), files)
         commit(checkpoints, path, manifest, fence, print)
         seconds.append(time.perf_counter() - start)

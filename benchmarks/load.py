@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 
-from kempner.checkpoint.image import Image, container, data_file, describe
+from kempner.checkpoint.image import Image, container, describe
 from kempner.checkpoint.loading import fill
 from kempner.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -37,7 +37,7 @@ from kempner.checkpoint.manifest import (
     whole_sum,
 )
 from kempner.checkpoint.metadata import build_metadata
-from kempner.checkpoint.plan import place
+from kempner.checkpoint.plan import data_file, place
 from kempner.checkpoint.reader import METADATA, open_contents
 from kempner.checkpoint.stream import write_stream
 

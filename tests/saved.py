@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kempner.checkpoint import commit
-from kempner.checkpoint.image import Image, container, data_file, describe
+from kempner.checkpoint import commit, index
+from kempner.checkpoint.image import Image, container, describe
 from kempner.checkpoint.layout import CheckpointFolder, in_progress_name
 from kempner.checkpoint.manifest import (
     FileEntry,
@@ -21,7 +21,7 @@ from kempner.checkpoint.manifest import (
     whole_sum,
 )
 from kempner.checkpoint.metadata import build_metadata
-from kempner.checkpoint.plan import TensorSpec, place
+from kempner.checkpoint.plan import TensorSpec, data_file, place
 from kempner.checkpoint.reader import METADATA
 from kempner.checkpoint.stream import write_stream
 from kempner.run.attempts import Fence, begin_attempt
@@ -51,8 +51,12 @@ def commit_state(
     step: int,
     world: int = 1,
     model: Model | None = None,
+    compact: bool = False,
 ) -> Path:
-    """Commit `state`, its matrices cut by rows over `world` ranks, as the checkpoint of `step`."""
+    """Commit `state`, its matrices cut by rows over `world` ranks, as the checkpoint of `step`.
+
+    With the index of a large world in place of `.metadata` if `compact`.
+    """
     fence = Fence(run.attempts, begin_attempt(run))
     attempt = fence.attempt
     path = run.checkpoints / in_progress_name(step, attempt.number, attempt.nonce)
@@ -64,7 +68,8 @@ def commit_state(
     files: dict[str, FileEntry] = {}
     for rank in range(world):
         files |= _write_rank(path, state, specs, rank)
-    files |= _write_small(path / METADATA, build_metadata(specs, world))
+    described = index.encode(specs, world) if compact else build_metadata(specs, world)
+    files |= _write_small(path / (index.INDEX if compact else METADATA), described)
     identity = Identity(world, {"fsdp": world}, 0, "", model or {}, "", {}, {})
     manifest = Manifest(Position(step, 8 * step, 64 * step), identity, attempt.number, 0.5, files)
     return commit.commit(CheckpointFolder(run.checkpoints), path, manifest, fence, print)

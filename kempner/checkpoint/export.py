@@ -14,7 +14,9 @@ from pathlib import Path
 
 from kempner.checkpoint.contents import Saved
 from kempner.checkpoint.formats import lay_out_safetensors, lay_out_torch, shard
+from kempner.checkpoint.index import CompactIndex
 from kempner.checkpoint.manifest import FileEntry
+from kempner.checkpoint.metadata import metadata_of
 from kempner.checkpoint.pour import OnBytes, Source, length, pour
 from kempner.checkpoint.ranges import VerifiedFile
 from kempner.checkpoint.reader import METADATA
@@ -73,8 +75,16 @@ def export_dcp(source: Source, out: Path, on_bytes: OnBytes) -> None:
         for name, entry in files.items():
             if entry.sums is not None:
                 _copy(source, name, entry, path / name, on_bytes)
-        write_durable(path / METADATA, (source.path / METADATA).read_bytes())
+        write_durable(path / METADATA, _metadata(source))
         fsync_directory(path)
+
+
+def _metadata(source: Source) -> bytes:
+    """DCP's `.metadata`, made now if the checkpoint has an index in its place."""
+    contents = source.contents
+    if isinstance(contents, CompactIndex):
+        return metadata_of(contents.specs, contents.world)
+    return (source.path / METADATA).read_bytes()
 
 
 def model_tensors(source: Source) -> dict[str, Saved]:

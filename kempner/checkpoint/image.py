@@ -23,11 +23,6 @@ from torch.serialization import skip_data
 from kempner.checkpoint.plan import Container, Placed, TensorSpec, file_length
 
 
-def data_file(rank: int) -> str:
-    """The name of a rank's data file, as DCP's own writer would choose it."""
-    return f"__{rank}_0.distcp"
-
-
 def describe(table: Mapping[str, Tensor], world: int) -> list[TensorSpec]:
     """The specs of a state; the same on every rank.
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from kempner.checkpoint import commit
 from kempner.checkpoint.foreign import Fit, fit
-from kempner.checkpoint.image import container, data_file
+from kempner.checkpoint.image import container
 from kempner.checkpoint.layout import CheckpointFolder, in_progress_name
 from kempner.checkpoint.manifest import (
     FileEntry,
@@ -38,7 +38,7 @@ from kempner.checkpoint.manifest import (
     whole_sum,
 )
 from kempner.checkpoint.metadata import pack
-from kempner.checkpoint.plan import Chunk, Placed, TensorSpec, arrange, file_length
+from kempner.checkpoint.plan import Chunk, Placed, TensorSpec, arrange, data_file, file_length
 from kempner.checkpoint.pour import OnBytes, octets
 from kempner.checkpoint.reader import METADATA, RestrictedReader
 from kempner.checkpoint.stream import reserve, write_all

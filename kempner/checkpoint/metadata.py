@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from kempner.checkpoint.image import container, data_file
-from kempner.checkpoint.plan import Placed, TensorSpec, place
+from kempner.checkpoint.image import container
+from kempner.checkpoint.plan import Placed, TensorSpec, data_file, place
 from kempner.run.signals import STOP_SIGNALS, follow_parent
 
 MADE_HERE = 20_000

@@ -7,13 +7,18 @@ small come first, so that a reader of a counter need not read a block of weights
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from zlib import crc32
 
 ALIGNMENT = 64
 """Containers start at multiples of this, and so does the data in them."""
+
+
+SMALL = 256
+"""Elements up to which a tensor takes no more room than its container."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,48 @@ def chunk_of(spec: TensorSpec, rank: int) -> Chunk | None:
     """The part that `rank` writes; None if it holds none, or another rank writes it."""
     here = coordinate(rank, spec.mesh)
     if None in spec.placements:
-        writer = crc32(spec.key.encode())  # spreads what is held several times over its holders
+        writer = _writer(spec)
         for at, parts, dim in zip(here, spec.mesh, spec.placements, strict=True):
             if dim is None and at != writer % parts:
                 return None
     cut = _cut(spec.shape, spec.mesh, spec.placements, here)
     return Chunk(spec.key, *cut, spec.dtype) if cut is not None else None
+
+
+def holders(spec: TensorSpec, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[int]:
+    """The ranks that write what overlaps a box of a tensor, found without asking all of them."""
+    writer = _writer(spec)
+
+    def walk(rank: int, start: tuple[int, ...], left: tuple[int, ...], level: int) -> Iterator[int]:
+        if level == len(spec.mesh):
+            yield rank
+            return
+        parts, dim = spec.mesh[level], spec.placements[level]
+        if dim is None:
+            yield from walk(rank * parts + writer % parts, start, left, level + 1)
+            return
+        piece = max(1, -(-left[dim] // parts))
+        first = max(0, (offsets[dim] - start[dim]) // piece)
+        end = min(left[dim], offsets[dim] + sizes[dim] - start[dim])
+        for at in range(first, -(-end // piece)):
+            inner = _replaced(start, dim, start[dim] + at * piece)
+            rest = _replaced(left, dim, min(piece, left[dim] - at * piece))
+            yield from walk(rank * parts + at, inner, rest, level + 1)
+
+    yield from walk(0, (0,) * len(spec.shape), spec.shape, 0)
+
+
+def _writer(spec: TensorSpec) -> int:
+    """Which of its holders writes what is held several times, modulo their number.
+
+    What is large is spread over them. What is small is all with the first: a reader that needs
+    every counter of an optimizer would otherwise open hundreds of files for a few bytes each.
+    """
+    return crc32(spec.key.encode()) if math.prod(spec.shape) > SMALL else 0
+
+
+def _replaced(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at + 1 :])
 
 
 @lru_cache(1 << 12)
@@ -137,6 +178,11 @@ def arrange(
 def file_length(placed: Sequence[Placed]) -> int:
     """Bytes of the file with these contents."""
     return placed[-1].start + placed[-1].container.length if placed else 0
+
+
+def data_file(rank: int) -> str:
+    """The name of a rank's data file, as DCP's own writer would choose it."""
+    return f"__{rank}_0.distcp"
 
 
 def digest(specs: Iterable[TensorSpec]) -> int:

@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from kempner.checkpoint.contents import Contents, Part, Saved, overlap
+from kempner.checkpoint.image import container
+from kempner.checkpoint.index import INDEX, CompactIndex, decode
 from kempner.checkpoint.manifest import Manifest
 from kempner.checkpoint.verify import verify_files
 from kempner.run.exit_codes import DataError
@@ -129,6 +131,17 @@ def open_contents(checkpoint: Path, manifest: Manifest) -> Contents:
     """
     if not await_entry(checkpoint):
         raise DataError(f"{checkpoint} is not there; is it on storage that all hosts share?")
-    for damage in verify_files(checkpoint, manifest, [METADATA]):
+    name = INDEX if INDEX in manifest.files else METADATA
+    for damage in verify_files(checkpoint, manifest, [name]):
         raise DataError(str(damage))
+    if name == INDEX:
+        return _read_index(checkpoint / INDEX)
     return StockContents(RestrictedReader(checkpoint).read_metadata())
+
+
+def _read_index(path: Path) -> CompactIndex:
+    specs, world = decode(path.read_bytes(), path)
+    for spec in specs:
+        if not isinstance(getattr(torch, spec.dtype, None), torch.dtype):
+            raise DataError(f"{path} is damaged: {spec.key} is {spec.dtype}, which is no dtype")
+    return CompactIndex(specs, world, container)

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kempner.checkpoint import plan
-from kempner.checkpoint.image import Image, container, data_file
+from kempner.checkpoint import index, plan
+from kempner.checkpoint.image import Image, container
 from kempner.checkpoint.manifest import FileEntry, encode_sidecar, sidecar_name, whole_sum
 from kempner.checkpoint.metadata import metadata_of
+from kempner.checkpoint.plan import data_file
 from kempner.checkpoint.reader import METADATA
 from kempner.checkpoint.staging import Stager, may_pin
 from kempner.checkpoint.state import Binding, local_part
@@ -51,14 +52,22 @@ class Layout:
     world: int
 
     @cached_property
-    def metadata(self) -> bytes:
-        """DCP's `.metadata`; only rank 0 asks for it, in the thread that writes."""
+    def described(self) -> bytes:
+        """The file that says what is where; only rank 0 asks, in the thread that writes."""
+        if self.described_in == index.INDEX:
+            return index.encode(self.specs, self.world)
         return metadata_of(self.specs, self.world)
 
+    @property
+    def described_in(self) -> str:
+        """The name of that file: DCP's `.metadata`, or the index of a large world."""
+        return index.INDEX if self.world > index.COMPACT_ABOVE else METADATA
+
     @cached_property
-    def metadata_entry(self) -> FileEntry:
-        """What the manifest says of `.metadata`."""
-        return FileEntry(bytes=len(self.metadata), xxh3_128=whole_sum(self.metadata))
+    def described_entry(self) -> dict[str, FileEntry]:
+        """What the manifest says of that file."""
+        entry = FileEntry(bytes=len(self.described), xxh3_128=whole_sum(self.described))
+        return {self.described_in: entry}
 
     @cached_property
     def digest(self) -> int:
@@ -144,7 +153,7 @@ def write_and_commit(
     note, error = _attempt(lambda: _write(path, layout, staged, planned, rank), planned)
     notes = _tell_rank_0(note, group)
     if rank == 0 and _agreed(notes):
-        note, error = _attempt(lambda: _commit(commit, notes, layout.metadata_entry), note)
+        note, error = _attempt(lambda: _commit(commit, notes, layout.described_entry), note)
     committed = torch.tensor([note.ok and _agreed(notes)], dtype=torch.int64)
     dist.broadcast(committed, group=group, group_src=0)
     if not committed.item():
@@ -167,7 +176,7 @@ def _write(path: Path, layout: Layout, staged: Future[None], note: _Note, rank: 
     sidecar = encode_sidecar({name: sums})
     write_durable(path / sidecar_name(rank), sidecar)
     if rank == 0:
-        write_durable(path / METADATA, layout.metadata)
+        write_durable(path / layout.described_in, layout.described)
     return replace(
         note,
         data_bytes=sums.bytes,
@@ -177,9 +186,11 @@ def _write(path: Path, layout: Layout, staged: Future[None], note: _Note, rank: 
 
 
 def _commit(
-    commit: Callable[[Mapping[str, FileEntry]], None], notes: Sequence[_Note], metadata: FileEntry
+    commit: Callable[[Mapping[str, FileEntry]], None],
+    notes: Sequence[_Note],
+    described: Mapping[str, FileEntry],
 ) -> _Note:
-    commit(_list_files(notes, metadata))
+    commit(_list_files(notes, described))
     return notes[0]
 
 
@@ -199,8 +210,8 @@ def _agreed(notes: Sequence[_Note]) -> bool:
     return all(note.ok and note.plan == notes[0].plan for note in notes)
 
 
-def _list_files(notes: Sequence[_Note], metadata: FileEntry) -> dict[str, FileEntry]:
-    files = {METADATA: metadata}
+def _list_files(notes: Sequence[_Note], described: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+    files = dict(described)
     for rank, note in enumerate(notes):
         sidecar = sidecar_name(rank)
         files[data_file(rank)] = FileEntry(bytes=note.data_bytes, sums=sidecar)

@@ -1,6 +1,6 @@
-"""One of four ranks of a test: every world from 1 to 4 saves, every world loads.
+"""One of some ranks of a test: every world up to theirs saves, every such world loads.
 
-Usage: reshard.py FOLDER
+Usage: reshard.py FOLDER [COMPACT_ABOVE]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from kempner.checkpoint import state
+from kempner.checkpoint import index, state
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.manifest import Identity, Position
 from kempner.run import logs
@@ -26,7 +26,8 @@ from kempner.run.layout import RunDirectory
 logs.configure()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-WORLDS = range(1, 5)
+WORLDS = range(1, dist.get_world_size() + 1)
+index.COMPACT_ABOVE = int(sys.argv[2]) if sys.argv[2:] else index.COMPACT_ABOVE
 groups = {world: dist.new_group(list(range(world)), backend="gloo") for world in WORLDS}
 meshes = {world: DeviceMesh("cpu", torch.arange(world)) for world in WORLDS}
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
-from harness import launch
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import KEMPNER, launch
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 HERE = Path(__file__).parent
 
@@ -19,3 +24,21 @@ def test_a_failure_on_one_rank_is_told_to_all_and_the_next_save_succeeds(
 
 def test_any_world_loads_what_any_world_saved_bit_for_bit(tmp_path: Path) -> None:
     launch(HERE / "reshard.py", 4, tmp_path)
+
+
+def test_a_large_world_s_index_loads_reshards_verifies_and_is_exported(tmp_path: Path) -> None:
+    launch(HERE / "reshard.py", 2, tmp_path, "1")
+    stock, ours = tmp_path / "1" / "checkpoints", tmp_path / "2" / "checkpoints"
+    assert [(path / "latest" / ".metadata").exists() for path in (stock, ours)] == [True, False]
+    assert (ours / "latest" / "index.json").exists()
+    checkpoint = [*KEMPNER, "checkpoint"]
+    subprocess.run([*checkpoint, "verify", str(ours)], check=True)
+    for format_, out in (("dcp", tmp_path / "plain"), ("torch", tmp_path / "file")):
+        command = [*checkpoint, "export", str(ours), f"--format={format_}", f"--out={out}"]
+        subprocess.run(command, check=True)
+    expected = torch.load(tmp_path / "file", weights_only=True)["model"]
+    loaded = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path / "plain", no_dist=True)
+    for name, tensor in expected.items():
+        assert tensor.any()
+        assert torch.equal(loaded[f"model.{name}"], tensor), name

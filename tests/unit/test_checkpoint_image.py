@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from kempner.checkpoint.image import Image, container, data_file, describe
+from kempner.checkpoint.image import Image, container, describe
 from kempner.checkpoint.metadata import build_metadata
-from kempner.checkpoint.plan import Placed, TensorSpec, chunk_of, place
+from kempner.checkpoint.plan import Placed, TensorSpec, chunk_of, data_file, place
 from kempner.checkpoint.reader import RestrictedReader
 from kempner.checkpoint.stream import write_stream
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from kempner.checkpoint.image import Image, container, data_file, describe
+from kempner.checkpoint.image import Image, container, describe
 from kempner.checkpoint.loading import fill
 from kempner.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -25,7 +25,7 @@ from kempner.checkpoint.manifest import (
     whole_sum,
 )
 from kempner.checkpoint.metadata import build_metadata
-from kempner.checkpoint.plan import TensorSpec, place
+from kempner.checkpoint.plan import TensorSpec, data_file, place
 from kempner.checkpoint.reader import METADATA, RestrictedReader, StockContents, open_contents
 from kempner.checkpoint.state import check_shapes
 from kempner.run.exit_codes import DataError

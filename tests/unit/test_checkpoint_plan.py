@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
 
+from kempner.checkpoint.contents import overlap
 from kempner.checkpoint.plan import (
     ALIGNMENT,
+    SMALL,
     Container,
     TensorSpec,
     chunk_of,
     coordinate,
     digest,
     file_length,
+    holders,
     place,
 )
 
@@ -52,11 +56,38 @@ def test_coordinates_are_row_major(mesh: tuple[int, ...]) -> None:
     assert [coordinate(rank, mesh) for rank in ranks] == list(np.ndindex(*mesh))
 
 
-def test_what_all_hold_is_spread_over_the_ranks() -> None:
-    specs = [TensorSpec(f"step.{n}", (), "float32", (8,), (None,)) for n in range(800)]
-    written = [len(place(specs, rank, container)) for rank in range(8)]
-    assert sum(written) == 800
-    assert min(written) > 50
+def test_what_all_hold_is_spread_over_the_ranks_unless_it_is_small() -> None:
+    for elements, fewest in ((SMALL + 1, [50] * 8), (SMALL, [800, *[0] * 7])):
+        specs = [TensorSpec(f"w.{n}", (elements,), "float32", (8,), (None,)) for n in range(800)]
+        written = [len(place(specs, rank, container)) for rank in range(8)]
+        assert sum(written) == 800
+        assert all(count >= least for count, least in zip(written, fewest, strict=True))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 2)])
+def test_the_holders_of_a_box_are_those_that_asking_everybody_finds(
+    mesh: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    rng = random.Random(0)
+    options = [None, *range(len(shape))]
+    for placements in itertools.product(options, repeat=len(mesh)):
+        spec = TensorSpec("w", shape, "float32", mesh, placements)
+        low = tuple(rng.randint(0, max(0, size - 1)) for size in shape)
+        sizes = tuple(
+            rng.randint(1, size - at) if size else 0 for at, size in zip(low, shape, strict=True)
+        )
+        for offsets, extent in ((low, sizes), ((0,) * len(shape), shape)):
+            found = list(holders(spec, offsets, extent))
+            chunks = {rank: chunk_of(spec, rank) for rank in range(math.prod(mesh))}
+            expected = [
+                rank
+                for rank, chunk in chunks.items()
+                if chunk is not None and overlap(offsets, extent, chunk.offsets, chunk.sizes)
+            ]
+            assert [rank for rank in found if rank in expected] == expected
+            if 0 not in extent:
+                assert found == expected
 
 
 def test_a_file_holds_the_small_first_aligned_and_without_overlap() -> None:

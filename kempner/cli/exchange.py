@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from kempner.checkpoint.inventory import checkpoints_of, locate, pick
+from kempner.checkpoint.reading import reading_at
 from kempner.cli import checkpoint
 from kempner.cli.progress import bar
 from kempner.run.exit_codes import CheckpointWriteError, UsageError
@@ -55,16 +56,17 @@ def export(
     from kempner.checkpoint.export import model_tensors as weights
     from kempner.checkpoint.pour import Source, total
 
-    source = Source.open(chosen)
-    tensors = weights(source) if format_ is Format.SAFETENSORS else source.contents.tensors
-    with _into(out), _counter(f"exporting {chosen.name}", total(tensors)) as on_bytes:
-        if format_ is Format.TORCH:
-            export_torch(source, out, on_bytes)
-        elif format_ is Format.DCP:
-            export_dcp(source, out, on_bytes)
-        else:
-            names, besides = _as_hugging_face(source)
-            export_safetensors(source, out, names, besides, on_bytes)
+    with _into(out), reading_at(chosen):
+        source = Source.open(chosen)
+        tensors = weights(source) if format_ is Format.SAFETENSORS else source.contents.tensors
+        with _counter(f"exporting {chosen.name}", total(tensors)) as on_bytes:
+            if format_ is Format.TORCH:
+                export_torch(source, out, on_bytes)
+            elif format_ is Format.DCP:
+                export_dcp(source, out, on_bytes)
+            else:
+                names, besides = _as_hugging_face(source)
+                export_safetensors(source, out, names, besides, on_bytes)
     typer.echo(f"{out}: {chosen.name} as {format_}, {len(tensors):,} tensors")
 
 

@@ -27,7 +27,7 @@ def test_any_world_loads_what_any_world_saved_bit_for_bit(tmp_path: Path) -> Non
 
 
 def test_a_large_world_s_index_loads_reshards_verifies_and_is_exported(tmp_path: Path) -> None:
-    launch(HERE / "reshard.py", 2, tmp_path, "1")
+    launch(HERE / "reshard.py", 2, tmp_path, 1)
     stock, ours = tmp_path / "1" / "checkpoints", tmp_path / "2" / "checkpoints"
     assert [(path / "latest" / ".metadata").exists() for path in (stock, ours)] == [True, False]
     assert (ours / "latest" / "index.json").exists()

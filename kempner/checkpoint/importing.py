@@ -49,6 +49,9 @@ from kempner.run.files import write_durable
 _NOBODY = 0
 """The attempt in the names of what belongs to no attempt of the run."""
 
+_ADAMW = {"step", "exp_avg", "exp_avg_sq"}
+"""The entries by which AdamW's state is known; those of others are not theirs alone."""
+
 
 @dataclass(frozen=True)
 class Foreign:
@@ -134,14 +137,16 @@ def take_over(foreign: Foreign, into: Path, position: Position, on_bytes: OnByte
     try:
         files = _write(foreign, path, on_bytes)
         world = sum(entry.sums is not None for entry in files.values())
-        manifest = Manifest(position, _nothing_known(world), _NOBODY, time.time(), files)
+        manifest = Manifest(position, _what_is_known(foreign, world), _NOBODY, time.time(), files)
         return commit.commit(folder, path, manifest, guard, lambda sentence: None)
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)  # the next attempt sweeps what cannot go now
         raise
 
 
-def _nothing_known(world: int) -> Identity:
+def _what_is_known(foreign: Foreign, world: int) -> Identity:
+    names = (name for name in foreign.fit.names.values() if name.startswith("optimizer."))
+    entries = {name.rpartition(".")[2] for name in names}
     return Identity(
         world=world,
         mesh={},
@@ -151,7 +156,7 @@ def _nothing_known(world: int) -> Identity:
         config_hash="",
         host={},
         versions={},
-        optimizer=None,
+        optimizer="adamw" if entries == _ADAMW else None,
     )
 
 

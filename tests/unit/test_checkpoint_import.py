@@ -103,7 +103,8 @@ def test_what_dcp_saves_is_committed_bit_for_bit(
     folder = CheckpointFolder(into / "checkpoints")
     assert folder.latest() == 7
     assert verify(folder.step(7)) == []
-    assert read(folder.step(7)).position == Position(7, 56)
+    manifest = read(folder.step(7))
+    assert (manifest.position, manifest.identity.optimizer) == (Position(7, 56), "adamw")
     found, expected = tensors_of(folder.step(7)), state_of(model, optimizer)
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
@@ -118,6 +119,7 @@ def test_what_is_left_out_is_said(tmp_path: Path, into: Path, capsys: Captured) 
     extra = {**nested(small_state()), "loader": {"position": 3}, "rng": torch.ones(3)}
     dcp.save(extra, checkpoint_id=stock, no_dist=True)
     assert kempner("import", stock, "--into", into) == 0
+    assert read(into / "checkpoints" / "latest").identity.optimizer is None
     said = capsys.readouterr().out
     assert f"{into}/checkpoints/step-00000000: committed, 6 tensors, step 0, cursor 0\n" in said
     assert "left out, because a run makes it anew: loader.position, rng\n" in said

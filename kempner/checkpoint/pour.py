@@ -55,7 +55,8 @@ class Source:
         for batch in self._batches(keys):
             table = {key: _empty(self.contents.tensors[key]) for key in batch}
             fill(table, self.path, self.manifest, self.contents)
-            yield from table.items()
+            for key in batch:
+                yield key, table.pop(key)  # so that two batches are never in memory
 
     def _batches(self, keys: Iterable[str]) -> Iterator[list[str]]:
         batch: list[str] = []

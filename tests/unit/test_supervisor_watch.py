@@ -1,0 +1,162 @@
+"""What the supervisor makes of what it hears, in whatever order it comes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from kempner.config.sections import SuperviseSection
+from kempner.run.attempts import Attempt
+from kempner.run.launch import Launch
+from kempner.run.ledger import Ledger, read_lines
+from kempner.run.messages import Event, FromSupervisor, Outcome, PeerLost, Stop
+from kempner.run.signals import Received
+from kempner.supervisor import supervise
+from kempner.supervisor.news import Heard, Joined, Parted
+from kempner.supervisor.policy import RankExit, decide
+from kempner.supervisor.supervise import Happening, Watch
+
+
+class Hands:
+    """Stands for launcher and channel: keeps what it is asked to do."""
+
+    address = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self.told: list[FromSupervisor] = []
+        self.asked_to_stop = self.killed = 0
+        self.living = True
+
+    def start(
+        self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
+    ) -> None: ...
+
+    def alive(self) -> bool:
+        return self.living
+
+    def ask_to_stop(self) -> None:
+        self.asked_to_stop += 1
+
+    def kill(self) -> None:
+        self.killed += 1
+
+    def tell(self, message: FromSupervisor, rank: int | None = None) -> None:
+        self.told.append(message)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(supervise, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def hands() -> Hands:
+    return Hands()
+
+
+@pytest.fixture
+def watch(hands: Hands, tmp_path: Path, clock: Clock) -> Watch:
+    section = SuperviseSection(stop_grace=60.0, crash_grace=5.0)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    return Watch(Attempt(4, "abcd"), 3, section, hands, hands, ledger)  # type: ignore[arg-type]
+
+
+def feed(watch: Watch, *happenings: Happening) -> None:
+    waiting: SimpleQueue[Happening] = SimpleQueue()
+    for happening in happenings:
+        waiting.put(happening)
+    watch.take_in(waiting, wait=False)
+
+
+def test_the_first_sign_of_an_end_counts_not_its_confirmation(
+    watch: Watch, hands: Hands, clock: Clock
+) -> None:
+    feed(watch, Parted(1, "closed by the other side"))
+    clock.now += 0.01
+    feed(watch, Heard(0, Outcome(1, 1, "KeyError: what follows when a peer is gone")))
+    clock.now += 0.01
+    feed(watch, RankExit(1, -signal.SIGKILL), RankExit(0, 1))
+    assert [end.rank for end in watch.ends] == [1, 0]
+    decision = decide(watch.ends, stop_requested=False)
+    assert (decision.culprit, decision.reason) == (1, "rank 1 was killed by SIGKILL")
+    assert len([m for m in hands.told if isinstance(m, PeerLost)]) == 1
+
+
+def test_a_connection_that_comes_back_is_no_end(watch: Watch, hands: Hands, clock: Clock) -> None:
+    feed(watch, Parted(1, "reset"))
+    clock.now += supervise.RECONNECT - 0.1
+    feed(watch, Joined(1, "host", 7))
+    clock.now += 100
+    watch.enforce()
+    assert watch.ends == []
+    assert hands.told == []
+    feed(watch, Parted(1, "reset"))
+    clock.now += supervise.RECONNECT + 0.1
+    watch.enforce()
+    assert watch.ends == [RankExit(1, None)]
+    assert hands.told == [PeerLost(1, "is gone without a word")]
+
+
+def test_who_stays_after_a_stop_is_killed_in_the_end(
+    watch: Watch, hands: Hands, clock: Clock
+) -> None:
+    feed(watch, Received(signal.SIGTERM, clock.now), Received(signal.SIGTERM, clock.now))
+    assert hands.told == [Stop("SIGTERM", 60.0)]
+    assert hands.asked_to_stop == 2
+    clock.now += 59
+    watch.enforce()
+    assert not hands.killed
+    clock.now += 2
+    watch.enforce()
+    assert hands.killed == 1
+
+
+def test_who_stays_after_another_failed_is_killed_in_the_end(
+    watch: Watch, hands: Hands, clock: Clock
+) -> None:
+    feed(watch, RankExit(2, 74))
+    clock.now += 4.9
+    watch.enforce()
+    assert not hands.killed
+    clock.now += 0.2
+    watch.enforce()
+    assert hands.killed == 1
+
+
+def test_a_rank_that_was_stopped_alone_stops_the_others(watch: Watch, hands: Hands) -> None:
+    feed(watch, Heard(2, Outcome(1, 75, "stopped before training began")))
+    assert hands.told == [Stop("rank 2 was asked to stop", 60.0)]
+    assert hands.asked_to_stop == 1
+
+
+def test_it_is_over_when_all_have_said_so_even_if_the_launcher_never_does(
+    watch: Watch, hands: Hands, clock: Clock
+) -> None:
+    for rank in range(3):
+        assert not watch.over()
+        feed(watch, Heard(rank, Outcome(1, 0, "")), Parted(rank, "closed"))
+    assert not watch.over()  # their processes may still be about to leave
+    clock.now += supervise.EXIT_GRACE + 0.1
+    watch.enforce()
+    assert watch.over()
+    assert [end.status for end in watch.ends] == [0, 0, 0]
+
+
+def test_events_of_ranks_become_lines_of_the_ledger(watch: Watch, tmp_path: Path) -> None:
+    feed(watch, Heard(0, Event(1, "saved", {"step": 7})))
+    (line,) = read_lines(tmp_path / "ledger.jsonl")
+    assert (line["attempt"], line["step"]) == (4, 7)

@@ -37,7 +37,7 @@ def test_eight_nodes_train_the_7b_configuration_made_tiny(
     )  # fmt: skip
     project.end(job, deadline=300)
     assert "Restart cnt: 0" in project.log(job)
-    assert "8 nodes, 8 ranks" in project.log(job)
+    assert "8 nodes (node1,node2,node3,node4,node5,node6,node7,node8), 8 ranks" in project.log(job)
     reference.config.write_text((project.folder / "configs/train/7b.toml").read_text())
     reference.complete(
         8, *TINY_OF_7B, *data, f"--run.dir={reference.folder / 'runs'}", "--run.name=run"

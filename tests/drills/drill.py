@@ -93,7 +93,7 @@ def trace(run: Run, job: Job, world: int) -> Trace:
             calls.append((call, rank))
 
     tracer = attach(run, job, world, left=keep)
-    assert job.wait() == 0, job.output()
+    assert job.wait(120) == 0, job.output()
     tracer.join()
     return Trace(run, calls)
 

@@ -48,13 +48,13 @@ def assert_it_goes_on(run: Run, reference: Run, job: Job, folder: CheckpointFold
     newest = folder.committed()[-1]
     wait_until(lambda: (folder.latest() or 0) > newest, "a commit", job=job)
     job.signal()
-    assert job.wait() == 75, job.output()
+    assert job.wait(120) == 75, job.output()
     assert not any(verify(folder.step(step)) for step in folder.committed())
     assert folder.latest() == max(run.steps())
     undisturbed = reference.supervise(WORLD, *ENDLESS)
     reference.reach(max(run.steps()), undisturbed)
     undisturbed.signal()
-    assert undisturbed.wait() == 75, undisturbed.output()
+    assert undisturbed.wait(120) == 75, undisturbed.output()
     expected = reference.steps()
     assert run.steps() == {step: expected[step] for step in run.steps()}
 

@@ -49,7 +49,7 @@ def moments(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[Mome
 
     job = run.supervise(WORLD, "--train.max_steps=10", *OFTEN)
     tracer = attach(run, job, WORLD, entered=see)
-    assert job.wait() == 0, job.output()
+    assert job.wait(120) == 0, job.output()
     tracer.join()
     return sorted(found)
 
@@ -69,7 +69,7 @@ def kill_at(run: Run, moment: Moment, everyone: bool) -> bool:
                 os.kill(pid, signal.SIGKILL)
 
     tracer = attach(run, job, WORLD, entered=kill)
-    assert job.wait() == 1, job.output()
+    assert job.wait(120) == 1, job.output()
     tracer.join()
     return killed[0]
 

@@ -27,4 +27,5 @@ def test_saves_in_a_row_use_no_more_than_the_first_ones(tmp_path: Path) -> None:
         note("saves in a row", saves=SAVES, state=STATE, **after, grown=grown)
         assert grown["threads"] == 0
         assert grown["descriptors"] == 0
-        assert grown["resident"] < STATE * SAVES / 100  # one in a hundred states kept would show
+        # What is left of every tenth save would show; a rank has half of the state.
+        assert grown["resident"] < STATE / 2 * SAVES / 10

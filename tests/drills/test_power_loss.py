@@ -30,9 +30,9 @@ pytestmark = [
     pytest.mark.skipif(not supported(), reason="the tracer knows the system calls of x86_64 only"),
 ]
 
-STATES = 10_000 if ALL else 1_000
+STATES = 4_000 if ALL else 1_000
 STATES_WITH_A_BUG = 50
-LOADED = 100 if ALL else 10
+LOADED = 50 if ALL else 10
 AS_A_GRANDCHILD = ("sh", "-c", '"$@"; exit $?', "sh")  # nobody but the tracer waits for it
 OFTEN = ("--checkpoint.interval=6", *SMALLEST)
 SAVES = ("--train.max_steps=24", *OFTEN)

@@ -112,10 +112,10 @@ def resume_each(config: Path, overrides: Sequence[str], runs: Iterable[str]) -> 
 
 
 def reported(call: Call, run: Run) -> int | None:
-    """The step that this call tells the ledger to be committed."""
-    if call.name == "write" and call.path == str(run.record.ledger):
+    """The step that rank 0 logs as committed with this call."""
+    if call.name == "write" and call.path == str(run.record.log(len(run.jobs), 0)):
         event = json.loads(call.content)
-        if event["event"] == "checkpoint_committed":
+        if event["event"] == "checkpoint committed":
             return int(event["step"])
     return None
 
@@ -136,8 +136,8 @@ def kind(path: str, run: Run) -> str:
         for pattern, meaning in _NAMES:
             name = re.sub(pattern, meaning, name)
         return re.sub(r"\d+", "N", name)
-    if place in (record.ledger, record.attempts / "CURRENT"):
-        return place.name
+    if place.is_relative_to(record.attempts):
+        return "CURRENT" if place.name == "CURRENT" else "log"
     return ""
 
 

@@ -53,7 +53,7 @@ def prune_before_swap() -> None:
     def swapped(folder: CheckpointFolder, step: int, *rest: Any, **more: Any) -> None:
         for old in folder.committed():
             if old != step:
-                retention.delete(folder, old)
+                retention._withdraw(folder, old)
         swap(folder, step, *rest, **more)
 
     CheckpointFolder.point_latest = swapped  # type: ignore[method-assign]

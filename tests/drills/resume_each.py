@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from kempner.cluster.world import discover
 from kempner.config.loading import load
 from kempner.run.attempts import begin_attempt
 from kempner.run.layout import RunDirectory
 from kempner.training.distributed import connect
+from kempner.training.presence import appear
 from kempner.training.rank import build
 from kempner.training.shutdown import ShutdownHandler
 
 config_file, *arguments = sys.argv[1:]
 split = arguments.index("--")
-config = load(Path(config_file), arguments[:split])
-ranks = connect(discover({}), config)
+config, shutdown = load(Path(config_file), arguments[:split]), ShutdownHandler()
+alone = appear(config, shutdown)
+ranks = connect(alone.world, config)
 for path in arguments[split + 1 :]:
     run = RunDirectory(Path(path))
-    training = build(config, run, ranks, begin_attempt(run), ShutdownHandler())
+    training = build(config, replace(alone, run=run), ranks, begin_attempt(run), shutdown)
     print("loaded", training.position.step, flush=True)
     training.checkpoints.close()
     training.feed.close()

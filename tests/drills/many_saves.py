@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import wait_until
+
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.manifest import Identity, Position
 from kempner.run import logs
@@ -45,6 +48,12 @@ manager = CheckpointManager(
 )
 
 
+def pruned() -> bool:
+    """Nothing is left to delete, which happens beside and would be seen as an open folder."""
+    names = [path.name for path in run.checkpoints.iterdir() if "step-" in path.name]
+    return len(names) <= 2
+
+
 def usage() -> dict[str, int]:
     gc.collect()
     me = psutil.Process()
@@ -64,6 +73,7 @@ for step in range(1, 1 + warm_up + saves):
     manager.save(Position(step))
     if step in (warm_up, warm_up + saves):
         manager.join()
+        wait_until(pruned, "the old ones to be gone")
         assert manager.committed_step == step
         dist.barrier()
         print(json.dumps(usage()), flush=True)

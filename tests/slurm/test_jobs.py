@@ -56,6 +56,7 @@ def test_a_warned_job_comes_back_and_goes_on(project: Project, reference: Run) -
     assert project.states(job) == ["REQUEUED", "COMPLETED"], project.log(job)
     assert "Restart cnt: 1" in project.log(job)
     (requeued,) = project.events("requeued")
-    assert requeued["step"] == project.run.committed()[0]
+    (resumed,) = project.events("resumed")
+    assert resumed["step"] == requeued["step"]
     reference.complete(2)
     assert_like(project, reference)

@@ -18,9 +18,16 @@ class Progress:
     def __init__(self) -> None:
         self.step = 0
         self.phase = Phase.START
+        self.reached: dict[str, float] = {}
+        """Seconds from the start of this process's line to each phase that was entered."""
         self._started = time.monotonic()
         self._waited = 0.0
         self._waiting_since: float | None = None
+
+    def enter(self, phase: Phase) -> None:
+        """From now on it is that phase, on the way to training."""
+        self.phase = phase
+        self.reached[phase] = round(time.monotonic() - self._started, 2)
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

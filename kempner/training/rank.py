@@ -93,14 +93,15 @@ def run_rank(config: Config, presence: Presence, shutdown: ShutdownHandler) -> E
     world, run, progress = presence.world, presence.run, presence.progress
     torch.set_num_threads(thread_count(config, world))
     torch.use_deterministic_algorithms(config.train.deterministic)
-    progress.phase = Phase.RENDEZVOUS
+    progress.enter(Phase.RENDEZVOUS)
     ranks = connect(world, config)
     shutdown.join_group(config.supervise.stop_grace if presence.launch is not None else None)
     attempt = _agree_on_attempt(run, ranks, presence.launch)
     open_log(run.log(attempt.number, world.rank), attempt=attempt.number, rank=world.rank)
-    progress.phase = Phase.LOAD
+    progress.enter(Phase.LOAD)
     training = build(config, presence, ranks, attempt, shutdown)
-    progress.phase = Phase.STEP
+    progress.enter(Phase.STEP)
+    logger().info("ready", step=training.position.step, reached=progress.reached, **_place(ranks))
     try:
         return train(training)
     finally:
@@ -137,7 +138,6 @@ def build(
     if ranks.world.rank == 0:
         _snapshot_config(config, run, attempt)
     position = checkpoints.restore(config.checkpoint.accept_changes) or Position()
-    logger().info("ready", step=position.step, parameters=shape.parameters, **_place(ranks))
     return Training(
         config=config,
         ranks=ranks,

@@ -19,11 +19,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -84,9 +86,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
     steps = steps_for(subject, arguments.seconds)
     costs: dict[str, list[float]] = {}
     stops: dict[str, list[float]] = {}
+    memory = math.nan
     for name in arguments.ways:
         way = WAYS[name](subject)
-        segment(way, 0, steps)  # plans, allocates
+        with peak_memory() as peak:
+            segment(way, 0, steps)  # plans, allocates
+        if name == "ours":
+            memory = peak[0] - own_size(table)
         for pair in range(1, arguments.pairs + 1):
             subject.measure_floor(buffers)
             halves = [None, pair] if pair % 2 else [pair, None]
@@ -96,9 +102,33 @@ def run_rank(arguments: argparse.Namespace) -> None:
             stops.setdefault(name, []).append(walls[True][1] / floor)
     if dist.get_rank() == 0:
         report(arguments, subject, table, costs, stops, steps)
+        print(f"memory beyond the staging buffer, first save, rank 0: {memory / 1e6:.0f} MB")
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[float]]:
+    """Bytes by which this process grows at most, looked at every few milliseconds."""
+    process, done = psutil.Process(), threading.Event()
+    before, peak = process.memory_info().rss, [0.0]
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            peak[0] = max(peak[0], process.memory_info().rss - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    yield peak
+    done.set()
+    watcher.join()
+
+
+def own_size(table: dict[str, torch.Tensor]) -> int:
+    """Bytes of this rank's part."""
+    parts = [local_part(tensor) for tensor in table.values()]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def steps_for(subject: Subject, seconds: float) -> int:
@@ -120,7 +150,7 @@ def report(
     steps: int,
 ) -> None:
     """Print a table in units of the floor."""
-    size = sum(local_part(t).numel() * t.element_size() for t in table.values())
+    size = own_size(table)
     floor = statistics.median(subject.floor)
     control = statistics.median(costs["nothing"]) if "nothing" in costs else 0.0
     print(

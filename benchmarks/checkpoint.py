@@ -89,10 +89,12 @@ def run_rank(arguments: argparse.Namespace) -> None:
     memory = math.nan
     for name in arguments.ways:
         way = WAYS[name](subject)
+        with peak_memory() as without:
+            segment(way, None, steps)
         with peak_memory() as peak:
             segment(way, 0, steps)  # plans, allocates
         if name == "ours":
-            memory = peak[0] - own_size(table)
+            memory = peak[0] - without[0] - own_size(table)
         for pair in range(1, arguments.pairs + 1):
             subject.measure_floor(buffers)
             halves = [None, pair] if pair % 2 else [pair, None]
@@ -110,13 +112,12 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def peak_memory() -> Iterator[list[float]]:
-    """Bytes by which this process grows at most, looked at every few milliseconds."""
-    process, done = psutil.Process(), threading.Event()
-    before, peak = process.memory_info().rss, [0.0]
+    """The most bytes that this process holds, looked at every few milliseconds."""
+    process, done, peak = psutil.Process(), threading.Event(), [0.0]
 
     def watch() -> None:
         while not done.wait(0.005):
-            peak[0] = max(peak[0], process.memory_info().rss - before)
+            peak[0] = max(peak[0], process.memory_info().rss)
 
     watcher = threading.Thread(target=watch)
     watcher.start()

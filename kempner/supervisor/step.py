@@ -21,6 +21,10 @@ from kempner.supervisor.policy import RankExit
 ABANDON_AFTER = 20.0
 """Seconds that srun gets to end its tasks; it waits for nodes that are gone, and we do not."""
 
+_DEAF = ["sh", "-c", 'trap "" TERM HUP INT USR1 USR2; exec "$@"', "sh"]
+"""Becomes the command that follows, which no stop signal ends before it traps it. One that comes
+while its interpreter starts is lost; the control channel repeats it to whoever joins later."""
+
 
 class StepLauncher:
     """Starts the ranks with srun, in a session of its own.
@@ -104,8 +108,8 @@ class StepLauncher:
         return self._allocation.tasks_per_node
 
     def _rank(self, launch: Launch) -> list[str]:
-        """What each task runs. Python is the step's direct child: Slurm signals no other."""
-        return [sys.executable, "-m", "kempner"]
+        """What each task runs. Python becomes the step's direct child: Slurm signals no other."""
+        return [*_DEAF, sys.executable, "-m", "kempner"]
 
     def _signal(self) -> None:
         try:
@@ -126,7 +130,7 @@ class StepLauncher:
 class TorchrunLauncher(StepLauncher):
     """Starts one torchrun per node, and that the ranks.
 
-    torchrun kills its children 30 seconds after it is signalled. It is therefore made to ignore
+    torchrun kills its children 30 seconds after it is signalled. It is therefore started to ignore
     SIGTERM, and the ranks are asked to stop by the control channel alone.
     """
 
@@ -139,7 +143,6 @@ class TorchrunLauncher(StepLauncher):
     def _rank(self, launch: Launch) -> list[str]:
         nodes = self._allocation.nodes
         port = free_port("", salt=launch.attempt.nonce)
-        deaf = ["sh", "-c", 'trap "" TERM; exec "$@"', "sh"]
         torchrun = [sys.executable, "-m", "torch.distributed.run"]
         options = [
             f"--nnodes={len(nodes)}",
@@ -151,7 +154,7 @@ class TorchrunLauncher(StepLauncher):
             "--signals-to-handle=SIGINT",
             "--no-python",
         ]
-        return [*deaf, *torchrun, *options, sys.executable, "-m", "kempner"]
+        return [*_DEAF, *torchrun, *options, sys.executable, "-m", "kempner"]
 
 
 def _reachable_address(allocation: Allocation) -> str:

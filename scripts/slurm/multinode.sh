@@ -17,6 +17,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=logs/%j_%x.out
 set -euo pipefail
+trap '' TERM  # a warning must not end the job before the supervisor is there
 cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"
 source scripts/slurm/environment.sh
 require_config "$@"

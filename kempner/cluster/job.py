@@ -105,6 +105,8 @@ def classify(before: JobState, now: JobState, warned: bool = False) -> Event:
     """
     if now.restarts > before.restarts or now.state in ("PENDING", "REQUEUED"):
         return Event.REQUEUE
+    if now.state == "SUSPENDED":
+        return Event.NOTHING  # seen in the moment before it takes hold, or after it is over
     if now.running:
         if now.preempt_time is not None:
             return Event.PREEMPTION

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-LONGEST_NAP = 10.0
-"""Seconds; more than a loop of ours ever waits between two looks."""
+LONGEST_NAP = 2.5
+"""Seconds; more than a loop of ours ever waits between two looks, and less than any deadline."""
 
 
 class AwakeClock:

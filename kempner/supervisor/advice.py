@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from kempner.checkpoint.durations import COMMITTED, Durations
@@ -13,6 +14,10 @@ from kempner.supervisor.policy import Decision
 
 UNMEASURED_LEAD = 120.0
 """Seconds before the end at which to stop, as long as nothing was measured."""
+
+UNMEASURED_SHARE = 0.25
+"""Of the job's whole time, the most that is kept free as long as nothing was measured: a short job
+would otherwise be stopped before it has begun."""
 
 EXIT_MARGIN = 10.0
 """Seconds for the processes to leave, and for the job to be put back into the queue."""
@@ -30,15 +35,15 @@ class Advice:
 
 
 def advise(
-    first: JobState, now: JobState, kill_wait: float, clock: float, lead: float, warned: bool
+    first: JobState, now: JobState, kill_wait: float, left: float | None, lead: float, warned: bool
 ) -> Advice | None:
     """Whether the ranks are to stop; `first` is the job as it was when the attempt began.
 
-    `clock` is the time in seconds since the epoch, `lead` how long before the end of the job a stop
-    must begin, `warned` whether a signal came. After a preemption's grace time, as at any end of a
-    job, Slurm sends SIGTERM and waits for `kill_wait` seconds; it keeps both times or exceeds them.
+    `left` is the number of seconds until the end of the job, None without one, `lead` how long
+    before it a stop must begin, `warned` whether a signal came. After a preemption's grace time, as
+    at any end of a job, Slurm sends SIGTERM and waits for `kill_wait` seconds; it keeps both times
+    or exceeds them.
     """
-    left = None if now.end_time is None else now.end_time - clock
     match classify(first, now, warned):
         case Event.NOTHING:
             if left is not None and left <= lead:
@@ -53,16 +58,16 @@ def advise(
             return Advice(event.value, kill_wait)
 
 
-def stop_lead(durations: Durations, longest_gap: float | None) -> float:
+def stop_lead(durations: Durations, longest_gap: float | None, limit: float | None) -> float:
     """Seconds before the end at which a stop must begin.
 
     `longest_gap` is the 95th percentile of the seconds between two votes: one passes until the
     ranks agree, and the step that they are in takes another. A save may be under way, and the last
-    one follows it.
+    one follows it. `limit` is the job's whole time in seconds, None without one.
     """
     save = durations.quantile(0.95)
     if save is None or longest_gap is None:
-        return UNMEASURED_LEAD
+        return UNMEASURED_LEAD if limit is None else min(UNMEASURED_LEAD, UNMEASURED_SHARE * limit)
     return 2 * longest_gap + 2 * save + EXIT_MARGIN
 
 
@@ -74,8 +79,17 @@ class Parting:
     reason: str
 
 
-def part(decision: Decision, job: JobState | None, batch: bool, fruitless: int) -> Parting:
-    """Whether to put the job back into the queue.
+_WHAT_BECOMES_OF_IT = {
+    Event.REQUEUE: "Slurm puts the job back into the queue itself: it goes on from its checkpoint",
+    Event.CANCEL: "the job was cancelled: submit it again, and it goes on",
+    Event.TIME_LIMIT_REACHED: "the job's time is over: submit it again, and it goes on",
+}
+
+
+def part(
+    decision: Decision, first: JobState | None, job: JobState | None, batch: bool, fruitless: int
+) -> Parting:
+    """Whether to put the job back into the queue; `first` is the job as it was at the beginning.
 
     Only a job that still runs: asked to requeue one that was cancelled, Slurm brings it back to
     life. `fruitless` counts the times in a row that it came back and made no step.
@@ -87,7 +101,8 @@ def part(decision: Decision, job: JobState | None, batch: bool, fruitless: int) 
     if job is None:
         return Parting(False, "Slurm does not answer: submit the same command again to go on")
     if not job.running:
-        return Parting(False, f"the job is {job.state}: Slurm itself decides what becomes of it")
+        unclear = f"the job is {job.state}: if Slurm does not bring it back, submit it again"
+        return Parting(False, _WHAT_BECOMES_OF_IT.get(classify(first or job, job), unclear))
     if not job.may_requeue:
         return Parting(
             False, "the job was submitted with --no-requeue: submit it again, and it goes on"
@@ -101,17 +116,16 @@ def part(decision: Decision, job: JobState | None, batch: bool, fruitless: int) 
     return Parting(True, "the job goes back into the queue, and on from its checkpoint")
 
 
-def fruitless_requeues(events: Iterable[Mapping[str, Any]], step: int | None) -> int:
-    """How many of the last requeues, in a row, found the run at `step`, where it still is."""
-    steps = [event.get("step") for event in events if event.get("event") == "requeued"]
-    count = 0
-    for known in reversed(steps):
-        if known != step:
-            break
-        count += 1
-    return count
+def fruitless_requeues(events: Iterable[Mapping[str, Any]], job: str, step: int | None) -> int:
+    """How many of the last requeues of `job`, in a row, found the run at `step`, where it is.
+
+    Those of an earlier job do not count: somebody has submitted it again, and hopes for better.
+    """
+    requeues = [e for e in events if e.get("event") == "requeued" and e.get("job") == job]
+    return sum(1 for _ in takewhile(lambda e: e["step"] == step, reversed(requeues)))
 
 
 def last_step(events: Iterable[Mapping[str, Any]]) -> int | None:
     """The step of the newest commit that the ledger tells of; None if there is none."""
-    return max((e["step"] for e in events if e.get("event") == COMMITTED), default=None)
+    steps = [event["step"] for event in events if event.get("event") == COMMITTED]
+    return steps[-1] if steps else None

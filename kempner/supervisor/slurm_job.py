@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,9 +18,13 @@ LOOK_EVERY = 10.0
 
 @dataclass(frozen=True)
 class JobSeen:
-    """What the controller said of the job just now. `kill_wait` is its KillWait in seconds."""
+    """What the controller said of the job just now.
+
+    `seconds_left` is the time until its end, None without one; `kill_wait` is KillWait in seconds.
+    """
 
     state: JobState
+    seconds_left: float | None
     kill_wait: float
 
 
@@ -69,7 +74,8 @@ class SlurmJob:
             state = self.state()
             if state is not None:
                 self._failing = False
-                post(JobSeen(state, kill_wait))
+                left = None if state.end_time is None else state.end_time - time.time()
+                post(JobSeen(state, left, kill_wait))
             self._ask.wait(LOOK_EVERY)
             self._ask.clear()
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from queue import SimpleQueue
 
 from kempner.checkpoint.durations import Durations
-from kempner.cluster.job import restart_count
+from kempner.cluster.job import JobState, restart_count
 from kempner.cluster.limits import raise_open_file_limit
 from kempner.config.sections import SuperviseSection
 from kempner.run.attempts import Attempt, begin_attempt
@@ -82,7 +82,7 @@ def supervise(
     decision = decide(watch.ends, stop_requested=watch.stop_reason is not None)
     _close(ledger, attempt, decision, watch.ends)
     if job is not None:
-        _part_from(job, decision, run, ledger, attempt)
+        _part_from(job, watch.job_at_first, decision, run, ledger, attempt)
     return decision.code
 
 
@@ -93,23 +93,26 @@ def insists(received: Sequence[Received]) -> bool:
 
 
 def _part_from(
-    job: SlurmJob, decision: Decision, run: RunDirectory, ledger: Ledger, attempt: Attempt
+    job: SlurmJob,
+    first: JobState | None,
+    decision: Decision,
+    run: RunDirectory,
+    ledger: Ledger,
+    attempt: Attempt,
 ) -> None:
     """Put the job back into the queue, or say why not."""
     job.close()
     state = job.state()
     events = list(read_lines(run.ledger))
     step = last_step(events)
-    parting = part(decision, state, job.batch, fruitless_requeues(events, step))
+    parting = part(decision, first, state, job.batch, fruitless_requeues(events, job.id, step))
     if not parting.requeue:
         if decision.code is ExitCode.STOPPED:
             logger().warning(parting.reason)
             ledger.record("not_requeued", attempt=attempt.number, step=step, reason=parting.reason)
         return
-    restarts = state.restarts if state is not None else None
-    nodes = state.node_list if state is not None else None
     # Written first: Slurm ends this process with the job's others.
-    ledger.record("requeued", attempt=attempt.number, step=step, restarts=restarts, nodes=nodes)
+    ledger.record("requeued", attempt=attempt.number, step=step, **_facts(job))
     logger().warning(parting.reason)
     if refusal := job.requeue():
         ledger.record("requeue_refused", attempt=attempt.number, reason=refusal)

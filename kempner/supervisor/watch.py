@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
@@ -57,8 +56,10 @@ class Watch:
         self._durations, self._job = durations, job
         self._clock, self._pace = AwakeClock(), Pace()
         self._ends: dict[int, tuple[float, RankExit]] = {}
-        self._job_at_first: JobState | None = None
+        self.job_at_first: JobState | None = None
+        """The job as it was when the attempt began, if Slurm has said so yet."""
         self._job_now: JobSeen | None = None
+        self._job_ends: float | None = None
         self.signals: list[Received] = []
         self.stop_reason: str | None = None
         self._stop_asked_at: float | None = None
@@ -89,9 +90,9 @@ class Watch:
 
     def enforce(self) -> None:
         """Stop in time, and end what outstays: a connection, a stop, the failure of another."""
-        self._pace.see(self._channel.sightings())
-        self._heed_the_job()
         now, section = self._clock.now(), self._section
+        self._pace.see(self._channel.sightings(), now)
+        self._heed_the_job()
         for rank, at in list(self._parted.items()):
             if now - at > RECONNECT:
                 self._note_end(RankExit(rank, None))
@@ -107,8 +108,7 @@ class Watch:
             case RankExit():
                 self._note_end(happening)
             case JobSeen() as seen:
-                self._job_at_first = self._job_at_first or seen.state
-                self._job_now = seen
+                self._note_job(seen)
             case Joined():
                 logger().info("joined", rank=happening.rank, host=happening.host, pid=happening.pid)
                 self._parted.pop(happening.rank, None)
@@ -132,16 +132,23 @@ class Watch:
             self._job.look()  # it knows why, and until when
         self._ask_to_stop(received.signal.name, self._section.stop_grace)
 
+    def _note_job(self, seen: JobSeen) -> None:
+        self.job_at_first = self.job_at_first or seen.state
+        self._job_now, left = seen, seen.seconds_left
+        # By our clock: Slurm, too, does not count the time for which it suspends a job.
+        self._job_ends = None if left is None else self._clock.now() + left
+
     def _heed_the_job(self) -> None:
         """Ask for a stop when the job's end is near, or Slurm is about to end it."""
-        if self._job_at_first is None or self._job_now is None:
+        if self.job_at_first is None or self._job_now is None:
             return
+        job, gap = self._job_now.state, self._pace.quantile(0.95)
         advice = advise(
-            self._job_at_first,
-            self._job_now.state,
+            self.job_at_first,
+            job,
             self._job_now.kill_wait,
-            clock=time.time(),
-            lead=stop_lead(self._durations, self._pace.quantile(0.95)),
+            left=None if self._job_ends is None else self._job_ends - self._clock.now(),
+            lead=stop_lead(self._durations, gap, job.time_limit),
             warned=bool(self.signals),
         )
         if advice is not None:

@@ -1,0 +1,48 @@
+"""The clock that stands still while its process is suspended."""
+
+from __future__ import annotations
+
+import pytest
+
+from kempner.run import clock
+from kempner.run.clock import LONGEST_NAP, AwakeClock
+from kempner.run.link import BEAT, FILE_BEAT, RETRY
+from kempner.supervisor.watch import EXIT_GRACE, LOOK, RECONNECT
+
+
+class Monotonic:
+    """Stands for the module `time`."""
+
+    def __init__(self) -> None:
+        self.at = 1000.0
+
+    def monotonic(self) -> float:
+        return self.at
+
+
+@pytest.mark.parametrize(
+    ("naps", "seconds"),
+    [
+        ([], 0.0),
+        ([0.0], 0.0),
+        ([0.5, 0.5, 1.0], 2.0),
+        ([LONGEST_NAP], LONGEST_NAP),
+        ([3600.0], LONGEST_NAP),
+        ([1.0, 3600.0, 1.0], 2.0 + LONGEST_NAP),
+        ([1.0] * 3600, 3600.0),
+    ],
+)
+def test_it_counts_the_time_between_looks_up_to_a_nap(
+    naps: list[float], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time = Monotonic()
+    monkeypatch.setattr(clock, "time", time)
+    awake = AwakeClock()
+    for nap in naps:
+        time.at += nap
+        awake.now()
+    assert awake.now() == seconds
+
+
+def test_a_nap_is_longer_than_every_loop_waits_and_shorter_than_every_deadline() -> None:
+    assert max(LOOK, BEAT, *RETRY) < LONGEST_NAP < min(RECONNECT, EXIT_GRACE, FILE_BEAT)

@@ -71,15 +71,15 @@ def supervise(
             raise UsageError("--jobid names a Slurm allocation: use it with --launcher srun")
         size = nproc or 1
         local = LocalLauncher(run, size)
-        return follow(run, local, arguments, size, config.supervise, inbox())
+        return follow(run, local, arguments, config.supervise, inbox())
     if nproc is not None:
         raise UsageError("--nproc is for --launcher local; in a Slurm job set slurm.procs")
     job = find_job(os.environ, jobid)
     per_task = chosen is LauncherName.SRUN
-    allocation = enter(job, os.environ, config.slurm, given=jobid is not None, per_task=per_task)
-    step = (StepLauncher if per_task else TorchrunLauncher)(allocation)
+    allocation = enter(job, os.environ, config, given=jobid is not None, per_task=per_task)
+    step = (StepLauncher if per_task else TorchrunLauncher)(allocation, config.supervise)
     around = SlurmJob(job, allocation.batch)
-    return follow(run, step, arguments, allocation.size, config.supervise, inbox(), around)
+    return follow(run, step, arguments, config.supervise, inbox(), around)
 
 
 def _load(file: Path, overrides: list[str]) -> tuple[Config, list[str]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from kempner.cluster.hosts import expand_counts
 from kempner.cluster.resources import Resources
@@ -15,7 +15,7 @@ class Allocation:
 
     `job` is the id by which to speak of it to Slurm. `batch` says that this process is the job's
     batch process; if not, the job is somebody's `salloc`, and others may run in it. `cpus_per_task`
-    is None where nobody says.
+    is None where nobody says. `spare` nodes have no ranks until another is lost.
     """
 
     job: str
@@ -24,6 +24,7 @@ class Allocation:
     cpus_per_task: int | None
     gpus_per_node: int
     batch: bool
+    spare: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -40,26 +41,41 @@ def allocate(
     resources: Resources,
     procs: int | None = None,
     hosts: int | None = None,
+    spare: int = 0,
     per_task: bool = True,
 ) -> Allocation:
     """One rank per GPU; where there is none, one per task that the job was submitted with.
 
-    `procs` (slurm.procs, ranks per node) and `hosts` (slurm.hosts, nodes) win where given.
+    `procs` (slurm.procs, ranks per node) and `hosts` (slurm.hosts, nodes) win where given,
+    `spare` (supervise.spare_nodes) of them are kept in reserve.
     `per_task` says that each task is to be a rank, and not the launcher of a node's ranks. Raises
     `ValueError` with a sentence if tasks and GPUs do not fit, or a number is more than there is.
     """
     if hosts is not None and hosts > len(nodes):
         raise ValueError(f"slurm.hosts={hosts}, but job {job} has {len(nodes)} nodes")
+    used = (len(nodes) if hosts is None else hosts) - spare
+    if used < 1:
+        raise ValueError(f"supervise.spare_nodes={spare} leaves no node of job {job} to train on")
     gpus = resources.gpus.value or 0
     tasks = procs or (_tasks(environ, job, gpus) if per_task else max(1, gpus))
     return Allocation(
         job=job,
-        nodes=tuple(nodes[:hosts]),
+        nodes=tuple(nodes[:used]),
+        spare=tuple(nodes[used : used + spare]),
         tasks_per_node=tasks,
         cpus_per_task=_cpus(environ, resources.cpus.value, tasks),
         gpus_per_node=gpus,
         batch=batch,
     )
+
+
+def without(allocation: Allocation, gone: Collection[str]) -> Allocation:
+    """The allocation without the nodes that are `gone`, spare ones in their place if there are."""
+    left = [node for node in allocation.nodes if node not in gone]
+    spare = [node for node in allocation.spare if node not in gone]
+    missing = len(allocation.nodes) - len(left)
+    nodes = (*left, *spare[:missing])
+    return replace(allocation, nodes=nodes, spare=tuple(spare[missing:]))
 
 
 def _tasks(environ: Mapping[str, str], job: str, gpus: int) -> int:

@@ -230,6 +230,14 @@ class SuperviseSection(Section):
     to the ranks; any free port when left out."""
     silence_limit: PositiveFloat = 60.0
     """Seconds without a word from the supervisor after which ranks commit and leave."""
+    fruitless_restarts: NonNegativeInt = 3
+    """Times in a row that failed ranks are started again without a new checkpoint in between; as
+    long as each start saves something new, there is no limit. 0: never start again."""
+    spare_nodes: NonNegativeInt = 0
+    """Nodes of a Slurm job that wait to take the place of one that is lost."""
+    min_nodes: PositiveInt | None = None
+    """Nodes with which to go on when others are lost and no spare one is left. When left out, all
+    are needed: a job that has lost one goes back into the queue, and asks for another."""
 
     @property
     def ports(self) -> range | None:

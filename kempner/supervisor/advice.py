@@ -94,7 +94,7 @@ def part(
     Only a job that still runs: asked to requeue one that was cancelled, Slurm brings it back to
     life. `fruitless` counts the times in a row that it came back and made no step.
     """
-    if decision.code is not ExitCode.STOPPED:
+    if decision.code is not ExitCode.STOPPED and not decision.bad_nodes:
         return Parting(False, decision.reason)
     if not batch:
         return Parting(False, "the allocation is yours: start again in it to go on")
@@ -113,7 +113,8 @@ def part(
             f"the job came back {fruitless} times and made no new step: it is stopped too soon. "
             "Give it a longer --time or a shorter --signal, then submit it again",
         )
-    return Parting(True, "the job goes back into the queue, and on from its checkpoint")
+    elsewhere = f" without {', '.join(decision.bad_nodes)}" if decision.bad_nodes else ""
+    return Parting(True, f"the job goes back into the queue{elsewhere}, and on from its checkpoint")
 
 
 def fruitless_requeues(events: Iterable[Mapping[str, Any]], job: str, step: int | None) -> int:

@@ -9,7 +9,7 @@ from kempner.cluster.allocation import Allocation, allocate
 from kempner.cluster.job import job_id, parse_job, restart_count
 from kempner.cluster.resources import Resources, Wanted, detect
 from kempner.cluster.scontrol import SlurmError
-from kempner.config.sections import SlurmSection
+from kempner.config.sections import Config
 from kempner.run.exit_codes import UsageError
 
 
@@ -31,7 +31,7 @@ def find_job(environ: Mapping[str, str], given: str | None) -> str:
 
 
 def enter(
-    job: str, environ: Mapping[str, str], section: SlurmSection, *, given: bool, per_task: bool
+    job: str, environ: Mapping[str, str], config: Config, *, given: bool, per_task: bool
 ) -> Allocation:
     """What the ranks get of `job`; logged, each number with its source.
 
@@ -39,6 +39,7 @@ def enter(
     the environment says may be about another one. `per_task` says that each task is a rank.
     Raises `UsageError` if it cannot be used.
     """
+    section = config.slurm
     try:
         fields = scontrol.show_job(job)
         state = parse_job(fields)
@@ -60,6 +61,7 @@ def enter(
             resources=resources,
             procs=section.procs,
             hosts=section.hosts,
+            spare=config.supervise.spare_nodes,
             per_task=per_task,
         )
     except (SlurmError, ValueError) as error:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kempner.run.launch import Launch
 from kempner.supervisor.policy import RankExit
+
+
+@dataclass(frozen=True)
+class Unable:
+    """Why the ranks cannot be started here again, and which nodes are to blame."""
+
+    reason: str
+    nodes: tuple[str, ...]
 
 
 class Launcher(Protocol):
@@ -15,6 +24,10 @@ class Launcher(Protocol):
     @property
     def address(self) -> str:
         """The address of this machine at which the ranks reach the supervisor."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks `start` starts."""
 
     def start(
         self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
@@ -32,3 +45,9 @@ class Launcher(Protocol):
 
     def alive(self) -> bool:
         """Whether anything that was started is still there; all ends have been posted if not."""
+
+    def prepare_again(self, lost: Sequence[str]) -> Unable | None:
+        """Get ready to start once more, without those of the `lost` hosts that do not answer.
+
+        Returns why there can be no other start here, or None if there can.
+        """

@@ -31,7 +31,7 @@ class LocalLauncher:
     address = _LOOPBACK
 
     def __init__(self, run: RunDirectory, size: int) -> None:
-        self._run, self._size = run, size
+        self._run, self.size = run, size
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._killed: set[int] = set()
         self._waiter: threading.Thread | None = None
@@ -46,7 +46,7 @@ class LocalLauncher:
         # they trap them: one that comes while their interpreter starts is kept, not fatal.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            for rank in range(self._size):
+            for rank in range(self.size):
                 self._children[rank] = self._spawn(rank, launch, port, command)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -69,6 +69,13 @@ class LocalLauncher:
         """Whether any rank has not been seen to end."""
         return self._waiter is not None and self._waiter.is_alive()
 
+    def prepare_again(self, lost: Sequence[str]) -> None:
+        """This machine is there: wait until the last rank is gone."""
+        if self._waiter is not None:
+            self._waiter.join()
+        self._children.clear()
+        self._killed.clear()
+
     def _wait(self, post: Callable[[RankExit], None]) -> None:
         """Post every end as it comes."""
         with selectors.DefaultSelector() as selector:
@@ -89,8 +96,8 @@ class LocalLauncher:
             **replace(launch, parent=os.getpid()).environment(),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self._size),
-            "LOCAL_WORLD_SIZE": str(self._size),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.size),
             "MASTER_ADDR": _LOOPBACK,
             "MASTER_PORT": str(port),
         }

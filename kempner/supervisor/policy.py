@@ -27,12 +27,13 @@ class RankExit:
 class Decision:
     """The supervisor's exit code, and a sentence for the person who reads it.
 
-    `culprit` is the rank that failed first, if one did.
+    `culprit` is the rank that failed first, if one did. Without the `bad_nodes` there are too few.
     """
 
     code: ExitCode
     reason: str
     culprit: int | None = None
+    bad_nodes: tuple[str, ...] = ()
 
 
 def decide(exits: Sequence[RankExit], stop_requested: bool) -> Decision:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kempner.cluster import scontrol
@@ -36,10 +36,14 @@ class SlurmJob:
         self._ask = threading.Event()
         self._done = threading.Event()
         self._failing = False
+        self._post: Callable[[JobSeen], None] | None = None
 
     def watch(self, post: Callable[[JobSeen], None]) -> None:
-        """Start to `post` what the controller says, from a thread."""
-        threading.Thread(target=self._watch, args=(post,), name="job", daemon=True).start()
+        """Start to `post` what the controller says, from a thread; called again, to the new one."""
+        started, self._post = self._post is not None, post
+        if not started:
+            threading.Thread(target=self._watch, name="job", daemon=True).start()
+        self.look()
 
     def look(self) -> None:
         """Ask now: something has happened."""
@@ -60,22 +64,24 @@ class SlurmJob:
             self._failing = True
             return None
 
-    def requeue(self) -> str:
-        """Put the job back into the queue; why it could not be, empty if it was."""
+    def requeue(self, without: Sequence[str] = ()) -> str:
+        """Put the job back into the queue, away from some nodes; why not, empty if it was."""
         try:
             scontrol.requeue(self.id)
+            if without:
+                scontrol.exclude_node(self.id, without)
         except SlurmError as error:
             return str(error)
         return ""
 
-    def _watch(self, post: Callable[[JobSeen], None]) -> None:
+    def _watch(self) -> None:
         kill_wait = self._kill_wait()
         while not self._done.is_set():
             state = self.state()
-            if state is not None:
+            if state is not None and self._post is not None:
                 self._failing = False
                 left = None if state.end_time is None else state.end_time - time.time()
-                post(JobSeen(state, left, kill_wait))
+                self._post(JobSeen(state, left, kill_wait))
             self._ask.wait(LOOK_EVERY)
             self._ask.clear()
 

@@ -8,14 +8,16 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from kempner.cluster.allocation import Allocation
+from kempner.cluster.allocation import Allocation, without
 from kempner.cluster.network import route_address
 from kempner.cluster.ports import free_port
 from kempner.cluster.scontrol import SlurmError, signal_tasks
+from kempner.config.sections import SuperviseSection
 from kempner.run.clock import AwakeClock
 from kempner.run.exit_codes import ExitCode, UsageError
 from kempner.run.launch import Launch
 from kempner.run.logs import logger
+from kempner.supervisor.launcher import Unable
 from kempner.supervisor.policy import RankExit
 
 ABANDON_AFTER = 20.0
@@ -25,6 +27,9 @@ _DEAF = ["sh", "-c", 'trap "" TERM HUP INT USR1 USR2; exec "$@"', "sh"]
 """Becomes the command that follows, which no stop signal ends before it traps it. One that comes
 while its interpreter starts is lost; the control channel repeats it to whoever joins later."""
 
+PROBE_WITHIN = 15.0
+"""Seconds that a node gets to run a task that does nothing."""
+
 
 class StepLauncher:
     """Starts the ranks with srun, in a session of its own.
@@ -33,8 +38,9 @@ class StepLauncher:
     A wish to stop goes to the tasks by scancel, and by the control channel.
     """
 
-    def __init__(self, allocation: Allocation) -> None:
-        self._allocation = allocation
+    def __init__(self, allocation: Allocation, section: SuperviseSection) -> None:
+        self._allocation, self._section = allocation, section
+        self._starts = 0
         self.address = _reachable_address(allocation)
         """Of this machine, for the nodes of the step."""
         self._srun: subprocess.Popen[bytes] | None = None
@@ -75,6 +81,24 @@ class StepLauncher:
         elif self._clock.now() - self._killed_at > ABANDON_AFTER:
             self._srun.kill()
 
+    @property
+    def size(self) -> int:
+        """How many ranks `start` starts."""
+        return self._allocation.size
+
+    def prepare_again(self, lost: Sequence[str]) -> Unable | None:
+        """Leave out the `lost` hosts that do not answer; spare nodes take their place."""
+        self._see_it_end()
+        gone = tuple(node for node in lost if not self._answers(node))
+        before, left = self._allocation, without(self._allocation, gone)
+        if gone:
+            logger().warning(f"{', '.join(gone)} do not answer; {len(left.nodes)} nodes are left")
+        if len(left.nodes) < (self._section.min_nodes or len(before.nodes)):
+            reason = f"{', '.join(gone)} of {len(before.nodes)} nodes do not answer"
+            return Unable(reason, gone)
+        self._allocation, self._starts, self._killed_at = left, self._starts + 1, None
+        return None
+
     def alive(self) -> bool:
         """Whether srun is still there."""
         return self._srun is not None and self._srun.poll() is None
@@ -98,14 +122,40 @@ class StepLauncher:
         if allocation.cpus_per_task is not None:
             cpus = allocation.cpus_per_task * allocation.tasks_per_node // tasks
             command.append(f"--cpus-per-task={cpus}")
+        if not allocation.batch or self._starts:
+            command.append(
+                "--overlap"
+            )  # a step before may still hold CPUs, on a dead node for long
         if not allocation.batch:
-            command += [f"--jobid={allocation.job}", "--overlap"]
+            command.append(f"--jobid={allocation.job}")
             if allocation.gpus_per_node:
                 command.append(f"--gpus-per-node={allocation.gpus_per_node}")
         return command
 
     def _tasks_per_node(self) -> int:
         return self._allocation.tasks_per_node
+
+    def _see_it_end(self) -> None:
+        """Wait for a srun that was told to end its tasks, as long as it makes sense."""
+        if self._srun is None:
+            return
+        try:
+            self._srun.wait(ABANDON_AFTER)
+        except subprocess.TimeoutExpired:
+            self._srun.kill()
+
+    def _answers(self, node: str) -> bool:
+        """Whether a task can be started there. Slurm itself takes minutes to notice a dead node."""
+        probe = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "true"]
+        if not self._allocation.batch:
+            probe.insert(1, f"--jobid={self._allocation.job}")
+        try:
+            done = subprocess.run(
+                probe, timeout=PROBE_WITHIN, capture_output=True, stdin=subprocess.DEVNULL
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
 
     def _rank(self, launch: Launch) -> list[str]:
         """What each task runs. Python becomes the step's direct child: Slurm signals no other."""

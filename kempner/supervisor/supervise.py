@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from itertools import pairwise
 from queue import SimpleQueue
 
 from kempner.checkpoint.durations import Durations
-from kempner.cluster.job import JobState, restart_count
 from kempner.cluster.limits import raise_open_file_limit
 from kempner.config.sections import SuperviseSection
 from kempner.run.attempts import Attempt, begin_attempt
@@ -21,14 +20,18 @@ from kempner.run.logs import logger, open_log
 from kempner.run.messages import Secret
 from kempner.run.signals import Received, SignalInbox
 from kempner.supervisor.admission import Membership, listen
-from kempner.supervisor.advice import fruitless_requeues, last_step, part
+from kempner.supervisor.advice import last_step
 from kempner.supervisor.channel import Channel
 from kempner.supervisor.file_channel import FileChannel
 from kempner.supervisor.launcher import Launcher
+from kempner.supervisor.parting import facts, part_from
 from kempner.supervisor.policy import Decision, RankExit, decide
+from kempner.supervisor.restarts import HEALED_BY_A_RESTART, Failure, failures, judge
 from kempner.supervisor.roster import Roster
 from kempner.supervisor.slurm_job import SlurmJob
 from kempner.supervisor.watch import Happening, Watch
+
+LEFT_AT_ONCE = "left at once on the second Ctrl-C; the last commit is intact"
 
 INSIST_WITHIN = 2.0
 """Seconds within which a second Ctrl-C means: now."""
@@ -38,20 +41,56 @@ def supervise(
     run: RunDirectory,
     launcher: Launcher,
     arguments: Sequence[str],
-    size: int,
     section: SuperviseSection,
     signals: SignalInbox,
     job: SlurmJob | None = None,
 ) -> ExitCode:
-    """Run one attempt to its end, and do what is then to be done; returns the run's exit code."""
+    """Start the ranks, and again when they fail, until the run is over or must leave the machine.
+
+    Returns the exit code of the run.
+    """
+    raise_open_file_limit()
+    ledger = Ledger(run.ledger)
+    while True:
+        earlier = failures(read_lines(run.ledger))
+        watch, decision = _follow_attempt(run, launcher, arguments, section, signals, job)
+        if decision.code in HEALED_BY_A_RESTART and watch.stop_reason is None:
+            failure = _failure(run, watch, decision)
+            verdict = judge(decision, failure, earlier, section.fruitless_restarts)
+            ledger.record("attempt_failed", attempt=watch.attempt.number, **asdict(failure))
+            unable = launcher.prepare_again(watch.lost_hosts()) if verdict.again else None
+            if verdict.again and unable is None:
+                logger().warning(verdict.reason)
+                ledger.record("restarting", attempt=watch.attempt.number, reason=verdict.reason)
+                continue
+            if unable is not None:
+                decision = replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
+            else:
+                decision = replace(decision, reason=verdict.reason)
+                ledger.record("gave_up", attempt=watch.attempt.number, reason=decision.reason)
+        if decision.code is not ExitCode.COMPLETED:
+            logger().warning(decision.reason)
+        if job is not None:
+            part_from(job, watch, decision, run, ledger)
+        return decision.code
+
+
+def _follow_attempt(
+    run: RunDirectory,
+    launcher: Launcher,
+    arguments: Sequence[str],
+    section: SuperviseSection,
+    signals: SignalInbox,
+    job: SlurmJob | None,
+) -> tuple[Watch, Decision]:
+    """Start all ranks once and follow them until none is left."""
     happenings: SimpleQueue[Happening] = SimpleQueue()
     signals.react_with(happenings.put)  # from here on a stop is passed on to the ranks
-    raise_open_file_limit()
     listener = listen(launcher.address, section.ports)
-    attempt = begin_attempt(run)
+    attempt, size = begin_attempt(run), launcher.size
     open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
     ledger = Ledger(run.ledger)
-    ledger.record("attempt_started", attempt=attempt.number, ranks=size, **_facts(job))
+    ledger.record("attempt_started", attempt=attempt.number, ranks=size, **facts(job))
     secret = Secret.new()
     channel = Channel(
         listener,
@@ -68,10 +107,8 @@ def supervise(
         launcher.start(Launch(attempt, control), arguments, happenings.put)
         if job is not None:
             job.watch(happenings.put)
-        while not watch.over():
+        while not watch.over() and not insists(watch.signals):
             watch.take_in(happenings)
-            if insists(watch.signals):
-                return _leave_at_once(ledger, attempt)
             watch.enforce()
             roster.update(channel.sightings())
     finally:
@@ -79,58 +116,27 @@ def supervise(
         channel.close()
     watch.take_in(happenings, wait=False)
     roster.update(channel.sightings(), now=True)
-    decision = decide(watch.ends, stop_requested=watch.stop_reason is not None)
+    if insists(watch.signals):
+        decision = Decision(ExitCode.INTERRUPTED, LEFT_AT_ONCE)
+    else:
+        decision = decide(watch.ends, stop_requested=watch.stop_reason is not None)
     _close(ledger, attempt, decision, watch.ends)
-    if job is not None:
-        _part_from(job, watch.job_at_first, decision, run, ledger, attempt)
-    return decision.code
+    return watch, decision
+
+
+def _failure(run: RunDirectory, watch: Watch, decision: Decision) -> Failure:
+    culprit = next((end for end in watch.ends if end.rank == decision.culprit), None)
+    return Failure(
+        step=watch.furthest_step(),
+        committed=last_step(read_lines(run.ledger)),
+        raised=culprit.sentence.partition("\n")[0] if culprit is not None else "",
+    )
 
 
 def insists(received: Sequence[Received]) -> bool:
     """Whether the user pressed Ctrl-C twice within `INSIST_WITHIN` seconds."""
     times = [r.at for r in received if r.signal == signal.SIGINT]
     return any(later - earlier <= INSIST_WITHIN for earlier, later in pairwise(times))
-
-
-def _part_from(
-    job: SlurmJob,
-    first: JobState | None,
-    decision: Decision,
-    run: RunDirectory,
-    ledger: Ledger,
-    attempt: Attempt,
-) -> None:
-    """Put the job back into the queue, or say why not."""
-    job.close()
-    state = job.state()
-    events = list(read_lines(run.ledger))
-    step = last_step(events)
-    parting = part(decision, first, state, job.batch, fruitless_requeues(events, job.id, step))
-    if not parting.requeue:
-        if decision.code is ExitCode.STOPPED:
-            logger().warning(parting.reason)
-            ledger.record("not_requeued", attempt=attempt.number, step=step, reason=parting.reason)
-        return
-    # Written first: Slurm ends this process with the job's others.
-    ledger.record("requeued", attempt=attempt.number, step=step, **_facts(job))
-    logger().warning(parting.reason)
-    if refusal := job.requeue():
-        ledger.record("requeue_refused", attempt=attempt.number, reason=refusal)
-        logger().error(f"{refusal}; to go on, submit the same command again")
-
-
-def _facts(job: SlurmJob | None) -> dict[str, object]:
-    """What the ledger keeps about the job in which an attempt runs."""
-    if job is None:
-        return {}
-    restarts = restart_count(os.environ)
-    return {"job": job.id, "restarts": restarts, "nodes": os.environ.get("SLURM_JOB_NODELIST")}
-
-
-def _leave_at_once(ledger: Ledger, attempt: Attempt) -> ExitCode:
-    reason = "left at once on the second Ctrl-C; the last commit is intact"
-    _close(ledger, attempt, Decision(ExitCode.INTERRUPTED, reason), [])
-    return ExitCode.INTERRUPTED
 
 
 def _close(ledger: Ledger, attempt: Attempt, decision: Decision, exits: Sequence[RankExit]) -> None:
@@ -142,5 +148,3 @@ def _close(ledger: Ledger, attempt: Attempt, decision: Decision, exits: Sequence
         culprit=decision.culprit,
         exits={str(e.rank): e.status for e in exits},
     )
-    if decision.code is not ExitCode.COMPLETED:
-        logger().warning(decision.reason)

@@ -51,7 +51,7 @@ class Watch:
         durations: Durations,
         job: SlurmJob | None,
     ) -> None:
-        self._attempt, self._size, self._section = attempt, size, section
+        self.attempt, self._size, self._section = attempt, size, section
         self._launcher, self._channel, self._ledger = launcher, channel, ledger
         self._durations, self._job = durations, job
         self._clock, self._pace = AwakeClock(), Pace()
@@ -67,11 +67,22 @@ class Watch:
         self._failed_at: float | None = None
         self._ended_at = 0.0
         self._parted: dict[int, float] = {}
+        self._hosts: dict[int, str] = {}
 
     @property
     def ends(self) -> list[RankExit]:
         """How ranks ended, in the order of the first sign of it."""
         return [end for _, end in sorted(self._ends.values(), key=itemgetter(0))]
+
+    def furthest_step(self) -> int:
+        """The last step that any rank reported."""
+        reports = (sighting.report.step for sighting in self._channel.sightings().values())
+        return max(reports, default=0)
+
+    def lost_hosts(self) -> list[str]:
+        """Where ranks are gone of whose end nobody knows more: their machines may be gone, too."""
+        lost = (end.rank for end in self.ends if end.status is None and not end.ended_by_us)
+        return sorted({self._hosts[rank] for rank in lost if rank in self._hosts})
 
     def over(self) -> bool:
         """Whether nothing is left to follow."""
@@ -112,6 +123,7 @@ class Watch:
             case Joined():
                 logger().info("joined", rank=happening.rank, host=happening.host, pid=happening.pid)
                 self._parted.pop(happening.rank, None)
+                self._hosts[happening.rank] = happening.host
             case Parted():
                 logger().info("parted", rank=happening.rank, reason=happening.reason)
                 if happening.rank not in self._ends:
@@ -122,7 +134,7 @@ class Watch:
                 self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
 
     def _record(self, event: Event) -> None:
-        self._ledger.record(event.name, **{"attempt": self._attempt.number, **event.fields})
+        self._ledger.record(event.name, **{"attempt": self.attempt.number, **event.fields})
         if event.name == COMMITTED:
             self._durations = self._durations.with_another(SaveSeconds.from_fields(event.fields))
 
@@ -166,7 +178,7 @@ class Watch:
         self._stop_by, self.stop_reason = by, reason
         self._ledger.record(
             "stop_requested",
-            attempt=self._attempt.number,
+            attempt=self.attempt.number,
             reason=reason,
             seconds_left=round(seconds_left, 1),
         )

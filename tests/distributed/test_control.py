@@ -19,6 +19,7 @@ from kempner.run.messages import LINE_LIMIT
 pytestmark = pytest.mark.timeout(300)
 
 LONG = "--train.max_steps=100000"
+ONCE = "--supervise.fruitless_restarts=0"
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -35,7 +36,9 @@ def ends(run: Run) -> list[tuple[int, str]]:
 
 def test_peers_of_a_killed_rank_are_told_and_leave_by_themselves(run: Run) -> None:
     # Nobody is killed for staying: with this grace the test would time out.
-    job = run.supervise(3, LONG, "--supervise.crash_grace=100000", "--train.global_batch_size=6")
+    job = run.supervise(
+        3, LONG, ONCE, "--supervise.crash_grace=100000", "--train.global_batch_size=6"
+    )
     victim = run.ready_pid(1, 1, job)
     run.reach(3, job)
     os.kill(victim, signal.SIGSTOP)
@@ -127,7 +130,7 @@ def test_ranks_stopped_before_they_know_each_other_say_so(run: Run) -> None:
 
 
 def test_a_death_that_no_launcher_sees_is_seen_by_the_channel(run: Run) -> None:
-    job = run.start(ELSEWHERE, LONG)
+    job = run.start(ELSEWHERE, LONG, ONCE)
     victim = run.ready_pid(1, 1, job)
     run.reach(3, job)
     os.kill(victim, signal.SIGKILL)

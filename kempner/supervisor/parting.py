@@ -1,0 +1,47 @@
+"""What becomes of the Slurm job when the ranks have left."""
+
+from __future__ import annotations
+
+import os
+
+from kempner.cluster.job import restart_count
+from kempner.run.exit_codes import ExitCode
+from kempner.run.layout import RunDirectory
+from kempner.run.ledger import Ledger, read_lines
+from kempner.run.logs import logger
+from kempner.supervisor.advice import fruitless_requeues, last_step, part
+from kempner.supervisor.policy import Decision
+from kempner.supervisor.slurm_job import SlurmJob
+from kempner.supervisor.watch import Watch
+
+
+def part_from(
+    job: SlurmJob, watch: Watch, decision: Decision, run: RunDirectory, ledger: Ledger
+) -> None:
+    """Put the job back into the queue, or say why not."""
+    job.close()
+    state = job.state()
+    events = list(read_lines(run.ledger))
+    step = last_step(events)
+    fruitless = fruitless_requeues(events, job.id, step)
+    parting = part(decision, watch.job_at_first, state, job.batch, fruitless)
+    attempt = watch.attempt.number
+    if not parting.requeue:
+        if decision.code is ExitCode.STOPPED or decision.bad_nodes:
+            logger().warning(parting.reason)
+            ledger.record("not_requeued", attempt=attempt, step=step, reason=parting.reason)
+        return
+    # Written first: Slurm ends this process with the job's others.
+    ledger.record("requeued", attempt=attempt, step=step, **facts(job))
+    logger().warning(parting.reason)
+    if refusal := job.requeue(without=decision.bad_nodes):
+        ledger.record("requeue_refused", attempt=attempt, reason=refusal)
+        logger().error(f"{refusal}; to go on, submit the same command again")
+
+
+def facts(job: SlurmJob | None) -> dict[str, object]:
+    """What the ledger keeps about the job in which an attempt runs."""
+    if job is None:
+        return {}
+    restarts = restart_count(os.environ)
+    return {"job": job.id, "restarts": restarts, "nodes": os.environ.get("SLURM_JOB_NODELIST")}

@@ -1,0 +1,63 @@
+"""When to start again: the policy as a table."""
+
+from __future__ import annotations
+
+import pytest
+
+from kempner.run.exit_codes import ExitCode
+from kempner.supervisor.policy import Decision
+from kempner.supervisor.restarts import Failure, failures, judge
+
+CRASH = Decision(ExitCode.CRASHED, "rank 1 failed", 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "again"),
+    [
+        (ExitCode.CRASHED, True),
+        (ExitCode.PEERS_LOST, True),
+        (ExitCode.HUNG, True),
+        (ExitCode.USAGE, False),
+        (ExitCode.BAD_DATA, False),
+        (ExitCode.CHECKPOINT_FAILED, False),
+        (ExitCode.DIVERGED, False),
+        (ExitCode.INTERRUPTED, False),
+    ],
+)
+def test_only_what_a_restart_may_mend_is_started_again(code: ExitCode, again: bool) -> None:
+    assert judge(Decision(code, "so"), Failure(7, 5), [], 3).again is again
+
+
+@pytest.mark.parametrize(
+    ("failure", "earlier", "again", "words"),
+    [
+        (Failure(0, None), [], True, "before the first step; starting again from the beginning"),
+        (Failure(7, 5), [], True, "at step 7; starting again from step 5"),
+        (Failure(7, 5), [Failure(6, 5)], True, "starting again"),
+        (Failure(7, 5), [Failure(6, 5), Failure(8, 5)], False, "3 attempts have saved nothing new"),
+        (Failure(7, 5), [Failure(6, 4), Failure(8, 4), Failure(9, 4)], True, "from step 5"),
+        (Failure(7, 5), [Failure(8, 5), Failure(3, 2), Failure(8, 5)], True, "from step 5"),
+        (Failure(7, 5, "KeyError"), [Failure(7, 5, "KeyError")], False, "fails at step 7 every"),
+        (Failure(7, 5, "KeyError"), [Failure(6, 5, "KeyError")], True, "starting again"),
+        (Failure(7, 5, "KeyError"), [Failure(7, 5, "OSError")], True, "starting again"),
+        (Failure(7, 5), [Failure(7, 5)], True, "starting again"),  # killed twice: by whom?
+        (Failure(0, None, "E"), [Failure(0, None, "E")], False, "before the first step every time"),
+    ],
+)
+def test_progress_is_what_counts(
+    failure: Failure, earlier: list[Failure], again: bool, words: str
+) -> None:
+    verdict = judge(CRASH, failure, earlier, budget=2)
+    assert verdict.again is again
+    assert words in verdict.reason
+    assert CRASH.reason in verdict.reason
+
+
+def test_without_a_budget_nothing_is_started_again() -> None:
+    assert not judge(CRASH, Failure(7, 5), [], 0).again
+
+
+def test_a_person_who_starts_anew_gets_a_new_budget() -> None:
+    failed = {"event": "attempt_failed", "step": 7, "committed": 5, "raised": ""}
+    assert failures([failed, {"event": "resumed"}, failed]) == [Failure(7, 5)] * 2
+    assert failures([failed, {"event": "gave_up"}, failed]) == [Failure(7, 5)]

@@ -37,7 +37,8 @@ class JobState:
     `state` is the first word of JobState, such as RUNNING or COMPLETING; `reason` is empty for
     None. Times are seconds since the epoch, None where Slurm shows none; `end_time` is the limit of
     a running job (a preemption moves it) and the end of one that is over. `time_limit` is in
-    seconds, None for UNLIMITED. `may_requeue` is the job's Requeue flag.
+    seconds, None for UNLIMITED. `may_requeue` is the job's Requeue flag; `batch` says that it was
+    submitted with sbatch.
     """
 
     id: str
@@ -52,6 +53,7 @@ class JobState:
     batch_host: str
     array_id: str = ""
     array_task: str = ""
+    batch: bool = False
 
     @property
     def running(self) -> bool:
@@ -80,6 +82,7 @@ def parse_job(fields: Mapping[str, str]) -> JobState:
         batch_host=_said(fields, "BatchHost"),
         array_id=_said(fields, "ArrayJobId"),
         array_task=_said(fields, "ArrayTaskId"),
+        batch=fields.get("BatchFlag", "0") != "0",  # one more for each launch that failed
     )
 
 

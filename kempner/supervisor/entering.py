@@ -56,7 +56,7 @@ def enter(
         allocation = allocate(
             here,
             job=job,
-            batch=not given and fields.get("BatchFlag") == "1",
+            batch=not given and state.batch,
             nodes=nodes,
             resources=resources,
             procs=section.procs,

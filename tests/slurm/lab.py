@@ -12,6 +12,7 @@ ended and its faults mended):
         cluster.job(job)["Restarts"], cluster.sacct(job, "State", "ExitCode", duplicates=True)
         cluster.run("node3", "ip", "-br", "addr").stdout  # any command, on any machine
         cluster.crash("node4"), cluster.cut("node2", "ib0", "cable"), cluster.preempt(job)
+        cluster.slow("node2", "ib0", "2mbit")
         cluster.configure(grace=0)  # any field of Options; mended after the test
 
 By hand, `python tests/slurm/lab.py [COMMAND...]` runs a command, or a shell, on the login machine
@@ -167,8 +168,10 @@ class Cluster(Services):
         )
 
     def configure(self, **changes: Any) -> None:
-        """Change fields of `Options`; jobs do not notice."""
+        """Change fields of `Options`; jobs do not notice, unless they are just being launched."""
         before, self.options = self.options, replace(self.options, **changes)
+        if self.options == before:
+            return
         write_configuration(self.options, self.folder)
         self._set_qos()
         if self.options.preempt != before.preempt:  # a reconfiguration cannot change it
@@ -218,9 +221,16 @@ class Cluster(Services):
         self._switch.cut(self.machines[node], interface, how)
         self._cut.add((node, interface))
 
+    def slow(self, node: str, interface: str, rate: str) -> None:
+        """Let a node send no faster than `rate`, such as "2mbit" (a second), over a link."""
+        shape = ("tbf", "rate", rate, "burst", "16kb", "latency", "2s")
+        self.run(node, "tc", "qdisc", "replace", "dev", interface, "root", *shape)
+        self._cut.add((node, interface))
+
     def heal(self, node: str, interface: str) -> None:
-        """Mend a broken link."""
+        """Mend a link that is broken or slow."""
         self._switch.heal(self.machines[node], interface)
+        self.run(node, "tc", "qdisc", "del", "dev", interface, "root", check=False)
         self._cut.discard((node, interface))
 
     def boot(self, node: str) -> None:

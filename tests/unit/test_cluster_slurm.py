@@ -304,6 +304,12 @@ def test_the_requeue_flag_and_the_array_are_read() -> None:
     assert (element.id, element.array_id, element.array_task) == ("4", "3", "5")
 
 
+@pytest.mark.parametrize(("flag", "batch"), [("0", False), ("1", True), ("2", True)])
+def test_a_job_whose_launch_once_failed_is_still_a_batch_job(flag: str, batch: bool) -> None:
+    shown = JOBS["running"].replace("BatchFlag=1", f"BatchFlag={flag}")
+    assert parse_job(job_fields(shown)).batch is batch
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -118,6 +118,7 @@ class Run:
     data: Path
     overrides: list[str] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
+    name: str = "run"
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +130,7 @@ class Run:
 
     @property
     def record(self) -> RunDirectory:
-        return RunDirectory(self.folder / "runs" / "run")
+        return RunDirectory(self.folder / "runs" / self.name)
 
     @property
     def checkpoints(self) -> Path:

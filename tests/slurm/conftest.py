@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import Run
 from lab import Cluster, missing
+from submitting import LONG, Project
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +30,20 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.down()
+
+
+@pytest.fixture
+def project(cluster: Cluster, tmp_path: Path, corpus: Path) -> Project:
+    """The project's scripts in a folder that all nodes share, and a tiny run."""
+    return Project.make(cluster, tmp_path / "project", corpus)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
+    """The tiny run that is `LONG`, over two ranks, to its end."""
+    finished = Run(tmp_path_factory.mktemp("undisturbed"), corpus)
+    finished.complete(2, *LONG)
+    return finished
 
 
 @pytest.fixture(autouse=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness import ROOT, Run, wait_until
 from lab import Cluster
-
-from kempner.run.ledger import read_lines
 
 TINY_OF_7B = [
     "--model.dim=32",
@@ -29,6 +29,19 @@ TINY_OF_7B = [
     "--eval.max_batches=1",
 ]
 """What makes configs/train/7b.toml small enough for two cores."""
+
+
+STEPS = 120
+
+LONG = [f"--train.max_steps={STEPS}", "--checkpoint.interval=30"]
+"""Overrides for a run with time for many things to happen to it."""
+
+
+def assert_like(run: Run, reference: Run) -> None:
+    """Every loss and gradient norm as in the undisturbed run, every sample exactly once."""
+    assert run.steps() == reference.steps()
+    taken = [sample for step in run.samples().values() for sample in step]
+    assert sorted(taken) == list(range(8 * len(reference.steps())))
 
 
 @dataclass
@@ -85,9 +98,35 @@ class Project:
         assert ended in wanted, f"{ended}\n{self.log(job)}"
         return ended
 
-    def events(self, name: str) -> list[dict[str, object]]:
+    def warn(self, job: str) -> None:
+        """What --signal=B:SIGTERM@120 does, at a moment of our choosing."""
+        self.cluster.run("login1", "scancel", "--batch", "--signal=TERM", job)
+
+    def slow(self, *nodes: str, rate: str = "4mbit") -> None:
+        """Have steps take a second or so, because of the network, until `hurry`."""
+        for node in nodes or ("node1", "node2"):
+            self.cluster.slow(node, "ib0", rate)
+
+    def hurry(self) -> None:
+        """Have steps take no longer than they must."""
+        for node in self.cluster.options.node_names:
+            self.cluster.heal(node, "ib0")
+
+    def signal_ranks(self, node: str, number: signal.Signals) -> None:
+        """Signal every rank on a node that does not host the supervisor."""
+        self.cluster.machines[node].signal(number, only=Path(sys.executable).name)
+
+    def attempt(self, job: str, number: int) -> None:
+        """Wait until the ranks are launched for the `number`th time."""
+        launched = lambda: self.run.attempt() >= number  # noqa: E731
+        try:
+            wait_until(launched, f"attempt {number} of job {job}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log(job)}") from None
+
+    def events(self, name: str) -> list[dict[str, Any]]:
         """The ledger's lines of one event."""
-        return [e for e in read_lines(self.run.record.ledger) if e["event"] == name]
+        return self.run.events(name)
 
     def states(self, job: str) -> list[str]:
         """How each launch of the job ended, oldest first."""

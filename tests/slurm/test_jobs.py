@@ -6,24 +6,9 @@ from pathlib import Path
 
 import pytest
 from harness import Run, wait_until
-from lab import Cluster
-from submitting import TINY_OF_7B, Project
+from submitting import TINY_OF_7B, Project, assert_like
 
 pytestmark = pytest.mark.timeout(600)
-
-STEPS = range(1, 41)
-
-
-@pytest.fixture
-def project(cluster: Cluster, tmp_path: Path, corpus: Path) -> Project:
-    return Project.make(cluster, tmp_path / "project", corpus)
-
-
-def assert_like(project: Project, reference: Run) -> None:
-    """Every loss and gradient norm as in the undisturbed run, every sample once."""
-    assert project.run.steps() == reference.steps()
-    taken = [sample for step in project.run.samples().values() for sample in step]
-    assert sorted(taken) == list(range(8 * len(STEPS)))
 
 
 def test_eight_nodes_train_the_7b_configuration_made_tiny(
@@ -59,4 +44,4 @@ def test_a_warned_job_comes_back_and_goes_on(project: Project, reference: Run) -
     (resumed,) = project.events("resumed")
     assert resumed["step"] == requeued["step"]
     reference.complete(2)
-    assert_like(project, reference)
+    assert_like(project.run, reference)

@@ -1,0 +1,60 @@
+"""A job that reaches its time limit comes back and goes on, whether or not it was warned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Run, wait_until
+from lab import Cluster
+from submitting import LONG, Project, assert_like
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def unwarned(cluster: Cluster, tmp_path: Path, corpus: Path) -> Project:
+    """A project whose script does not ask for a warning."""
+    project = Project.make(cluster, tmp_path / "unwarned", corpus)
+    script = project.folder / "scripts/slurm/multinode.sh"
+    lines = script.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if "--signal" not in line]
+    assert len(kept) == len(lines) - 1
+    script.write_text("".join(kept))
+    return project
+
+
+def assert_came_back_once(project: Project, job: str) -> None:
+    """Stopped on one step by all ranks, requeued at once, resumed at the next."""
+    assert project.states(job) == ["REQUEUED", "COMPLETED"], project.log(job)
+    assert "Restart cnt: 0" in project.log(job)
+    assert "Restart cnt: 1" in project.log(job)
+    (requeued,), (resumed,) = project.events("requeued"), project.events("resumed")
+    stopped, completed = project.events("stopped"), project.events("completed")
+    assert [event["step"] for event in stopped] == [requeued["step"]] == [resumed["step"]]
+    assert (stopped[0]["lost_steps"], len(completed)) == (0, 1)
+    first_steps = {line["attempt"]: line["step"] for line in reversed(list(project.run.metrics()))}
+    assert first_steps == {1: 1, 2: requeued["step"] + 1}
+
+
+def test_the_time_limit_costs_nothing(
+    project: Project, unwarned: Project, undisturbed: Run
+) -> None:
+    """Both at the same time, because a limit is two minutes at least."""
+    project.slow(*project.cluster.options.node_names[:4])
+    warned = project.train(*LONG, options=("--time=2", "--signal=B:SIGTERM@50"))
+    silent = unwarned.train(*LONG, options=("--time=2",))
+    for side, job in ((project, warned), (unwarned, silent)):
+        wait_until(lambda s=side: s.events("stop_requested"), f"{job} is told to stop", 150)
+        wait_until(lambda j=job: project.cluster.job(j)["Restarts"] == "1", "requeued", 60)
+    project.hurry()
+    for side, job, reasons in (
+        (project, warned, ["SIGTERM", "Slurm gave a warning"]),
+        (unwarned, silent, ["left of the job's time"]),
+    ):
+        side.end(job)
+        assert_came_back_once(side, job)
+        assert_like(side.run, undisturbed)
+        said = [event["reason"] for event in side.events("stop_requested")]
+        assert len(said) == len(reasons)
+        assert all(part in whole for part, whole in zip(reasons, said, strict=True))

@@ -114,7 +114,8 @@ def build(
 ) -> Training:
     """Everything the loop needs, with the state of the newest checkpoint."""
     run = presence.run
-    corpus = Corpus.open(Path(config.data.dataset_path), max_open=config.data.num_shards_per_rank)
+    shards_open = config.data.num_shards_per_rank
+    corpus = _open_tokens("data.dataset_path", config.data.dataset_path, max_open=shards_open)
     vocab_size = _vocabulary(config, corpus)
     shape = Shape.of(config.model, vocab_size)
     model = build_model(config, vocab_size, ranks.device, ranks.mesh)
@@ -274,10 +275,18 @@ def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, position: Position)
     )
 
 
+def _open_tokens(key: str, folder: str, **options: int) -> Corpus:
+    """Raises `DataError` with the key that names the folder."""
+    try:
+        return Corpus.open(folder, **options)
+    except DataError as error:
+        raise DataError(f"{key}={folder}: {error}") from error
+
+
 def _open_evaluation(config: Config, vocab_size: int) -> Evaluation:
     if config.eval.dataset_path is None or config.eval.interval is None:
         return Evaluation(config, None)
-    corpus = Corpus.open(Path(config.eval.dataset_path))
+    corpus = _open_tokens("eval.dataset_path", config.eval.dataset_path)
     if corpus.index.vocab_size > vocab_size:
         raise DataError(
             f"eval.dataset_path={config.eval.dataset_path} has {corpus.index.vocab_size} token "

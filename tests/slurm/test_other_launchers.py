@@ -1,0 +1,67 @@
+"""The scripts next to multinode.sh: warned or preempted, they come back as it does."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Run, wait_until
+from submitting import Project
+
+pytestmark = pytest.mark.timeout(300)
+
+SCRIPTS = {
+    "singlenode.sh": ("--ntasks-per-node=2", "--gpus-per-node=2"),
+    "torchrun.sh": ("--nodes=2",),
+}
+"""Two ranks with each: tasks of a node, and one worker of torchrun on each of two nodes."""
+
+LONG = "--train.max_steps=400"
+
+
+def start(project: Project, script: str, *overrides: str) -> str:
+    """A job that has made five steps."""
+    config = str(project.run.config.relative_to(project.folder))
+    job = project.submit(script, config, *overrides, options=SCRIPTS[script])
+    project.reach(job, 5)
+    return job
+
+
+def stopped_at(project: Project) -> int:
+    """The step that the run was stopped after and resumed at, committed and none lost."""
+    (stopped,) = project.events("stopped")
+    committed = [e["step"] for e in project.events("checkpoint_committed")]
+    assert stopped["step"] in committed
+    assert stopped["lost_steps"] == 0
+    return int(str(stopped["step"]))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_warned_job_comes_back(project: Project, reference: Run, script: str) -> None:
+    job = start(project, script, "--train.max_steps=40")
+    project.cluster.run("login1", "scancel", "--batch", "--signal=TERM", job)
+    wait_until(lambda: project.cluster.job(job)["Restarts"] == "1", "the job is requeued", 60)
+    project.end(job)
+    assert project.states(job) == ["REQUEUED", "COMPLETED"], project.log(job)
+    assert f"resumed at step {stopped_at(project)}" in project.log(job)
+    reference.complete(2)
+    assert project.run.steps() == reference.steps()
+
+
+@pytest.mark.parametrize(
+    ("script", "grace", "ended"),
+    [
+        ("singlenode.sh", 20, "REQUEUED"),  # by the supervisor, while the job still runs
+        ("singlenode.sh", 0, "PREEMPTED"),  # by Slurm
+        # The ranks are not signalled: the supervisor finds out by asking.
+        ("torchrun.sh", 20, "REQUEUED"),
+    ],
+)
+def test_a_preempted_job_comes_back(project: Project, script: str, grace: int, ended: str) -> None:
+    project.cluster.configure(grace=grace)
+    job = start(project, script, LONG)
+    preemptor = project.cluster.preempt(job, seconds=1)
+    wait_until(lambda: project.cluster.job(job)["Restarts"] == "1", "the job is requeued", 90)
+    project.cluster.wait_for(preemptor, "COMPLETED")
+    step = stopped_at(project)
+    project.reach(job, step + 1)
+    assert project.states(job) == [ended, "RUNNING"], project.log(job)
+    assert f"resumed at step {step}" in project.log(job)

@@ -91,7 +91,7 @@ def train(run: Training) -> ExitCode:
         if verdict.void or batch is None:
             break  # a rank had no data: the step did not happen, on any rank
         rate = run.rate(step)
-        norm = update(run.model, run.optimizer, rate, run.config.train.clip_grad_norm)
+        norm = update(run.model, run.optimizer, loss, rate, run.config.train.clip_grad_norm)
         run.position = advance(run, batch)
         run.progress.step = step
         due = save_is_due(run, verdict)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from kempner.config.sections import OptimizerSection
-from kempner.training.muon import MuonAndAdamW, ShardedMuon
+from kempner.training.muon import GuardedMuon, MuonAndAdamW
+from kempner.training.sgd import GuardedSGD
 
 T = TypeVar("T")
 
@@ -23,7 +25,7 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
         case "muon":
             return _muon(model, section)
         case "sgd":
-            return SGD(
+            return GuardedSGD(
                 _groups(model.parameters(), _given(section.weight_decay, 0.0)),
                 lr=section.lr,
                 momentum=_given(section.momentum, 0.9),
@@ -53,8 +55,7 @@ def _muon(model: nn.Module, section: OptimizerSection) -> MuonAndAdamW:
     for name, parameter in model.named_parameters():
         inside = name.startswith("layers.") and parameter.ndim == 2
         (hidden if inside else others).append(parameter)
-    kind = ShardedMuon if isinstance(hidden[0], DTensor) else Muon
-    muon = kind(
+    muon = GuardedMuon(
         hidden,
         lr=section.lr,
         weight_decay=_given(section.weight_decay, 0.1),
@@ -91,11 +92,20 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
-def update(model: nn.Module, optimizer: Optimizer, rate: float, max_norm: float) -> Tensor:
-    """One optimizer step, every group's at learning rate `rate`; the norm before clipping."""
-    norm = clip_gradients(model, max_norm)
+def update(
+    model: nn.Module, optimizer: Optimizer, loss: Tensor, rate: float, max_norm: float
+) -> Tensor:
+    """One optimizer step, every group's at learning rate `rate`; the norm before clipping.
+
+    If `loss`, of all ranks, or that norm is not finite, nothing changes: neither parameters nor
+    optimizer state, counters included. The device decides that, and the host does not wait for it;
+    both numbers are sums over all ranks, so every rank decides alike.
+    """
+    norm = clip_gradients(model, max_norm).detach()
     for group in optimizer.param_groups:
         group["lr"] = rate
+    finite = torch.isfinite(loss) & torch.isfinite(norm)
+    optimizer.found_inf = 1 - finite.float()  # type: ignore[attr-defined]  # fused steps obey it
     optimizer.step()
     optimizer.zero_grad()
-    return norm.detach()
+    return norm

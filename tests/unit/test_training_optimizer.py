@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Muon
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
+from kempner.checkpoint.state import capture
 from kempner.config.sections import Config, ModelSection, OptimizerSection
 from kempner.model.memory import moment_elements
 from kempner.model.sharding import build_model
@@ -22,6 +24,8 @@ SECTIONS = [
     OptimizerSection(name="sgd"),
     OptimizerSection(name="sgd", momentum=0.0),
 ]
+
+FINITE = torch.tensor(1.5)
 
 
 def model_of(**sizes: Any) -> Transformer:
@@ -58,10 +62,10 @@ def test_the_schedule_moves_every_group(section: OptimizerSection) -> None:
     optimizer = build_optimizer(model, section)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     backward(model)
-    update(model, optimizer, rate=0.0, max_norm=1.0)
+    update(model, optimizer, FINITE, rate=0.0, max_norm=1.0)
     assert all(map(torch.equal, model.parameters(), before))
     backward(model)
-    update(model, optimizer, rate=1e-2, max_norm=1.0)
+    update(model, optimizer, FINITE, rate=1e-2, max_norm=1.0)
     assert not any(map(torch.equal, model.parameters(), before))
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -85,7 +89,7 @@ def test_two_optimizers_as_one_do_what_they_do_alone() -> None:
     ]
     for _ in range(3):
         backward(together)
-        update(together, optimizer, rate=0.01, max_norm=0.0)
+        update(together, optimizer, FINITE, rate=0.01, max_norm=0.0)
         backward(apart)
         for part in alone:
             part.step()
@@ -100,7 +104,7 @@ def test_the_memory_estimate_counts_what_is_kept(section: OptimizerSection) -> N
     model = model_of()
     optimizer = build_optimizer(model, section)
     backward(model)
-    update(model, optimizer, rate=1e-3, max_norm=1.0)
+    update(model, optimizer, FINITE, rate=1e-3, max_norm=1.0)
     kept = [value for state in optimizer.state.values() for value in state.values()]
     elements = sum(
         value.numel() for value in kept if isinstance(value, torch.Tensor) and value.ndim
@@ -119,3 +123,66 @@ def test_what_is_left_out_has_its_usual_value() -> None:
     assert [(g["momentum"], g["nesterov"], g["weight_decay"]) for g in sgd.param_groups] == [
         (0.9, False, 0.0)
     ] * 2
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Copies of parameters and optimizer state, without the entries that are all zeros."""
+    table = capture(model, optimizer)
+    return {key: tensor.detach().clone() for key, tensor in table.items() if tensor.any()}
+
+
+def same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
+    return before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("culprit", ["loss", "one gradient", "overflowing norm"])
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: f"{s.name}-{s.momentum}")
+def test_what_is_not_finite_changes_nothing(
+    section: OptimizerSection, culprit: str, steps_before: int
+) -> None:
+    runs = []
+    for disturbed in (False, True):
+        model = model_of()
+        optimizer = build_optimizer(model, section)
+        for _ in range(steps_before):
+            backward(model)
+            update(model, optimizer, FINITE, rate=1e-3, max_norm=1.0)
+        if disturbed:
+            before = everything(model, optimizer)
+            backward(model)
+            gradient = next(model.parameters()).grad
+            assert gradient is not None
+            if culprit != "loss":
+                gradient[3, 5] = math.nan if culprit == "one gradient" else 1e30
+            loss = torch.tensor(math.inf) if culprit == "loss" else FINITE
+            norm = update(model, optimizer, loss, rate=1e-3, max_norm=1.0)
+            assert math.isfinite(norm) == (culprit == "loss")
+            assert same(before, everything(model, optimizer))
+        backward(model)
+        update(model, optimizer, FINITE, rate=1e-3, max_norm=1.0)
+        runs.append(everything(model, optimizer))
+    assert same(*runs)
+
+
+def test_sgd_is_the_stock_one() -> None:
+    ours, stock = model_of(), model_of()
+    options: dict[str, Any] = {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True}
+    optimizer = build_optimizer(ours, OptimizerSection(name="sgd", **options))
+    reference = SGD(
+        [
+            {"params": [p for p in stock.parameters() if p.ndim == 2], "weight_decay": 0.1},
+            {"params": [p for p in stock.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        momentum=0.9,
+        nesterov=True,
+        fused=True,
+    )
+    for _ in range(3):
+        backward(ours)
+        update(ours, optimizer, FINITE, rate=0.01, max_norm=0.0)
+        backward(stock)
+        reference.step()
+        reference.zero_grad()
+    assert all(map(torch.equal, ours.parameters(), stock.parameters()))

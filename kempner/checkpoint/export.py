@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from kempner.checkpoint.contents import Saved
@@ -34,7 +33,8 @@ _SLAB_BLOCKS = 16
 def export_torch(source: Source, out: Path, on_bytes: OnBytes) -> None:
     """One file at `out` with model, optimizer and position; see `lay_out_torch`."""
     with publish(out) as path:
-        facts = asdict(source.manifest.position)
+        position = source.manifest.position
+        facts = {"step": position.step, "cursor": position.cursor, "tokens": position.tokens}
         pour(path, lay_out_torch(path, source.contents.tensors, facts), source, on_bytes)
 
 

@@ -106,20 +106,37 @@ class CheckpointManager:
         `accept` names "data" or "seed").
         """
         self._told_by_rank_0(self._prepare_folder)
-        while (step := self._told_by_rank_0(self._choose)) is not None:
-            with self._marked_as_read(step):
-                manifest, damages = self._told_by_rank_0(partial(self._read_manifest, step))
-                if manifest is not None:
-                    damages = self._load(step, manifest, accept)
-                    if not damages:
-                        return manifest.position
-            self._told_by_rank_0(partial(self._reject, step, damages))
+        if (position := self._load_newest(self._choose, accept)) is not None:
+            self._record("resumed", step=position.step)
+            return position
         if link := self._told_by_rank_0(self._folder.latest):
             raise DataError(
                 f"no checkpoint in {self._folder.path} verifies, although `latest` names step "
                 f"{link}; to start over from step 0, remove that link"
             )
         return None
+
+    def branch(self) -> list[int]:
+        """The steps of the live branch that are committed, ascending; `latest` is the last one."""
+        return self._told_by_rank_0(self._branch)
+
+    def roll_back(self, to: int, accept: Collection[str] = ()) -> Position:
+        """Load the newest checkpoint up to step `to` that verifies; `latest` names it afterwards.
+
+        The save in flight is waited for. Raises `DataError` if none verifies, or as `restore`.
+        """
+        self.join()
+
+        def choose_below() -> int | None:
+            return max((step for step in self._branch() if step <= to), default=None)
+
+        position = self._load_newest(choose_below, accept)
+        if position is None:
+            raise DataError(
+                f"no checkpoint up to step {to} in {self._folder.path} verifies, so that there is "
+                "none to go back to after the loss left the rails"
+            )
+        return position
 
     def save(self, position: Position) -> None:
         """Start to save the state as of `position`; the previous save is waited for."""
@@ -246,6 +263,24 @@ class CheckpointManager:
             self._record("checkpoint_failed", step=step, reasons=reasons)
             retention.discard(save.path)
 
+    def _load_newest(
+        self, choose: Callable[[], int | None], accept: Collection[str]
+    ) -> Position | None:
+        """Load what `choose` names, and what it names next as long as that is damaged."""
+        while (step := self._told_by_rank_0(choose)) is not None:
+            with self._marked_as_read(step):
+                manifest, damages = self._told_by_rank_0(partial(self._read_manifest, step))
+                if manifest is not None:
+                    damages = self._load(step, manifest, accept)
+                    if not damages:
+                        return manifest.position
+            self._told_by_rank_0(partial(self._reject, step, damages))
+        return None
+
+    def _branch(self) -> list[int]:
+        latest = self._folder.latest()
+        return [s for s in self._folder.committed() if latest is None or s <= latest]
+
     def _choose(self) -> int | None:
         return choose(self._folder.committed(), self._folder.latest())
 
@@ -314,7 +349,6 @@ class CheckpointManager:
             self._folder.point_latest(step, unique=f"a{attempt.number}-{attempt.nonce}")
         for remark in remarks:
             logger().warning(remark)
-        self._record("resumed", step=step)
 
     def _told_by_rank_0(self, answer: Callable[[], T]) -> T:
         """What only one process may ask of the file system, asked by rank 0 for all.

@@ -29,15 +29,33 @@ _SIDECAR = re.compile(r"sums-(\d{5,})\.json")
 
 
 @dataclass(frozen=True)
+class Rollback:
+    """The loss left the rails, at step `at` for good; the run went back to step `to`.
+
+    The samples [`start`, `end`) of the endless order, from that checkpoint to the trouble, are left
+    out from then on.
+    """
+
+    at: int
+    to: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Position:
     """Where the run stands: all of the state that is not in a tensor.
 
     `step` steps are done, `cursor` is the next global sample, `tokens` counts what was trained on.
+    `losses` are those of the last sound steps, the newest last, with which new ones are compared;
+    `rollbacks` are all of the run so far.
     """
 
     step: int = 0
     cursor: int = 0
     tokens: int = 0
+    losses: tuple[float, ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,7 +109,6 @@ class Manifest:
     files: Mapping[str, FileEntry]
 
 
-_POSITION = tuple(f.name for f in dataclasses.fields(Position))
 _IDENTITY = tuple(f.name for f in dataclasses.fields(Identity))
 
 
@@ -124,7 +141,7 @@ def decode(content: bytes, where: Path) -> Manifest:
                 f"{where} has format {fields['format']}, this kempner reads format {FORMAT}"
             )
         return Manifest(
-            position=Position(**{name: fields[name] for name in _POSITION}),
+            position=_position(fields),
             identity=Identity(**{name: fields[name] for name in _IDENTITY if name in fields}),
             attempt=fields["attempt"],
             created=fields["created"],
@@ -132,6 +149,16 @@ def decode(content: bytes, where: Path) -> Manifest:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{where} is damaged: it is no manifest ({error})") from error
+
+
+def _position(fields: Mapping[str, Any]) -> Position:
+    return Position(
+        step=fields["step"],
+        cursor=fields["cursor"],
+        tokens=fields["tokens"],
+        losses=tuple(fields.get("losses", ())),
+        rollbacks=tuple(Rollback(**rollback) for rollback in fields.get("rollbacks", ())),
+    )
 
 
 def _plain(name: str) -> str:

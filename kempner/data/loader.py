@@ -63,6 +63,7 @@ class Feed:
         seed: of the order.
         rank, world: this rank's place among those that share the global batch.
         cursor: the first position to deliver.
+        skips: ranges of positions, end excluded, in which no step begins.
         workers: processes that read; 0 reads in the thread.
         shards_open: token files that this rank keeps open at once, in all its workers together.
         pin_memory: deliver in page-locked memory (needs an accelerator).
@@ -81,6 +82,7 @@ class Feed:
         rank: int = 0,
         world: int = 1,
         cursor: int = 0,
+        skips: tuple[tuple[int, int], ...] = (),
         workers: int = 0,
         shards_open: int = 64,
         pin_memory: bool = False,
@@ -89,7 +91,7 @@ class Feed:
         # With open files of its own: a corpus belongs to one thread.
         mine = given.reopened(max(1, shards_open // max(1, workers)))
         self.order = Order(mine.samples(seq_len), seed)
-        self._slicing = Slicing(global_batch_size, micro_batch_size, rank, world)
+        self._slicing = Slicing(global_batch_size, micro_batch_size, rank, world, skips)
         self._ready: queue.Queue[StepBatch | BaseException] = queue.Queue(_STEPS_AHEAD)
         self._closing = threading.Event()
         self._failure: BaseException | None = None
@@ -99,7 +101,7 @@ class Feed:
         self._reader = TokenReader(dataset, self._slicing.batches_from(cursor), workers)
         atexit.register(self.close)
         self._thread = threading.Thread(
-            target=self._fill, args=(cursor,), name="data feed", daemon=True
+            target=self._fill, args=(self._slicing.first(cursor),), name="data feed", daemon=True
         )
         self._thread.start()
 

@@ -39,6 +39,8 @@ class Slicing:
     micro_batch_size: int
     rank: int
     world: int
+    skips: tuple[tuple[int, int], ...] = ()
+    """Ranges of positions, end excluded, in which no step begins."""
 
     @property
     def micro_steps(self) -> int:
@@ -55,12 +57,20 @@ class Slicing:
         rows = [*mine, *[PADDING] * (self.micro_steps * size - len(mine))]
         return [rows[at : at + size] for at in range(0, len(rows), size)]
 
+    def first(self, cursor: int) -> int:
+        """The cursor itself, or the first one behind it that no skipped range holds."""
+        for start, end in sorted(self.skips):
+            if start <= cursor < end:
+                cursor = end
+        return cursor
+
     def next(self, cursor: int) -> int:
         """The cursor after the step."""
-        return cursor + self.global_batch_size
+        return self.first(cursor + self.global_batch_size)
 
     def batches_from(self, cursor: int) -> Iterator[list[int]]:
         """The rows of micro batch after micro batch, step after step, without end."""
+        cursor = self.first(cursor)
         while True:
             yield from self.rows(cursor)
             cursor = self.next(cursor)

@@ -19,6 +19,7 @@ from kempner.checkpoint.manifest import (
     Identity,
     Manifest,
     Position,
+    Rollback,
     decode,
     encode,
     encode_sidecar,
@@ -113,6 +114,19 @@ def test_commit_makes_a_checkpoint_that_verifies_and_is_latest(store: Store) -> 
     assert read(path).position == Position(120, 960, 30720)
     assert read(path).identity == IDENTITY
     assert sorted(p.name for p in store.folder.path.iterdir()) == ["latest", "step-00000120"]
+
+
+def test_a_manifest_keeps_losses_and_rollbacks_and_need_not_have_them(store: Store) -> None:
+    path, manifest = store.write(120)
+    rollbacks = (Rollback(at=57, to=50, start=400, end=456), Rollback(66, 40, 320, 528))
+    told = dataclasses.replace(manifest.position, losses=(3.25, 0.1), rollbacks=rollbacks)
+    assert decode(encode(dataclasses.replace(manifest, position=told)), path).position == told
+    fields = json.loads(encode(manifest))
+    for later in ("losses", "rollbacks", "checksum"):
+        del fields[later]
+    old = (json.dumps(fields, sort_keys=True, indent=2) + "\n").encode()
+    signed = json.dumps(fields | {"checksum": whole_sum(old)}, sort_keys=True, indent=2) + "\n"
+    assert decode(signed.encode(), path).position == manifest.position
 
 
 def test_a_step_reached_again_sets_the_earlier_checkpoint_aside(store: Store) -> None:

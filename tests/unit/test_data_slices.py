@@ -74,3 +74,15 @@ def test_batches_go_on_from_any_step() -> None:
 def test_impossible_places_are_refused(batch: int, rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} of {world}"):
         rank_slice(0, batch, rank, world)
+
+
+def test_no_step_begins_in_what_is_skipped() -> None:
+    slicing = Slicing(4, 4, rank=0, world=1, skips=((24, 30), (8, 16), (16, 20)))
+    cursor, begun = slicing.first(0), []
+    while cursor < 40:
+        begun.append(cursor)
+        cursor = slicing.next(cursor)
+    assert begun == [0, 4, 20, 30, 34, 38]
+    assert [slicing.first(cursor) for cursor in (7, 8, 15, 20, 29)] == [7, 20, 20, 20, 30]
+    rows = list(islice(slicing.batches_from(8), 2))
+    assert rows == [[20, 21, 22, 23], [30, 31, 32, 33]]

@@ -10,6 +10,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from kempner.config.faults import parse_faults
+
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -217,6 +219,29 @@ class CheckpointSection(Section):
         return self
 
 
+class ResilienceSection(Section):
+    """What to do when the loss leaves the rails; and faults on demand, to rehearse all of it."""
+
+    spike_window: Annotated[int, Field(ge=16)] = 128
+    """Losses of the last sound steps that a new loss is compared with."""
+    spike_threshold: PositiveFloat = 10.0
+    """A loss is a spike if it is above their median by this many times their spread (1.4826 times
+    the median absolute deviation, but at least 1% of the median)."""
+    rollback_after: PositiveInt = 5
+    """Steps in a row with a spike, or without a finite loss and gradient, after which the run goes
+    back to a checkpoint and leaves out the data since."""
+    max_rollbacks: NonNegativeInt = 3
+    """Rollbacks without a commit beyond the trouble before the run ends with exit code 78."""
+    faults: list[str] = []
+    """Faults to happen on purpose, as in "kill rank 3 at step 20"; KEMPNER_FAULTS takes some, too,
+    separated by semicolons."""
+
+    @model_validator(mode="after")
+    def _names_faults(self) -> Self:
+        parse_faults(self.faults)
+        return self
+
+
 class SuperviseSection(Section):
     """The daemon that launches and follows the ranks."""
 
@@ -313,6 +338,7 @@ class Config(Section):
     data: DataSection = DataSection()
     distributed: DistributedSection = DistributedSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    resilience: ResilienceSection = ResilienceSection()
     supervise: SuperviseSection = SuperviseSection()
     slurm: SlurmSection = SlurmSection()
     metrics: MetricsSection = MetricsSection()

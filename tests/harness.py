@@ -195,13 +195,13 @@ class Run:
 
     def samples(self) -> dict[int, list[int]]:
         """Global sample positions of every step over all ranks; the last attempt's count."""
-        taken: dict[int, dict[int, list[tuple[int, list[int]]]]] = {}
+        taken: dict[int, dict[int, dict[int, list[int]]]] = {}
         for path in sorted((self.record.path / "samples").glob("rank-*.jsonl")):
             for line in read_lines(path):
                 by_attempt = taken.setdefault(line["step"], {})
-                by_attempt.setdefault(line["attempt"], []).append((line["rank"], line["samples"]))
+                by_attempt.setdefault(line["attempt"], {})[line["rank"]] = line["samples"]
         return {
-            step: [s for _, ids in sorted(by_attempt[max(by_attempt)]) for s in ids]
+            step: [s for _, ids in sorted(by_attempt[max(by_attempt)].items()) for s in ids]
             for step, by_attempt in sorted(taken.items())
         }
 

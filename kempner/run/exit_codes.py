@@ -64,6 +64,6 @@ class PeersLostError(RunError):
 
 
 class DivergedError(RunError):
-    """The loss is not finite."""
+    """The loss left the rails, and going back does not help."""
 
     code = ExitCode.DIVERGED

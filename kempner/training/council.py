@@ -22,26 +22,28 @@ class Wish:
     """What one rank wants; also, as the most pressing of each entry, what all ranks do.
 
     `stop` is the reason to stop after this step, `void` that this rank has no data for the step
-    and that the step must therefore not count, `failed_saves` how many saves failed in a row,
+    and that the step must therefore not count, `diverged` that the loss has left the rails and that
+    the run must go back, `failed_saves` how many saves failed in a row,
     `seconds_left` what is left, when the vote opens, until the process is killed; None is for ever.
     """
 
     stop: StopReason = StopReason.NONE
     void: bool = False
+    diverged: bool = False
     failed_saves: int = 0
     seconds_left: float | None = None
 
     def encode(self) -> list[int]:
         """As integers, of which the greatest count: fewer milliseconds left make a greater one."""
         hurry = _NO_HURRY if self.seconds_left is None else -round(1000 * self.seconds_left)
-        return [int(self.stop), int(self.void), self.failed_saves, hurry]
+        return [int(self.stop), int(self.void), int(self.diverged), self.failed_saves, hurry]
 
     @classmethod
     def decode(cls, votes: list[int]) -> Self:
         """The inverse of `encode`."""
-        stop, void, failed_saves, hurry = votes
+        stop, void, diverged, failed_saves, hurry = votes
         seconds_left = None if hurry == _NO_HURRY else -hurry / 1000
-        return cls(StopReason(stop), bool(void), failed_saves, seconds_left)
+        return cls(StopReason(stop), bool(void), bool(diverged), failed_saves, seconds_left)
 
 
 class Ballot:

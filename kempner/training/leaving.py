@@ -18,6 +18,7 @@ class Action(Enum):
     DONE = "leave, everything is committed"
     FAIL = "leave, the last save could not be written"
     ABANDON = "leave, the last commit stays as it is"
+    DISTRUST = "leave, the state is not worth keeping"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Outlook:
     `step` steps are done, `committed` is the step of the last commit, `in_flight_step` that of the
     save in flight and `in_flight_for` its age, `save_takes` the 95th percentile of a save,
     `warned_for` the time since the stop was asked for, `seconds_left` what is left until the
-    deadline, `tries_left` how many saves may still be started.
+    deadline, `tries_left` how many saves may still be started, `suspicious` whether the last step
+    had a loss that no state should be kept after.
     """
 
     step: int
@@ -38,6 +40,7 @@ class Outlook:
     warned_for: float
     seconds_left: float | None
     tries_left: int
+    suspicious: bool
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ def next_move(now: Outlook) -> Move:
         return _abandon(now, "the save under way did not end in time")
     if lost == 0:
         return Move(Action.DONE, "the last step is committed", lost)
+    if now.suspicious:
+        return Move(Action.DISTRUST, "the loss left the rails at the end", lost)
     if now.tries_left == 0:
         return Move(Action.FAIL, "the last step could not be saved", lost)
     if time is None:
@@ -88,9 +93,11 @@ def time_to_spare(seconds_left: float | None) -> float | None:
 
 
 def tell_loss(move: Move) -> str:
-    """What ABANDON cost and what would have helped, for a person."""
+    """What ABANDON or DISTRUST cost and what would have helped, for a person."""
     steps = "step is" if move.lost == 1 else f"{move.lost} steps are"
-    if move.enough is None:
+    if move.action is Action.DISTRUST:
+        advice = "the next start makes them again"
+    elif move.enough is None:
         advice = "how long a save takes is not known yet"
     else:
         advice = f"a warning of {math.ceil(move.enough)} s would have been enough"

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 
 from torch.optim import Optimizer
 
 from kempner.checkpoint.manager import CheckpointManager, Recorder
-from kempner.checkpoint.manifest import Position
+from kempner.checkpoint.manifest import Position, Rollback
 from kempner.config.sections import Config
 from kempner.data.loader import Feed, MicroBatch, StepBatch
 from kempner.model.transformer import Transformer
-from kempner.run.exit_codes import CheckpointWriteError, ExitCode
+from kempner.run.exit_codes import CheckpointWriteError, DivergedError, ExitCode
 from kempner.run.logs import logger
 from kempner.run.messages import Phase
 from kempner.run.progress import Progress
+from kempner.training.anomalies import ROLLED_BACK, Health, Plan, observe, plan_rollback
 from kempner.training.council import Council, Wish
 from kempner.training.distributed import Ranks
 from kempner.training.evaluation import Evaluation
+from kempner.training.faults import Faults
 from kempner.training.leaving import Action, Move, Outlook, next_move, tell_loss, time_to_spare
 from kempner.training.optimizer import update
 from kempner.training.schedule import learning_rate
@@ -31,28 +34,38 @@ LAST_TRIES = 2
 
 @dataclass
 class Training:
-    """Everything the loop needs, ready to go; `position` moves with every step."""
+    """Everything the loop needs, ready to go; `position` moves with every step.
+
+    `open_feed` makes the feed that begins at a position. `save_postponed` is whether a save that
+    was due waits for sound steps.
+    """
 
     config: Config
     ranks: Ranks
     model: Transformer
     optimizer: Optimizer
     feed: Feed
+    open_feed: Callable[[Position], Feed]
     council: Council
     shutdown: ShutdownHandler
     checkpoints: CheckpointManager
     evaluation: Evaluation
     progress: Progress
     telemetry: Telemetry
+    faults: Faults
     record: Recorder
     position: Position
+    health: Health
+    save_postponed: bool = False
 
     def wish(self, void: bool = False) -> Wish:
         """What this rank wants at this moment."""
         self.checkpoints.poll()
+        at_the_end = self.position.step == self.config.train.max_steps
         return Wish(
             stop=self.shutdown.wish(),
             void=void,
+            diverged=self.health.trouble is not None or (at_the_end and self.health.suspects > 0),
             failed_saves=self.checkpoints.settled_failures,
             seconds_left=self.shutdown.seconds_left(),
         )
@@ -73,39 +86,37 @@ def train(run: Training) -> ExitCode:
     last = run.config.train.max_steps
     run.progress.step = run.position.step
     verdict = evaluate_if_due(run)  # again, if the run was stopped in the middle of it
-    while run.position.step < last and not verdict.stop:
+    # The last step, too, must be a sound one: what is suspicious then gets a vote of its own.
+    while (run.position.step < last or run.health.suspects) and not verdict.stop:
         step = run.position.step + 1
         batch = run.feed.take(give_up=run.shutdown.should_shutdown)
         ballot = run.council.open(run.wish(void=batch is None))
-        loss = accumulate(
-            run.model,
-            batch.micro if batch is not None else run.no_data(),
-            device=run.ranks.device,
-            seed=run.config.train.seed,
-            step=step,
-            data_rank=run.ranks.world.rank,
-        )
+        with run.faults.during_step(step, run.model):
+            loss = accumulate(
+                run.model,
+                batch.micro if batch is not None else run.no_data(),
+                device=run.ranks.device,
+                seed=run.config.train.seed,
+                step=step,
+                data_rank=run.ranks.world.rank,
+            )
         run.checkpoints.release_staging()
         with run.progress.waiting():
             verdict = ballot.close()
-        if verdict.void or batch is None:
-            break  # a rank had no data: the step did not happen, on any rank
+        if verdict.void or batch is None or (verdict.diverged and verdict.stop):
+            break  # a rank had no data, or nobody wants the step: it did not happen, on any rank
+        if verdict.diverged:
+            roll_back(run)
+            continue
         rate = run.rate(step)
         norm = update(run.model, run.optimizer, loss, rate, run.config.train.clip_grad_norm)
         run.position = advance(run, batch)
         run.progress.step = step
+        run.telemetry.record(run.position, loss, norm, rate, batch.samples)
         due = save_is_due(run, verdict)
-        run.telemetry.record(
-            run.position,
-            loss,
-            norm,
-            rate,
-            batch.samples,
-            saved=due or leaving(run, verdict),
-        )
+        take_note(run, everything=due or leaving(run, verdict))
         if due:
-            with run.progress.during(Phase.SAVE):
-                run.checkpoints.save(run.position)
+            save_unless_suspicious(run)
         if not verdict.stop:
             verdict = evaluate_if_due(run)
     return leave(run, verdict)
@@ -122,13 +133,24 @@ def advance(run: Training, batch: StepBatch) -> Position:
     )
 
 
+def take_note(run: Training, everything: bool) -> None:
+    """Learn what the last steps came to; of the newest one only if `everything` is asked for."""
+    for numbers in run.telemetry.arrivals(everything):
+        run.health, anomaly = observe(run.health, numbers, run.config.resilience)
+        if anomaly is not None and run.ranks.world.rank == 0:
+            step, in_a_row = numbers.position.step, run.health.suspects
+            logger().warning(f"step {step} is suspicious: {anomaly.reason}", in_a_row=in_a_row)
+            run.record(anomaly.event, step=step, reason=anomaly.reason, in_a_row=in_a_row)
+    run.position = replace(run.position, losses=run.health.losses)
+
+
 def leaving(run: Training, verdict: Wish) -> bool:
     """Whether this step is the last one of this attempt, to be saved before the ranks part."""
     return bool(verdict.stop) or run.position.step == run.config.train.max_steps
 
 
 def save_is_due(run: Training, verdict: Wish) -> bool:
-    """Whether to save now and train on: at the interval, and once more where a save has failed.
+    """Whether to save now and train on: at the interval, and later where that did not work out.
 
     Raises `CheckpointWriteError`, on all ranks alike, when saves keep failing.
     """
@@ -139,7 +161,62 @@ def save_is_due(run: Training, verdict: Wish) -> bool:
         )
     on_interval = run.position.step % run.config.checkpoint.interval == 0
     # After a second failure the next try waits for the interval: what is wrong will take a while.
-    return not leaving(run, verdict) and (on_interval or verdict.failed_saves == 1)
+    overdue = verdict.failed_saves == 1 or run.save_postponed
+    return not leaving(run, verdict) and (on_interval or overdue)
+
+
+def save_unless_suspicious(run: Training) -> None:
+    """Start to save, unless the last steps are suspicious: then it is due again after the next."""
+    run.save_postponed = run.health.suspects > 0
+    if run.save_postponed:
+        return
+    step = run.position.step
+    with (
+        run.progress.during(Phase.SAVE),
+        run.faults.during_save(step, run.checkpoints.join),
+    ):
+        run.checkpoints.save(run.position)
+
+
+def roll_back(run: Training) -> None:
+    """Go back to a good checkpoint and leave out the data since.
+
+    Raises `DivergedError`, on all ranks alike, where that would not help.
+    """
+    run.optimizer.zero_grad()  # of a step that does not count
+    trouble = run.health.trouble or run.position
+    to = agree_on_rollback(run, trouble)
+    with run.progress.during(Phase.LOAD):
+        good = run.checkpoints.roll_back(to, run.config.checkpoint.accept_changes)
+        rollback = Rollback(trouble.step, good.step, start=good.cursor, end=trouble.cursor)
+        run.position = replace(good, rollbacks=(*run.position.rollbacks, rollback))
+        run.health, run.save_postponed = Health(good.losses), False
+        run.progress.step = good.step
+        run.feed.close()
+        run.feed = run.open_feed(run.position)
+        run.telemetry.start(run.position)
+    run.record(ROLLED_BACK, **asdict(rollback))
+    if run.ranks.world.rank == 0:
+        logger().warning("went back to a good checkpoint", **asdict(rollback))
+    run.telemetry.say(f"back at step {good.step}, without {trouble.cursor - good.cursor} samples")
+
+
+def agree_on_rollback(run: Training, trouble: Position) -> int:
+    """The step to go back to, by rank 0's choice. Raises `DivergedError` if there is none."""
+    run.checkpoints.join()
+    committed = run.checkpoints.branch()
+    budget = run.config.resilience.max_rollbacks
+    plan = run.ranks.broadcast(plan_rollback(committed, run.position.rollbacks, budget))
+    assert isinstance(plan, Plan)  # rank 0 made it
+    if plan.to is not None:
+        return plan.to
+    run.record("diverged", step=trouble.step, reason=plan.reason)
+    kept = f"`latest` is step {committed[-1]}, from before" if committed else "nothing was saved"
+    raise DivergedError(
+        f"the loss left the rails at step {trouble.step}, and {plan.reason}; {kept}. See the "
+        f"warnings above; lower optimizer.lr, or look at the data that ends with sample "
+        f"{trouble.cursor}, then start again"
+    )
 
 
 def evaluate_if_due(run: Training) -> Wish:
@@ -147,6 +224,7 @@ def evaluate_if_due(run: Training) -> Wish:
     if not run.evaluation.due(run.position.step):
         return Wish()
     with run.progress.during(Phase.EVAL):
+        run.faults.strike(Phase.EVAL, run.position.step)
         result = run.evaluation.run(run.model, run.ranks, run.council, run.wish)
     if result.loss is not None:
         run.telemetry.evaluated(run.position, result.loss)
@@ -159,6 +237,7 @@ def leave(run: Training, verdict: Wish) -> ExitCode:
     Raises `CheckpointWriteError` if the state cannot be committed.
     """
     run.progress.phase = Phase.SAVE
+    take_note(run, everything=True)
     step, last = run.position.step, secure(run)
     if last.action is Action.FAIL:
         raise CheckpointWriteError(
@@ -209,6 +288,7 @@ def agree_on_next_move(run: Training, tries_left: int) -> Move:
             warned_for=run.shutdown.seconds_since_asked(),
             seconds_left=verdict.seconds_left,
             tries_left=tries_left,
+            suspicious=run.health.suspects > 0,
         )
     )
     told = run.ranks.broadcast(move)

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import platform
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,10 +32,12 @@ from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger, read_lines
 from kempner.run.logs import logger, open_log
 from kempner.run.messages import Phase
+from kempner.training.anomalies import STARTED, Health, remembered
 from kempner.training.council import Council
 from kempner.training.display import open_display
 from kempner.training.distributed import Ranks, connect
 from kempner.training.evaluation import Evaluation
+from kempner.training.faults import Faults, arm
 from kempner.training.loop import Training, train
 from kempner.training.optimizer import build_optimizer
 from kempner.training.presence import Presence
@@ -93,13 +96,16 @@ def run_rank(config: Config, presence: Presence, shutdown: ShutdownHandler) -> E
     world, run, progress = presence.world, presence.run, presence.progress
     torch.set_num_threads(thread_count(config, world))
     torch.use_deterministic_algorithms(config.train.deterministic)
+    faults = arm(config, presence)
+    faults.strike(Phase.START)
     progress.enter(Phase.RENDEZVOUS)
     ranks = connect(world, config)
     shutdown.join_group(config.supervise.stop_grace if presence.launch is not None else None)
     attempt = _agree_on_attempt(run, ranks, presence.launch)
     open_log(run.log(attempt.number, world.rank), attempt=attempt.number, rank=world.rank)
     progress.enter(Phase.LOAD)
-    training = build(config, presence, ranks, attempt, shutdown)
+    faults.strike(Phase.LOAD)
+    training = build(config, presence, ranks, attempt, shutdown, faults)
     progress.enter(Phase.STEP)
     logger().info("ready", step=training.position.step, reached=progress.reached, **_place(ranks))
     try:
@@ -110,7 +116,12 @@ def run_rank(config: Config, presence: Presence, shutdown: ShutdownHandler) -> E
 
 
 def build(
-    config: Config, presence: Presence, ranks: Ranks, attempt: Attempt, shutdown: ShutdownHandler
+    config: Config,
+    presence: Presence,
+    ranks: Ranks,
+    attempt: Attempt,
+    shutdown: ShutdownHandler,
+    faults: Faults,
 ) -> Training:
     """Everything the loop needs, with the state of the newest checkpoint."""
     run = presence.run
@@ -138,21 +149,27 @@ def build(
     )
     if ranks.world.rank == 0:
         _snapshot_config(config, run, attempt)
-    position = checkpoints.restore(config.checkpoint.accept_changes) or Position()
+    if faults.planned:
+        record("faults_planned", faults=faults.planned)
+    position = _resume(config, run, ranks, checkpoints, record)
+    open_feed = partial(_open_feed, config, corpus, ranks)
     return Training(
         config=config,
         ranks=ranks,
         model=model,
         optimizer=optimizer,
-        feed=_open_feed(config, corpus, ranks, position),
+        feed=open_feed(position),
+        open_feed=open_feed,
         council=Council(ranks.votes),
         shutdown=shutdown,
         checkpoints=checkpoints,
         evaluation=_open_evaluation(config, vocab_size),
         progress=presence.progress,
         telemetry=_open_telemetry(config, run, ranks, attempt, shape, position),
+        faults=faults,
         record=record,
         position=position,
+        health=Health(position.losses),
     )
 
 
@@ -183,6 +200,27 @@ def _agree_on_attempt(run: RunDirectory, ranks: Ranks, launch: Launch | None) ->
     told = ranks.broadcast(attempt)
     assert isinstance(told, Attempt)  # rank 0 made one
     return told
+
+
+def _resume(
+    config: Config,
+    run: RunDirectory,
+    ranks: Ranks,
+    checkpoints: CheckpointManager,
+    record: Recorder,
+) -> Position:
+    """Load the newest checkpoint; where it stands, with every rollback that is known of.
+
+    A checkpoint knows of those before it only, and after a rollback an older one may be next.
+    """
+    position = checkpoints.restore(config.checkpoint.accept_changes)
+    if position is None:
+        record(STARTED)
+        return Position()
+    told = ranks.broadcast(remembered(read_lines(run.ledger)) if ranks.world.rank == 0 else ())
+    assert isinstance(told, tuple)  # rank 0's reading
+    later = [rollback for rollback in told if rollback not in position.rollbacks]
+    return dataclasses.replace(position, rollbacks=(*position.rollbacks, *later))
 
 
 def _recorder(presence: Presence, attempt: Attempt) -> Recorder:
@@ -269,6 +307,7 @@ def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, position: Position)
         rank=ranks.world.rank,
         world=ranks.world.size,
         cursor=position.cursor,
+        skips=tuple((rollback.start, rollback.end) for rollback in position.rollbacks),
         workers=config.data.num_dataloader_workers,
         shards_open=config.data.num_shards_per_rank,
         pin_memory=ranks.device.type == "cuda",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from kempner.checkpoint.manifest import Position
 from kempner.config.sections import Config
-from kempner.run.exit_codes import DivergedError
 from kempner.run.journal import Journal
 from kempner.run.layout import RunDirectory
+from kempner.training.anomalies import Numbers
 from kempner.training.display import Display
+from kempner.training.echo import Echo
 
 PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets."""
@@ -37,43 +38,33 @@ class Telemetry:
         self._config, self._attempt, self._rank = config, attempt, rank
         self._metrics, self._samples = Journal(run.metrics), Journal(run.samples(rank))
         self._peak, self._flops_per_token = flops_per_second_at_peak, flops_per_token
-        self._display = display
+        self._display, self._echo = display, Echo()
         self._logged_at, self._logged_tokens = time.monotonic(), 0
 
     def start(self, position: Position) -> None:
-        """Count time and tokens from here."""
+        """Count time and tokens from here; what came before does not count."""
+        self._echo.forget()
         self._logged_at, self._logged_tokens = time.monotonic(), position.tokens
 
     def record(
-        self,
-        position: Position,
-        loss: Tensor,
-        norm: Tensor,
-        rate: float,
-        samples: Sequence[int],
-        *,
-        saved: bool,
+        self, position: Position, loss: Tensor, norm: Tensor, rate: float, samples: Sequence[int]
     ) -> None:
-        """Take note of a step that is done, and whether its state is `saved` next.
-
-        Raises `DivergedError` if its loss or gradient norm is not finite. The check needs the
-        numbers on the host, so it comes at logged steps and before saves only.
-        """
-        step = position.step
+        """Take note of a step that was asked for, and of the samples that this rank put in."""
         if self._config.train.log_samples:
-            place = {"step": step, "attempt": self._attempt, "rank": self._rank}
+            place = {"step": position.step, "attempt": self._attempt, "rank": self._rank}
             self._samples.append({**place, "samples": list(samples)})
-        logged = step % self._config.metrics.log_interval == 0
-        if not logged and not saved:
-            return
-        loss_value, norm_value = torch.stack([loss.float(), norm.float()]).tolist()
-        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-            raise DivergedError(
-                f"step {step} has loss {loss_value} and gradient norm {norm_value}; nothing of it "
-                "was saved: go on from the last checkpoint with a lower optimizer.lr"
-            )
-        if logged and self._rank == 0:
-            self._log(position, loss_value, norm_value, rate)
+        self._echo.send(position, loss, norm, rate)
+
+    def arrivals(self, everything: bool) -> Iterator[Numbers]:
+        """What is known by now of the steps recorded, each told once; the metrics get it, too.
+
+        With `everything` the device is waited for. All ranks get the same steps and the same
+        losses, to the bit: a sum over ranks is made in one place and handed to all.
+        """
+        for numbers in self._echo.arrivals(everything):
+            if self._rank == 0 and numbers.position.step % self._config.metrics.log_interval == 0:
+                self._log(numbers)
+            yield numbers
 
     def evaluated(self, position: Position, loss: float) -> None:
         """Take note of a held-out loss."""
@@ -89,25 +80,29 @@ class Telemetry:
         """Give the terminal back."""
         self._display.close()
 
-    def _log(self, position: Position, loss: float, norm: float, rate: float) -> None:
-        now = time.monotonic()
+    def _log(self, made: Numbers) -> None:
+        position, now = made.position, time.monotonic()
         speed = (position.tokens - self._logged_tokens) / max(now - self._logged_at, 1e-9)
         self._logged_at, self._logged_tokens = now, position.tokens
         mfu = speed * self._flops_per_token / self._peak if self._peak else None
         self._write(
             position.step,
-            loss=loss,
-            grad_norm=norm,
-            lr=rate,
+            loss=_finite(made.loss),
+            grad_norm=_finite(made.norm),
+            lr=made.rate,
             tokens=position.tokens,
             tokens_per_second=round(speed, 1),
             mfu=round(mfu, 4) if mfu is not None else None,
         )
-        self._display.step(position.step, loss, speed)
+        self._display.step(position.step, made.loss, speed)
 
     def _write(self, step: int, **fields: object) -> None:
         entry = {"step": step, "attempt": self._attempt, **fields, "time": round(time.time(), 3)}
         self._metrics.append(entry)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no other numbers
 
 
 def peak_flops(device: torch.device, world: int) -> float | None:

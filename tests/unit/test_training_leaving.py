@@ -20,6 +20,7 @@ NOW = Outlook(
     warned_for=1.0,
     seconds_left=60.0,
     tries_left=2,
+    suspicious=False,
 )
 """Seven steps since the last commit, saves take ten seconds, and a minute is left."""
 
@@ -40,6 +41,10 @@ NOW = Outlook(
         ({"committed": None}, Action.SAVE, None),
         ({"tries_left": 0}, Action.FAIL, None),
         ({"tries_left": 0, "seconds_left": 1.0}, Action.FAIL, None),
+        ({"suspicious": True}, Action.DISTRUST, None),
+        ({"suspicious": True, "seconds_left": 1.0}, Action.DISTRUST, None),
+        ({"suspicious": True, "committed": 37}, Action.DONE, None),
+        ({"suspicious": True, "in_flight_step": 35}, Action.WAIT, 58.0),
         ({"in_flight_step": 35}, Action.WAIT, 58.0),
         ({"in_flight_step": 35, "seconds_left": None}, Action.WAIT, None),
         ({"in_flight_step": 37, "in_flight_for": 99.0}, Action.WAIT, 58.0),
@@ -124,11 +129,12 @@ def test_the_ledger_gives_the_durations_back() -> None:
         ([Wish(), Wish()], Wish()),
         (
             [Wish(StopReason.SIGNAL, seconds_left=9.5), Wish()],
-            Wish(StopReason.SIGNAL, False, 0, 9.5),
+            Wish(StopReason.SIGNAL, seconds_left=9.5),
         ),
         ([Wish(seconds_left=90.0), Wish(seconds_left=2.0)], Wish(seconds_left=2.0)),
         ([Wish(seconds_left=-1.5), Wish(seconds_left=0.0)], Wish(seconds_left=-1.5)),
         ([Wish(failed_saves=2), Wish(void=True)], Wish(void=True, failed_saves=2)),
+        ([Wish(diverged=True), Wish()], Wish(diverged=True)),
     ],
 )
 def test_the_most_pressing_wish_counts(wishes: list[Wish], verdict: Wish) -> None:

@@ -1,0 +1,66 @@
+"""Faults that are asked for happen, and are what they say."""
+
+from __future__ import annotations
+
+import signal
+
+import psutil
+import pytest
+from harness import Run, wait_until
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "last_step"),
+    [
+        ("kill rank 0 at step 5", -signal.SIGKILL, 4),
+        ("kill rank 0 at step 10 in save", -signal.SIGKILL, 10),
+        ("crash rank 0 at step 6 in eval", 1, 6),
+        ("crash rank 0 in start", 1, 0),
+        ("kill rank 0 in load", -signal.SIGKILL, 0),
+    ],
+)
+def test_a_rank_dies_where_it_was_asked_to(
+    run: Run, fault: str, status: int, last_step: int
+) -> None:
+    evaluation = ("--eval.interval=6", f'--eval.dataset_path="{run.data}"', "--eval.max_batches=1")
+    job = run.train(*evaluation, KEMPNER_FAULTS=fault)
+    assert job.wait() == status, job.output()
+    assert max(run.steps(), default=0) == last_step
+    assert f"a fault that was asked for happens now (fault {fault}" in job.output()
+
+
+def test_a_rank_that_stops_itself_can_go_on_and_a_restart_is_healed(run: Run) -> None:
+    fault = '--resilience.faults=["stop rank 0 at step 5", "hang rank 0 at step 9"]'
+    job = run.train(fault, "--train.max_steps=12")
+    rank = psutil.Process(job.process.pid)
+    wait_until(lambda: rank.status() == psutil.STATUS_STOPPED, "the rank to stop", job=job)
+    job.signal(signal.SIGCONT)
+    wait_until(lambda: job.output().count("happens now") == 2, "the hang", job=job)
+    assert max(run.steps()) == 8
+    job.signal(signal.SIGKILL)
+    job.wait()
+    (told,) = run.events("faults_planned")
+    assert told["faults"] == ["stop rank 0 at step 5", "hang rank 0 at step 9"]
+    again = run.train(fault, "--train.max_steps=12")
+    assert again.wait() == 0, again.output()
+    assert "happens now" not in again.output()
+
+
+def test_a_disk_that_is_full_for_one_save(run: Run) -> None:
+    job = run.train("--train.max_steps=25", KEMPNER_FAULTS="disk_full rank 0 at step 10")
+    assert job.wait() == 0, job.output()
+    assert "checkpoint failed; the last one is intact (step 10, rank 0 [Errno" in job.output()
+    assert [e["step"] for e in run.events("checkpoint_committed")] == [11, 20, 25]
+    assert sorted(run.steps()) == list(range(1, 26))
+
+
+def test_what_is_no_fault_ends_the_run_before_it_begins(run: Run) -> None:
+    job = run.train('--resilience.faults=["kill rank 0 at noon"]')
+    assert job.wait() == 2
+    assert '"kill rank 0 at noon" is no fault; write KIND rank R' in job.output()
+    job = run.train(KEMPNER_FAULTS="nan rank 0 at step 1; melt rank 0 at step 2")
+    assert job.wait() == 2
+    assert 'KEMPNER_FAULTS: "melt rank 0 at step 2" is no fault; the kinds are' in job.output()
+    assert "Traceback" not in job.output()

@@ -39,6 +39,7 @@ from kempner.training.distributed import Ranks, connect
 from kempner.training.evaluation import Evaluation
 from kempner.training.faults import Faults, arm
 from kempner.training.loop import Training, train
+from kempner.training.memory import describe_shortage
 from kempner.training.optimizer import build_optimizer
 from kempner.training.presence import Presence
 from kempner.training.shutdown import ShutdownHandler
@@ -66,7 +67,10 @@ def main(config: Config, presence: Presence, shutdown: ShutdownHandler) -> NoRet
         code, sentence = error.code, str(error)
     except Exception as error:  # noqa: BLE001 - the process ends here, with a code for the cause
         code, sentence = classify(error, presence), f"{type(error).__name__}: {error}"
-        if code is ExitCode.PEERS_LOST:
+        if shortage := describe_shortage(error, presence.progress):
+            logger().error(shortage)
+            code, sentence = ExitCode.CRASHED, shortage
+        elif code is ExitCode.PEERS_LOST:
             logger().error("lost another rank", reason=sentence.partition("\n")[0])
         else:
             logger().exception("unexpected exception")

@@ -52,9 +52,3 @@ def _restore(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "cluster" in request.fixturenames:
         request.getfixturevalue("cluster").restore()
-
-
-@pytest.fixture
-def project(cluster: Cluster, tmp_path: Path, corpus: Path) -> Project:
-    """The project's scripts and a tiny run, in a folder that all nodes see."""
-    return Project.make(cluster, tmp_path / "project", corpus)

@@ -71,7 +71,7 @@ def supervise(
             raise UsageError("--jobid names a Slurm allocation: use it with --launcher srun")
         size = nproc or 1
         local = LocalLauncher(run, size)
-        return follow(run, local, arguments, config.supervise, inbox())
+        return follow(run, local, arguments, config, inbox())
     if nproc is not None:
         raise UsageError("--nproc is for --launcher local; in a Slurm job set slurm.procs")
     job = find_job(os.environ, jobid)
@@ -79,7 +79,7 @@ def supervise(
     allocation = enter(job, os.environ, config, given=jobid is not None, per_task=per_task)
     step = (StepLauncher if per_task else TorchrunLauncher)(allocation, config.supervise)
     around = SlurmJob(job, allocation.batch)
-    return follow(run, step, arguments, config.supervise, inbox(), around)
+    return follow(run, step, arguments, config, inbox(), around)
 
 
 def _load(file: Path, overrides: list[str]) -> tuple[Config, list[str]]:

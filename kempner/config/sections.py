@@ -220,7 +220,16 @@ class CheckpointSection(Section):
 
 
 class ResilienceSection(Section):
-    """What to do when the loss leaves the rails; and faults on demand, to rehearse all of it."""
+    """What is a hang, and what to do when the loss leaves the rails; and faults on demand, to
+    rehearse all of it."""
+
+    hang_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10.0
+    """No rank has moved for this many times the usual time between steps: then it is a hang."""
+    hang_floor: PositiveFloat = 300.0
+    """Seconds without a move that are never a hang."""
+    hang_ceiling: PositiveFloat = 1800.0
+    """Seconds without a move that are always a hang; the only limit for what is no step, such as
+    start, load, evaluation and save."""
 
     spike_window: Annotated[int, Field(ge=16)] = 128
     """Losses of the last sound steps that a new loss is compared with."""

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 from kempner.checkpoint.durations import Durations
 from kempner.cluster.limits import raise_open_file_limit
-from kempner.config.sections import SuperviseSection
+from kempner.config.sections import Config
 from kempner.run.attempts import Attempt, begin_attempt
 from kempner.run.exit_codes import ExitCode
 from kempner.run.launch import Control, Launch
@@ -41,7 +41,7 @@ def supervise(
     run: RunDirectory,
     launcher: Launcher,
     arguments: Sequence[str],
-    section: SuperviseSection,
+    config: Config,
     signals: SignalInbox,
     job: SlurmJob | None = None,
 ) -> ExitCode:
@@ -53,10 +53,10 @@ def supervise(
     ledger = Ledger(run.ledger)
     while True:
         earlier = failures(read_lines(run.ledger))
-        watch, decision = _follow_attempt(run, launcher, arguments, section, signals, job)
+        watch, decision = _follow_attempt(run, launcher, arguments, config, signals, job)
         if decision.code in HEALED_BY_A_RESTART and watch.stop_reason is None:
             failure = _failure(run, watch, decision)
-            verdict = judge(decision, failure, earlier, section.fruitless_restarts)
+            verdict = judge(decision, failure, earlier, config.supervise.fruitless_restarts)
             ledger.record("attempt_failed", attempt=watch.attempt.number, **asdict(failure))
             unable = launcher.prepare_again(watch.lost_hosts()) if verdict.again else None
             if verdict.again and unable is None:
@@ -79,14 +79,14 @@ def _follow_attempt(
     run: RunDirectory,
     launcher: Launcher,
     arguments: Sequence[str],
-    section: SuperviseSection,
+    config: Config,
     signals: SignalInbox,
     job: SlurmJob | None,
 ) -> tuple[Watch, Decision]:
     """Start all ranks once and follow them until none is left."""
     happenings: SimpleQueue[Happening] = SimpleQueue()
     signals.react_with(happenings.put)  # from here on a stop is passed on to the ranks
-    listener = listen(launcher.address, section.ports)
+    listener = listen(launcher.address, config.supervise.ports)
     attempt, size = begin_attempt(run), launcher.size
     open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
     ledger = Ledger(run.ledger)
@@ -100,7 +100,7 @@ def _follow_attempt(
     )
     channel.start()
     durations = Durations.from_ledger(read_lines(run.ledger))
-    watch = Watch(attempt, size, section, launcher, channel, ledger, durations, job)
+    watch = Watch(attempt, size, config, launcher, channel, ledger, durations, job)
     roster = Roster(run.ranks(attempt.number))
     try:
         control = Control(launcher.address, channel.port, secret)
@@ -118,6 +118,8 @@ def _follow_attempt(
     roster.update(channel.sightings(), now=True)
     if insists(watch.signals):
         decision = Decision(ExitCode.INTERRUPTED, LEFT_AT_ONCE)
+    elif watch.hang is not None and watch.stop_reason is None:
+        decision = Decision(ExitCode.HUNG, watch.hang.sentence, watch.hang.laggard)
     else:
         decision = decide(watch.ends, stop_requested=watch.stop_reason is not None)
     _close(ledger, attempt, decision, watch.ends)

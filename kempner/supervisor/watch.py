@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import platform
+import time
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from kempner.checkpoint.durations import COMMITTED, Durations, SaveSeconds
 from kempner.cluster.job import JobState
-from kempner.config.sections import SuperviseSection
+from kempner.config.sections import Config
 from kempner.run.attempts import Attempt
 from kempner.run.clock import AwakeClock
 from kempner.run.exit_codes import ExitCode
 from kempner.run.ledger import Ledger
 from kempner.run.logs import logger
-from kempner.run.messages import Event, Outcome, PeerLost, Stop, shorten
+from kempner.run.messages import DumpStacks, Event, Outcome, PeerLost, Stop, shorten
 from kempner.run.signals import Received
 from kempner.supervisor.advice import advise, stop_lead
 from kempner.supervisor.channel import Channel
+from kempner.supervisor.evidence import of_process
 from kempner.supervisor.launcher import Launcher
 from kempner.supervisor.news import Heard, Joined, News, Parted
 from kempner.supervisor.pace import Pace
 from kempner.supervisor.policy import RankExit, describe, failed
 from kempner.supervisor.slurm_job import JobSeen, SlurmJob
+from kempner.supervisor.stillness import Hang, Stillness
 
 LOOK = 0.5
 """Seconds between looks at the clock; whatever happens ends the wait at once."""
@@ -34,6 +38,9 @@ lives tries again after a tenth of a second."""
 EXIT_GRACE = 5.0
 """Seconds after the last word of the last rank that its process may take to be gone."""
 
+EVIDENCE = 3.0
+"""Seconds that the ranks of a hang get to write down their stacks, before they are killed."""
+
 Happening: TypeAlias = Received | RankExit | News | JobSeen
 
 
@@ -44,14 +51,14 @@ class Watch:
         self,
         attempt: Attempt,
         size: int,
-        section: SuperviseSection,
+        config: Config,
         launcher: Launcher,
         channel: Channel,
         ledger: Ledger,
         durations: Durations,
         job: SlurmJob | None,
     ) -> None:
-        self.attempt, self._size, self._section = attempt, size, section
+        self.attempt, self._size, self._section = attempt, size, config.supervise
         self._launcher, self._channel, self._ledger = launcher, channel, ledger
         self._durations, self._job = durations, job
         self._clock, self._pace = AwakeClock(), Pace()
@@ -67,7 +74,11 @@ class Watch:
         self._failed_at: float | None = None
         self._ended_at = 0.0
         self._parted: dict[int, float] = {}
-        self._hosts: dict[int, str] = {}
+        self._joined: dict[int, Joined] = {}
+        self._stillness = Stillness(config.resilience, self._clock.now())
+        self._hung_at = 0.0
+        self.hang: Hang | None = None
+        """What the attempt was ended for, if nothing moved any more."""
 
     @property
     def ends(self) -> list[RankExit]:
@@ -82,7 +93,7 @@ class Watch:
     def lost_hosts(self) -> list[str]:
         """Where ranks are gone of whose end nobody knows more: their machines may be gone, too."""
         lost = (end.rank for end in self.ends if end.status is None and not end.ended_by_us)
-        return sorted({self._hosts[rank] for rank in lost if rank in self._hosts})
+        return sorted({self._joined[rank].host for rank in lost if rank in self._joined})
 
     def over(self) -> bool:
         """Whether nothing is left to follow."""
@@ -104,6 +115,7 @@ class Watch:
         now, section = self._clock.now(), self._section
         self._pace.see(self._channel.sightings(), now)
         self._heed_the_job()
+        self._end_a_hang(now)
         for rank, at in list(self._parted.items()):
             if now - at > RECONNECT:
                 self._note_end(RankExit(rank, None))
@@ -111,6 +123,30 @@ class Watch:
         orphaned = self._failed_at is not None and now - self._failed_at > section.crash_grace
         if overdue or orphaned:
             self._launcher.kill()
+
+    def _end_a_hang(self, now: float) -> None:
+        """Take evidence of a hang, and end the attempt a little later."""
+        if self._stop_asked_at is not None or self._failed_at is not None:
+            return  # these have deadlines of their own
+        if self.hang is not None:
+            if now - self._hung_at > EVIDENCE:
+                self._launcher.kill()
+            return
+        sightings, gap = self._channel.sightings(), self._pace.quantile(0.95)
+        self.hang = self._stillness.see(sightings, now, time.monotonic(), gap)
+        if self.hang is None:
+            return
+        self._hung_at = now
+        self._channel.tell(DumpStacks())
+        here = [of_process(j.pid) for j in self._joined.values() if j.host == platform.node()]
+        logger().warning(self.hang.sentence)
+        self._ledger.record(
+            "hang",
+            attempt=self.attempt.number,
+            reason=self.hang.sentence,
+            laggard=self.hang.laggard,
+            processes=here,
+        )
 
     def _act_on(self, happening: Happening) -> None:
         match happening:
@@ -123,7 +159,7 @@ class Watch:
             case Joined():
                 logger().info("joined", rank=happening.rank, host=happening.host, pid=happening.pid)
                 self._parted.pop(happening.rank, None)
-                self._hosts[happening.rank] = happening.host
+                self._joined[happening.rank] = happening
             case Parted():
                 logger().info("parted", rank=happening.rank, reason=happening.reason)
                 if happening.rank not in self._ends:

@@ -44,4 +44,4 @@ if __name__ == "__main__":
     config = load(Path(sys.argv[1]), sys.argv[2:])
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     launcher = Elsewhere(run, SIZE)
-    sys.exit(supervise(run, launcher, sys.argv[1:], config.supervise, inbox()))
+    sys.exit(supervise(run, launcher, sys.argv[1:], config, inbox()))

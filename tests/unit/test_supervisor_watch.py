@@ -10,12 +10,21 @@ from queue import SimpleQueue
 import pytest
 
 from kempner.checkpoint.durations import Durations
-from kempner.config.sections import SuperviseSection
+from kempner.config.sections import Config, ResilienceSection, SuperviseSection
 from kempner.run import clock as awake
 from kempner.run.attempts import Attempt
 from kempner.run.launch import Launch
 from kempner.run.ledger import Ledger, read_lines
-from kempner.run.messages import Event, FromSupervisor, Outcome, PeerLost, Stop
+from kempner.run.messages import (
+    DumpStacks,
+    Event,
+    FromSupervisor,
+    Outcome,
+    PeerLost,
+    Phase,
+    Report,
+    Stop,
+)
 from kempner.run.signals import Received
 from kempner.supervisor.news import Heard, Joined, Parted, Sighting
 from kempner.supervisor.policy import RankExit, decide
@@ -31,6 +40,7 @@ class Hands:
         self.told: list[FromSupervisor] = []
         self.asked_to_stop = self.killed = 0
         self.living = True
+        self.seen: dict[int, Sighting] = {}
 
     def start(
         self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
@@ -46,7 +56,7 @@ class Hands:
         self.killed += 1
 
     def sightings(self) -> dict[int, Sighting]:
-        return {}
+        return self.seen
 
     def tell(self, message: FromSupervisor, rank: int | None = None) -> None:
         self.told.append(message)
@@ -74,9 +84,12 @@ def hands() -> Hands:
 
 @pytest.fixture
 def watch(hands: Hands, tmp_path: Path, clock: Clock) -> Watch:
-    section = SuperviseSection(stop_grace=60.0, crash_grace=5.0)
+    config = Config(
+        supervise=SuperviseSection(stop_grace=60.0, crash_grace=5.0),
+        resilience=ResilienceSection(hang_ceiling=1000.0),
+    )
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    return Watch(Attempt(4, "abcd"), 3, section, hands, hands, ledger, Durations(), None)  # type: ignore[arg-type]
+    return Watch(Attempt(4, "abcd"), 3, config, hands, hands, ledger, Durations(), None)  # type: ignore[arg-type]
 
 
 def let(watch: Watch, clock: Clock, seconds: float) -> None:
@@ -165,3 +178,20 @@ def test_events_of_ranks_become_lines_of_the_ledger(watch: Watch, tmp_path: Path
     feed(watch, Heard(0, Event(1, "saved", {"step": 7})))
     (line,) = read_lines(tmp_path / "ledger.jsonl")
     assert (line["attempt"], line["step"]) == (4, 7)
+
+
+def test_a_hang_is_ended_after_the_stacks_were_written(
+    watch: Watch, hands: Hands, clock: Clock, tmp_path: Path
+) -> None:
+    hands.seen = {rank: Sighting(Report(5, Phase.STEP, 0.0, 0.0), clock.now) for rank in (0, 1, 2)}
+    let(watch, clock, 999)
+    assert hands.told == []
+    let(watch, clock, 2)
+    assert hands.told == [DumpStacks()]
+    assert not hands.killed
+    let(watch, clock, 4)
+    assert hands.killed
+    assert watch.hang is not None
+    (line,) = read_lines(tmp_path / "ledger.jsonl")
+    assert line["event"] == "hang"
+    assert "step 5 (step)" in line["reason"]

@@ -278,6 +278,7 @@ class CheckpointManager:
         return None
 
     def _branch(self) -> list[int]:
+        self._pruner.settle()  # or a step that is named may be gone when it is read
         latest = self._folder.latest()
         return [s for s in self._folder.committed() if latest is None or s <= latest]
 

@@ -111,6 +111,11 @@ class Pruner:
             return
         self._newest = self._thread.submit(self._pass)
 
+    def settle(self) -> None:
+        """Wait for the passes asked for: what is there afterwards stays until the next request."""
+        if self._newest is not None:
+            wait([self._newest])
+
     def close(self, timeout: float | None = None) -> None:
         """Wait for the passes asked for, `timeout` seconds at most; the next attempt goes on."""
         if self._newest is not None:

@@ -36,7 +36,7 @@ KINDS = {
 kill: SIGKILL to itself. stop: SIGSTOP to itself. hang: a loop in Python. crash: an exception. oom:
 asks for more memory than there is. nan: the rank's logits, hence loss and gradients. nan_gradients:
 one gradient of the rank. spike: the rank's logits `by` times as large. slow: the step takes `by`
-times as long. disk_full: the rank cannot write any file until the save has failed.
+times as long. disk_full: the rank cannot write a file beyond 64 KiB until the save has failed.
 """
 
 _SENTENCE = re.compile(

@@ -25,6 +25,10 @@ from kempner.training.presence import Presence
 VARIABLE = "KEMPNER_FAULTS"
 """Faults besides those of the configuration, separated by semicolons."""
 
+_SMALL_FILE = 64 * 1024
+"""Bytes that a file may still have when the disk is full: the output of a process is a file, too,
+and one that cannot print is a fault of its own."""
+
 
 def arm(config: Config, presence: Presence) -> Faults:
     """What was asked to go wrong on this rank in this attempt.
@@ -90,7 +94,7 @@ class Faults:
         """The block starts a save; `settle` waits for its end."""
         if self._due(("disk_full",), Phase.SAVE, step):
             _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (_SMALL_FILE, hard))
             yield
             settle()
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

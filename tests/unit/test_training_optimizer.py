@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from kempner.checkpoint.state import capture
@@ -186,3 +187,30 @@ def test_sgd_is_the_stock_one() -> None:
         reference.step()
         reference.zero_grad()
     assert all(map(torch.equal, ours.parameters(), stock.parameters()))
+
+
+class Small(nn.Module):
+    """With a parameter for each of Muon's groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False)])
+        self.norm = nn.RMSNorm(4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.norm(self.layers[0](self.embed(tokens)))
+        return logits
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda s: f"{s.name}-{s.momentum}")
+def test_the_host_waits_for_no_number(section: OptimizerSection) -> None:
+    """Tensors without data: whatever looked at a number would fail."""
+    with FakeTensorMode():
+        model = Small()
+        optimizer = build_optimizer(model, section)
+        for _ in range(2):
+            model(torch.arange(7)).square().sum().backward()
+            norm = update(model, optimizer, torch.tensor(1.5), rate=1e-3, max_norm=1.0)
+        with pytest.raises(DataDependentOutputException):
+            norm.item()

@@ -1,12 +1,14 @@
-"""`kempner status`: where a run stands."""
+"""`kempner status`: where a run, or the run of a Slurm job, stands."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kempner.insight.job import find_run, read_job
 from kempner.insight.status import read_status
 from kempner.run.exit_codes import UsageError
 from kempner.run.layout import RunDirectory
@@ -18,16 +20,24 @@ def register(app: typer.Typer) -> None:
 
 
 def status(
-    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's directory.")],
+    target: Annotated[
+        str, typer.Argument(metavar="RUN_DIR|JOBID", help="A run's directory, or a Slurm job.")
+    ],
 ) -> None:
-    """Say where a run stands: state, step, loss, newest checkpoint, and each rank's place."""
-    run = RunDirectory(directory)
+    """Say where a run stands: state, step, loss, newest checkpoint, and each rank's place.
+
+    Of a Slurm job also how often it was put back into the queue, by all that keep count.
+    """
+    job = target if re.fullmatch(r"\d+(_\d+)?", target) and not Path(target).exists() else None
+    run = RunDirectory(Path(target)) if job is None else find_run(job, Path("runs"))
     if not run.ledger.exists():
         raise UsageError(
-            f"{directory} is no run: it has no ledger.jsonl; give <run.dir>/<run.name>"
+            f"{target} is no run: it has no ledger.jsonl; give <run.dir>/<run.name>, or a job's id"
         )
     found = read_status(run)
     rows = {
+        "run": run.path,
+        **({} if job is None else read_job(job, run).rows()),
         "state": found.state,
         "step": found.step,
         "loss": found.loss,

@@ -10,13 +10,14 @@ from typing import Annotated
 import typer
 
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
+from kempner.cluster.job import restart_count
 from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.run import logs
 from kempner.run.exit_codes import ExitCode, UsageError
 from kempner.run.layout import RunDirectory
 from kempner.run.signals import inbox
-from kempner.supervisor.entering import element, enter, find_job
+from kempner.supervisor.entering import element, enter, find_job, introduction
 from kempner.supervisor.local import LocalLauncher
 from kempner.supervisor.slurm_job import SlurmJob
 from kempner.supervisor.step import StepLauncher, TorchrunLauncher
@@ -76,7 +77,11 @@ def supervise(
         raise UsageError("--nproc is for --launcher local; in a Slurm job set slurm.procs")
     job = find_job(os.environ, jobid)
     per_task = chosen is LauncherName.SRUN
-    allocation = enter(job, os.environ, config, given=jobid is not None, per_task=per_task)
+    allocation, resources = enter(
+        job, os.environ, config, given=jobid is not None, per_task=per_task
+    )
+    restarts = restart_count(os.environ)
+    print(introduction(allocation, resources, run, arguments, restarts), flush=True)
     step = (StepLauncher if per_task else TorchrunLauncher)(allocation, config.supervise)
     around = SlurmJob(job, allocation.batch)
     return follow(run, step, arguments, config, inbox(), around)

@@ -61,6 +61,22 @@ def show_node(node: str) -> dict[str, str]:
     return node_fields(_run(["scontrol", "show", "node", "-o", node]))
 
 
+def output_file(job: str) -> str:
+    """Where a job's output goes; empty if Slurm does not say. Raises `SlurmError`."""
+    found = re.findall(r"^   StdOut=(.*)$", _run(["scontrol", "show", "job", job]), re.MULTILINE)
+    return found[-1] if found else ""
+
+
+def launches(job: str) -> list[str]:
+    """How each launch of a job ended or stands, oldest first, as the accounting has it.
+
+    Without `-D` sacct shows the last one only. A job that goes on without a node that it lost has a
+    record for that, too, which is no launch. Raises `SlurmError`.
+    """
+    told = _run(["sacct", "-D", "-X", "-n", "-P", "-j", job, "--format=State"])
+    return [line for line in told.splitlines() if line != "RESIZING"]
+
+
 def kill_wait() -> float:
     """Seconds between the SIGTERM and the SIGKILL with which Slurm ends a job. Raises `SlurmError`.
 

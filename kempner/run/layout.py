@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+RUN_LINE = "run directory: "
+"""What a line of a job's output begins with that names its run's directory."""
+
 
 @dataclass(frozen=True)
 class RunDirectory:

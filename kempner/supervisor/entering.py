@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 
 from kempner.cluster import scontrol
 from kempner.cluster.allocation import Allocation, allocate
-from kempner.cluster.job import job_id, parse_job, restart_count
+from kempner.cluster.job import job_id, parse_job
 from kempner.cluster.resources import Resources, Wanted, detect
 from kempner.cluster.scontrol import SlurmError
 from kempner.config.sections import Config
 from kempner.run.exit_codes import UsageError
+from kempner.run.layout import RUN_LINE, RunDirectory
 
 
 def find_job(environ: Mapping[str, str], given: str | None) -> str:
@@ -32,8 +34,8 @@ def find_job(environ: Mapping[str, str], given: str | None) -> str:
 
 def enter(
     job: str, environ: Mapping[str, str], config: Config, *, given: bool, per_task: bool
-) -> Allocation:
-    """What the ranks get of `job`; logged, each number with its source.
+) -> tuple[Allocation, Resources]:
+    """What the ranks get of `job`, and what its nodes have.
 
     `given` says that the job was named by the user: then this process need not be in it, and what
     the environment says may be about another one. `per_task` says that each task is a rank.
@@ -66,8 +68,28 @@ def enter(
         )
     except (SlurmError, ValueError) as error:
         raise UsageError(str(error)) from error
-    _introduce(allocation, resources, restart_count(environ))
-    return allocation
+    return allocation, resources
+
+
+def introduction(
+    allocation: Allocation,
+    resources: Resources,
+    run: RunDirectory,
+    arguments: Sequence[str],
+    restarts: int,
+) -> str:
+    """What the job's output begins with, where people look first; each number with its source."""
+    return "\n".join(
+        [
+            f"job {allocation.job}: {len(allocation.nodes)} nodes ({_shorten(allocation.nodes)}), "
+            f"{allocation.size} ranks, {allocation.tasks_per_node} per node",
+            f"a node has: GPUs {resources.gpus}, CPUs {resources.cpus}, "
+            f"memory {resources.memory_mb} MiB",
+            f"configuration: {shlex.join(arguments)}",
+            f"{RUN_LINE}{run.path.absolute()}",
+            f"Restart cnt: {restarts}",
+        ]
+    )
 
 
 def element(environ: Mapping[str, str]) -> str:
@@ -83,16 +105,5 @@ def _not_running(job: str, state: str, reason: str) -> str:
     return f"job {job} is {state}{why}: there is nothing left to train in"
 
 
-def _introduce(allocation: Allocation, resources: Resources, restarts: int) -> None:
-    """Into the job's output, where people look first."""
-    nodes = allocation.nodes
-    shown = ",".join(nodes) if len(nodes) <= 8 else f"{nodes[0]} to {nodes[-1]}"
-    print(
-        f"job {allocation.job}: {len(nodes)} nodes ({shown}), {allocation.size} ranks, "
-        f"{allocation.tasks_per_node} per node",
-        f"a node has: GPUs {resources.gpus}, CPUs {resources.cpus}, "
-        f"memory {resources.memory_mb} MiB",
-        f"Restart cnt: {restarts}",
-        sep="\n",
-        flush=True,
-    )
+def _shorten(nodes: Sequence[str]) -> str:
+    return ",".join(nodes) if len(nodes) <= 8 else f"{nodes[0]} to {nodes[-1]}"

@@ -80,9 +80,9 @@ def supervise(
     allocation, resources = enter(
         job, os.environ, config, given=jobid is not None, per_task=per_task
     )
+    step = (StepLauncher if per_task else TorchrunLauncher)(allocation, config.supervise)
     restarts = restart_count(os.environ)
     print(introduction(allocation, resources, run, arguments, restarts), flush=True)
-    step = (StepLauncher if per_task else TorchrunLauncher)(allocation, config.supervise)
     around = SlurmJob(job, allocation.batch)
     return follow(run, step, arguments, config, inbox(), around)
 

@@ -95,7 +95,7 @@ def choose(
         ("distributed.interface", configured),
     ):
         if wanted:
-            return Choice(_named(interfaces, wanted, source), f"{source}={wanted}")
+            return Choice(named(interfaces, wanted, source), f"{source}={wanted}")
     if on_one_node:
         # The address of the host's name may belong to a network that is down.
         loopback = (i for i in interfaces if i.usable and i.network is Network.LOOPBACK)
@@ -104,6 +104,21 @@ def choose(
     if fabric:
         return Choice(min(fabric, key=_order), "it leads to the compute fabric")
     return _routed(interfaces, route_address)
+
+
+def named(interfaces: Sequence[Interface], wanted: str, source: str) -> Interface:
+    """The interface that a person means: `ip` shows a virtual one as `ib0@if8`.
+
+    Raises `ValueError` with a sentence, in which `source` says who wants it, if it cannot be used.
+    """
+    name = wanted.partition("@")[0].removeprefix("=")
+    for interface in interfaces:
+        if interface.name == name and interface.usable:
+            return interface
+    there = ", ".join(_described(i) for i in sorted(interfaces, key=_order)) or "none"
+    known = any(interface.name == name for interface in interfaces)
+    trouble = "is down or has no IPv4 address" if known else "does not exist"
+    raise ValueError(f"{source}={wanted} {trouble} on this node; it has {there}")
 
 
 def disagreement(bound: Mapping[str, Interface | None]) -> str:
@@ -122,18 +137,6 @@ def disagreement(bound: Mapping[str, Interface | None]) -> str:
         f"{', '.join(odd)}, leave {'it' if len(odd) == 1 else 'them'} out with "
         "`sbatch --exclude`, or set distributed.interface"
     )
-
-
-def _named(interfaces: Sequence[Interface], wanted: str, source: str) -> Interface:
-    """`wanted` as a person may write it: `ip` shows a virtual interface as `ib0@if8`."""
-    name = wanted.partition("@")[0].removeprefix("=")
-    for interface in interfaces:
-        if interface.name == name and interface.usable:
-            return interface
-    there = ", ".join(_described(i) for i in sorted(interfaces, key=_order)) or "none"
-    known = any(interface.name == name for interface in interfaces)
-    trouble = "is down or has no IPv4 address" if known else "does not exist"
-    raise ValueError(f"{source}={wanted} {trouble} on this node; it has {there}")
 
 
 def _routed(interfaces: Sequence[Interface], route_address: str) -> Choice:

@@ -259,6 +259,9 @@ class SuperviseSection(Section):
     A second Ctrl-C within two seconds does not wait for it."""
     crash_grace: NonNegativeFloat = 5.0
     """Seconds that the others get to leave by themselves after one rank failed."""
+    control_interface: Text | None = None
+    """Interface at whose address the supervisor of a Slurm job listens to the ranks; the way to
+    their nodes when left out. Ranks of this machine use its loopback."""
     control_ports: Annotated[str, Field(pattern=r"^[0-9]{1,5}-[0-9]{1,5}$")] | None = None
     """First and last port, as in "20000-20100", of which the supervisor takes a free one to listen
     to the ranks; any free port when left out."""

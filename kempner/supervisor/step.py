@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kempner.cluster.allocation import Allocation, without
-from kempner.cluster.network import route_address
+from kempner.cluster.interfaces import named
+from kempner.cluster.network import read_interfaces, route_address
 from kempner.cluster.ports import free_port
 from kempner.cluster.scontrol import SlurmError, signal_tasks
 from kempner.config.sections import SuperviseSection
@@ -41,7 +42,7 @@ class StepLauncher:
     def __init__(self, allocation: Allocation, section: SuperviseSection) -> None:
         self._allocation, self._section = allocation, section
         self._starts = 0
-        self.address = _reachable_address(allocation)
+        self.address = _reachable_address(allocation, section.control_interface)
         """Of this machine, for the nodes of the step."""
         self._srun: subprocess.Popen[bytes] | None = None
         self._killed_at: float | None = None
@@ -207,8 +208,18 @@ class TorchrunLauncher(StepLauncher):
         return [*_DEAF, *torchrun, *options, sys.executable, "-m", "kempner"]
 
 
-def _reachable_address(allocation: Allocation) -> str:
-    """The address from which packets to the farthest node leave is the one that it can answer."""
+def _reachable_address(allocation: Allocation, interface: str | None) -> str:
+    """Where to listen: on `interface` if it is given.
+
+    Otherwise the address from which packets to the farthest node leave is one that it can answer.
+    Raises `UsageError` if there is none.
+    """
+    if interface is not None:
+        try:
+            found = named(read_interfaces(), interface, "supervise.control_interface")
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        return found.address.partition("/")[0]
     address = route_address(allocation.nodes[-1])
     if not address:
         raise UsageError(

@@ -30,6 +30,9 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(project: Project) -> Non
             "multinode.sh", tiny, options=(*one, "--ntasks-per-node=4", "--gpus-per-node=2")
         ): "--ntasks-per-node=4 but 2 GPUs per node",
         project.submit("multinode.sh", tiny, options=(*one, ":", *one)): "is heterogeneous",
+        project.submit(
+            "multinode.sh", tiny, "--supervise.control_interface=ib7", options=one
+        ): "supervise.control_interface=ib7 does not exist on this node; it has ib0 (10.10.0.1",
     }
     for job, words in jobs.items():
         assert words in refused(project, job)

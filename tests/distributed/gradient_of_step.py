@@ -12,22 +12,25 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from kempner.cluster.world import discover
 from kempner.config.loading import load
-from kempner.run.attempts import begin_attempt
-from kempner.run.layout import RunDirectory
+from kempner.run.attempts import Attempt, begin_attempt
 from kempner.run.logs import configure
+from kempner.training.assembly import build
 from kempner.training.distributed import connect
-from kempner.training.rank import build
+from kempner.training.faults import arm
+from kempner.training.presence import appear
 from kempner.training.shutdown import ShutdownHandler
 from kempner.training.step import accumulate
 
 configure()
 config = load(Path(sys.argv[2]), sys.argv[3:])
-record = RunDirectory(Path(config.run.dir) / str(config.run.name))
-ranks = connect(discover(os.environ), config)
-attempt = ranks.broadcast(begin_attempt(record) if ranks.world.rank == 0 else None)
-training = build(config, record, ranks, attempt, ShutdownHandler())
+shutdown = ShutdownHandler()
+presence = appear(config, shutdown)
+faults = arm(config, presence)
+ranks = connect(presence.world, config)
+attempt = ranks.broadcast(begin_attempt(presence.run) if ranks.world.rank == 0 else None)
+assert isinstance(attempt, Attempt)
+training = build(config, presence, ranks, attempt, shutdown, faults)
 batch = training.feed.take(give_up=lambda: False)
 assert batch is not None
 loss = accumulate(

@@ -61,6 +61,11 @@ class Health:
     suspects: int = 0
     trouble: Position | None = None
 
+    @property
+    def sound(self) -> bool:
+        """Whether the state is worth keeping: no suspect at the end, and no trouble before."""
+        return self.suspects == 0 and self.trouble is None
+
 
 def judge(losses: Sequence[float], step: Numbers, rule: ResilienceSection) -> Anomaly | None:
     """What is wrong with a step, given the losses of the sound ones before; None if nothing is.

@@ -65,7 +65,7 @@ class Training:
         return Wish(
             stop=self.shutdown.wish(),
             void=void,
-            diverged=self.health.trouble is not None or (at_the_end and self.health.suspects > 0),
+            diverged=self.health.trouble is not None or (at_the_end and not self.health.sound),
             failed_saves=self.checkpoints.settled_failures,
             seconds_left=self.shutdown.seconds_left(),
         )
@@ -87,7 +87,7 @@ def train(run: Training) -> ExitCode:
     run.progress.step = run.position.step
     verdict = evaluate_if_due(run)  # again, if the run was stopped in the middle of it
     # The last step, too, must be a sound one: what is suspicious then gets a vote of its own.
-    while (run.position.step < last or run.health.suspects) and not verdict.stop:
+    while (run.position.step < last or not run.health.sound) and not verdict.stop:
         step = run.position.step + 1
         batch = run.feed.take(give_up=run.shutdown.should_shutdown)
         ballot = run.council.open(run.wish(void=batch is None))
@@ -167,7 +167,7 @@ def save_is_due(run: Training, verdict: Wish) -> bool:
 
 def save_unless_suspicious(run: Training) -> None:
     """Start to save, unless the last steps are suspicious: then it is due again after the next."""
-    run.save_postponed = run.health.suspects > 0
+    run.save_postponed = not run.health.sound
     if run.save_postponed:
         return
     step = run.position.step
@@ -288,7 +288,7 @@ def agree_on_next_move(run: Training, tries_left: int) -> Move:
             warned_for=run.shutdown.seconds_since_asked(),
             seconds_left=verdict.seconds_left,
             tries_left=tries_left,
-            suspicious=run.health.suspects > 0,
+            suspicious=not run.health.sound,
         )
     )
     told = run.ranks.broadcast(move)

@@ -69,7 +69,7 @@ class Telemetry:
     def evaluated(self, position: Position, loss: float) -> None:
         """Take note of a held-out loss."""
         if self._rank == 0:
-            self._write(position.step, eval_loss=loss)
+            self._write(position.step, eval_loss=_finite(loss))
             self._display.say(f"step {position.step}: held-out loss {loss:.4f}")
 
     def say(self, sentence: str) -> None:

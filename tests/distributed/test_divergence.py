@@ -180,7 +180,8 @@ def test_a_stop_among_spikes_commits_none_of_it(run: Run) -> None:
 
 def test_a_rollback_to_a_damaged_checkpoint_goes_further_back(run: Run) -> None:
     faults = ["stop rank 0 at step 24", *nan_at(24, 25, 26, rank=0)]
-    job = run.train(THREE, KEMPNER_FAULTS="; ".join(faults))
+    committed_first = "--checkpoint.async_save=false"
+    job = run.train(THREE, committed_first, KEMPNER_FAULTS="; ".join(faults))
     stopped = psutil.Process(job.process.pid)
     wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, "the rank to stop", job=job)
     data = next((run.checkpoints / "step-00000020").glob("*.distcp"))

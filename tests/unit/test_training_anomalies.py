@@ -81,6 +81,7 @@ def follow(losses: Sequence[float]) -> Health:
 def test_three_in_a_row_are_trouble(then: list[float], suspects: int, trouble: int | None) -> None:
     health = follow([*NOISY, *then])
     assert health.suspects == suspects
+    assert health.sound == (suspects == 0 and trouble is None)
     assert (health.trouble.step if health.trouble else None) == trouble
     assert 90.0 not in health.losses
     assert all(map(math.isfinite, health.losses))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ TINY_OF_7B = [
 
 STEPS = 120
 
-LONG = [f"--train.max_steps={STEPS}", "--checkpoint.interval=30"]
+LONG = [f"--train.max_steps={STEPS}", "--checkpoint.interval=10"]
 """Overrides for a run with time for many things to happen to it."""
 
 
@@ -85,8 +86,14 @@ class Project:
     def reach(self, job: str, step: int, deadline: float = 120.0) -> None:
         """Wait until the run has made a step."""
         made = lambda: any(s >= step for s in self.run.steps())  # noqa: E731
+        self.wait_until(job, made, f"step {step}", deadline)
+
+    def wait_until(
+        self, job: str, condition: Callable[[], Any], what: str, deadline: float = 120.0
+    ) -> None:
+        """Wait until something has happened; the job's log is shown if it does not."""
         try:
-            wait_until(made, f"step {step} of job {job}", deadline)
+            wait_until(condition, f"{what} of job {job}", deadline)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log(job)}") from None
 
@@ -118,11 +125,7 @@ class Project:
 
     def attempt(self, job: str, number: int) -> None:
         """Wait until the ranks are launched for the `number`th time."""
-        launched = lambda: self.run.attempt() >= number  # noqa: E731
-        try:
-            wait_until(launched, f"attempt {number} of job {job}")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.log(job)}") from None
+        self.wait_until(job, lambda: self.run.attempt() >= number, f"attempt {number}")
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The ledger's lines of one event."""

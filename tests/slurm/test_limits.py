@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Run, wait_until
+from harness import Run
 from lab import Cluster
 from submitting import LONG, Project, assert_like
 
@@ -45,8 +45,7 @@ def test_the_time_limit_costs_nothing(
     warned = project.train(*LONG, options=("--time=2", "--signal=B:SIGTERM@50"))
     silent = unwarned.train(*LONG, options=("--time=2",))
     for side, job in ((project, warned), (unwarned, silent)):
-        wait_until(lambda s=side: s.events("stop_requested"), f"{job} is told to stop", 150)
-        wait_until(lambda j=job: project.cluster.job(j)["Restarts"] == "1", "requeued", 60)
+        side.wait_until(job, lambda s=side: s.events("requeued"), "return into the queue", 180)
     project.hurry()
     for side, job, reasons in (
         (project, warned, ["SIGTERM", "Slurm gave a warning"]),

@@ -125,7 +125,12 @@ class Project:
 
     def attempt(self, job: str, number: int) -> None:
         """Wait until the ranks are launched for the `number`th time."""
-        self.wait_until(job, lambda: self.run.attempt() >= number, f"attempt {number}")
+
+        def launched() -> bool:
+            self.cluster.hasten(job)
+            return self.run.attempt() >= number
+
+        self.wait_until(job, launched, f"attempt {number}")
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The ledger's lines of one event."""

@@ -18,6 +18,7 @@ def test_the_element_that_carries_the_arrays_id_is_warned_alone(project: Project
     wait_until(lambda: any(s >= 5 for s in last.steps()), "step 5 of the last element")
     assert project.cluster.job(f"{array}_3")["JobId"] == array
     project.warn(f"{array}_3")
+    replace(project, run=last).attempt(f"{array}_3", 2)
     for element in (1, 2, 3):
         project.cluster.wait_for(f"{array}_{element}", "COMPLETED", deadline=120)
         restarts = "1" if element == 3 else "0"

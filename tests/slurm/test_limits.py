@@ -51,6 +51,7 @@ def test_the_time_limit_costs_nothing(
         (project, warned, ["SIGTERM", "Slurm gave a warning"]),
         (unwarned, silent, ["left of the job's time"]),
     ):
+        side.attempt(job, 2)
         side.end(job)
         assert_came_back_once(side, job)
         assert_like(side.run, undisturbed)

@@ -25,6 +25,8 @@ EXIT_MARGIN = 10.0
 FRUITLESS = 3
 """Times in a row that a job is put back into the queue without a new step."""
 
+_PREEMPTED = "a job of higher priority takes the nodes"
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -53,7 +55,7 @@ def advise(
             return None if left is None else Advice("Slurm gave a warning", max(0.0, left))
         case Event.PREEMPTION:
             grace = 0.0 if left is None else max(0.0, left)
-            return Advice("a job of higher priority takes the nodes", grace + kill_wait)
+            return Advice(_PREEMPTED, grace + kill_wait)
         case event:
             return Advice(event.value, kill_wait)
 
@@ -113,8 +115,10 @@ def part(
             f"the job came back {fruitless} times and made no new step: it is stopped too soon. "
             "Give it a longer --time or a shorter --signal, then submit it again",
         )
+    why = f"{_PREEMPTED}: " if job.preempt_time is not None else ""
     elsewhere = f" without {', '.join(decision.bad_nodes)}" if decision.bad_nodes else ""
-    return Parting(True, f"the job goes back into the queue{elsewhere}, and on from its checkpoint")
+    what = f"the job goes back into the queue{elsewhere}, and on from its checkpoint"
+    return Parting(True, why + what)
 
 
 def fruitless_requeues(events: Iterable[Mapping[str, Any]], job: str, step: int | None) -> int:

@@ -32,7 +32,8 @@ def part_from(
             ledger.record("not_requeued", attempt=attempt, step=step, reason=parting.reason)
         return
     # Written first: Slurm ends this process with the job's others.
-    ledger.record("requeued", attempt=attempt, step=step, **facts(job))
+    why = parting.reason
+    ledger.record("requeued", attempt=attempt, step=step, reason=why, **facts(job))
     logger().warning(parting.reason)
     if refusal := job.requeue(without=decision.bad_nodes):
         ledger.record("requeue_refused", attempt=attempt, reason=refusal)

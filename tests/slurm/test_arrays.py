@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_the_element_that_carries_the_arrays_id_is_warned_alone(project: Project) -> None:
-    long = "--train.max_steps=300"
+    long = "--train.max_steps=200"
     array = project.train(long, nodes=1, options=("--array=1-3", "--output=logs/%A_%a.out"))
     first, second, last = (replace(project.run, name=f"run-{k}") for k in (1, 2, 3))
     wait_until(lambda: any(s >= 5 for s in last.steps()), "step 5 of the last element")
@@ -28,4 +28,4 @@ def test_the_element_that_carries_the_arrays_id_is_warned_alone(project: Project
     assert requeued["job"] == f"{array}_3"
     assert requeued["step"] == resumed["step"]
     assert last.steps() == second.steps() == first.steps()
-    assert len(first.steps()) == 300
+    assert len(first.steps()) == 200

@@ -34,7 +34,9 @@ def test_every_kind_of_preemption_in_a_row_costs_nothing(
     project.end(job)
     assert project.states(job) == [*(state for _, state in WAYS), "COMPLETED"], project.log(job)
     assert all(event["lost_steps"] == 0 for event in project.events("stopped"))
-    assert len(project.events("requeued")) == [state for _, state in WAYS].count("REQUEUED")
+    said = [event["reason"] for event in project.events("requeued")]
+    assert len(said) == [state for _, state in WAYS].count("REQUEUED")
+    assert all("a job of higher priority takes the nodes" in reason for reason in said)
     assert "Slurm puts the job back into the queue itself" in project.log(job)
     assert f"Restart cnt: {len(WAYS)}" in project.log(job)
     assert_like(project.run, undisturbed)

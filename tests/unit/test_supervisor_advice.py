@@ -112,7 +112,7 @@ CRASHED = Decision(ExitCode.CRASHED, "rank 3 was killed by SIGSEGV", 3)
     ("decision", "now", "batch", "fruitless", "requeue", "words"),
     [
         (STOPPED, RUNNING, True, 0, True, "back into the queue"),
-        (STOPPED, PREEMPTED, True, 0, True, "back into the queue"),
+        (STOPPED, PREEMPTED, True, 0, True, "takes the nodes: the job goes back into the queue"),
         (STOPPED, job(state="SIGNALING"), True, 0, True, "back into the queue"),
         (STOPPED, RUNNING, True, FRUITLESS - 1, True, "back into the queue"),
         (STOPPED, RUNNING, True, FRUITLESS, False, "came back 3 times and made no new step"),

@@ -56,11 +56,12 @@ def test_a_disk_that_is_full_for_one_save(run: Run) -> None:
     assert sorted(run.steps()) == list(range(1, 26))
 
 
-def test_out_of_memory_is_told_in_one_sentence_with_its_numbers(run: Run) -> None:
+def test_out_of_memory_is_told_in_one_sentence_and_the_next_attempt_is_healed(run: Run) -> None:
     job = run.supervise(2, KEMPNER_FAULTS="oom rank 1 at step 5")
-    assert job.wait() == 1, job.output()
+    assert job.wait(100) == 0, job.output()
     assert "Traceback" not in job.output()
-    (ended,) = run.events("attempt_ended")
+    ended, _ = run.events("attempt_ended")
+    assert ended["code"] == 1
     assert ended["culprit"] == 1
     assert "out of memory in phase step after step 4: this rank has 0." in ended["reason"]
     assert "GiB are available" in ended["reason"]

@@ -214,6 +214,6 @@ def test_the_checkpoint_commands(run: Run, tmp_path: Path) -> None:
     sidecar.write_bytes(sidecar.read_bytes()[:-2])
     damaged = kempner("checkpoint", "verify", run.record.path)
     assert damaged.returncode == 65
-    assert "step 30: damaged" in damaged.stdout
+    assert "step-00000030: damaged" in damaged.stdout
     assert "sums-00000.json" in damaged.stdout
     assert kempner("checkpoint", "verify", tmp_path).returncode == 2

@@ -56,7 +56,7 @@ def moments(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[Mome
 
 def kill_at(run: Run, moment: Moment, everyone: bool) -> bool:
     """Start the run and kill one rank or all when it comes to `moment`; False if it did not."""
-    job = run.supervise(WORLD, *LONG)
+    job = run.supervise(WORLD, *LONG, "--supervise.fruitless_restarts=0")
     pids = ranks(run, job, WORLD)
     saving, committed, killed = Saving(run), set[int](), list[bool]()
 

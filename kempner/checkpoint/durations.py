@@ -65,3 +65,9 @@ class Durations:
             if event.get("event") == COMMITTED and "stage_seconds" in event:
                 durations = durations.with_another(SaveSeconds.from_fields(event))
         return durations
+
+
+def last_step(events: Iterable[Mapping[str, Any]]) -> int | None:
+    """The step of the newest commit that the ledger tells of; None if there is none."""
+    steps = [event["step"] for event in events if event.get("event") == COMMITTED]
+    return steps[-1] if steps else None

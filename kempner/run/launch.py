@@ -19,6 +19,7 @@ _PARENT = "KEMPNER_SUPERVISOR_PID"
 _ADDRESS = "KEMPNER_CONTROL_ADDRESS"
 _PORT = "KEMPNER_CONTROL_PORT"
 _TOKEN = "KEMPNER_CONTROL_TOKEN"
+_JOB = "KEMPNER_BATCH_JOB"
 
 
 @dataclass(frozen=True)
@@ -34,24 +35,31 @@ class Control:
 class Launch:
     """The attempt that a rank belongs to, and how to talk to its supervisor.
 
-    `parent` is the supervisor's process id where the ranks are its children.
+    `parent` is the supervisor's process id where the ranks are its children. `job` is the Slurm job
+    whose batch process the supervisor is; without it nobody else puts that job into the queue.
     """
 
     attempt: Attempt
     control: Control
     parent: int | None = None
+    job: str | None = None
 
     def environment(self) -> dict[str, str]:
         """The variables to add to a rank's environment. One of them is secret: keep them out of
         command lines and logs."""
         followed = {} if self.parent is None else {_PARENT: str(self.parent)}
-        return followed | {
-            _ATTEMPT: str(self.attempt.number),
-            _NONCE: self.attempt.nonce,
-            _ADDRESS: self.control.address,
-            _PORT: str(self.control.port),
-            _TOKEN: self.control.secret.token,
-        }
+        queued = {} if self.job is None else {_JOB: self.job}
+        return (
+            followed
+            | queued
+            | {
+                _ATTEMPT: str(self.attempt.number),
+                _NONCE: self.attempt.nonce,
+                _ADDRESS: self.control.address,
+                _PORT: str(self.control.port),
+                _TOKEN: self.control.secret.token,
+            }
+        )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch | None:
@@ -66,6 +74,7 @@ class Launch:
                 secret=Secret(environ[_TOKEN]),
             ),
             parent=int(environ[_PARENT]) if _PARENT in environ else None,
+            job=environ.get(_JOB),
         )
 
 

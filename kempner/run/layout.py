@@ -65,6 +65,10 @@ class RunDirectory:
         name = "supervisor" if rank is None else f"rank-{rank:05d}"
         return self.attempt(attempt) / f"{name}.messages"
 
+    def claim(self, attempt: int) -> Path:
+        """Made by the rank that puts the job back into the queue when the supervisor is gone."""
+        return self.attempt(attempt) / "requeued-by"
+
     def ranks(self, attempt: int) -> Path:
         """Step and phase of every rank, as last heard by the supervisor."""
         return self.attempt(attempt) / "ranks.json"

@@ -59,6 +59,9 @@ LAST_WORDS = 3.0
 """Seconds that a rank waits, at its end, for its last words to be heard; longer than a try to
 connect takes."""
 
+_LISTEN = 0.1
+"""Seconds between two looks whether the supervisor has answered."""
+
 
 @dataclass(frozen=True)
 class Reactions:
@@ -87,6 +90,7 @@ class Link:
         self._report_at = 0.0
         self._outbox, self._sent = Outbox(), 0
         self._silence = Silence(react.patience)
+        self._heard_before = 0
         self._connected = self._over = False
         self._alone_since = time.monotonic()
         self._exit_at: float | None = None
@@ -110,9 +114,27 @@ class Link:
         Returns the lines for the ledger that are lost unless the caller writes them: those on the
         way to a supervisor that still holds the connection are not.
         """
+        self.say_how_it_ends(code, sentence, patience)
+        return self.fall_silent()
+
+    def say_how_it_ends(self, code: int, sentence: str, patience: float | None = None) -> None:
+        """The first half of `leave`: the line stays up."""
+        self._heard_before = self._silence.times_broken
         self._report_at = 0.0  # where it ended, before its last words
         self._post(lambda number: Outcome(number, int(code), shorten(sentence)))
-        unheard = self._outbox.wait_until_heard(LAST_WORDS if patience is None else patience)
+        self._outbox.wait_until_heard(LAST_WORDS if patience is None else patience)
+
+    def outlives_supervisor(self) -> bool:
+        """Whether nothing answers to how this process ends; waits until that is sure."""
+        while self._silence.times_broken == self._heard_before:
+            if self._silence.noticed:
+                return True
+            time.sleep(_LISTEN)
+        return False
+
+    def fall_silent(self) -> list[Event]:
+        """The second half of `leave`."""
+        unheard = self._outbox.wait_until_heard(0.0)
         self._over = True
         os.eventfd_write(self._alarm, 1)
         return [m for m in unheard if isinstance(m, Event) and not self._connected]

@@ -12,6 +12,7 @@ class Silence:
         self._limit, self._clock = limit, AwakeClock()
         self._heard_at = 0.0
         self.noticed = False
+        self.times_broken = 0
 
     @property
     def seconds(self) -> float:
@@ -21,6 +22,7 @@ class Silence:
     def broken(self) -> None:
         """Something was heard."""
         self._heard_at, self.noticed = self._clock.now(), False
+        self.times_broken += 1
 
     def exceeds_limit(self) -> bool:
         """Look at the clock: whether the limit is passed, told once for each silence."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from kempner.checkpoint.durations import COMMITTED, Durations
+from kempner.checkpoint.durations import Durations
 from kempner.cluster.job import Event, JobState, classify
 from kempner.run.exit_codes import ExitCode
 from kempner.supervisor.policy import Decision
@@ -128,9 +128,3 @@ def fruitless_requeues(events: Iterable[Mapping[str, Any]], job: str, step: int 
     """
     requeues = [e for e in events if e.get("event") == "requeued" and e.get("job") == job]
     return sum(1 for _ in takewhile(lambda e: e["step"] == step, reversed(requeues)))
-
-
-def last_step(events: Iterable[Mapping[str, Any]]) -> int | None:
-    """The step of the newest commit that the ledger tells of; None if there is none."""
-    steps = [event["step"] for event in events if event.get("event") == COMMITTED]
-    return steps[-1] if steps else None

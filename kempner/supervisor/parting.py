@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
+from kempner.checkpoint.durations import last_step
 from kempner.cluster.job import restart_count
 from kempner.run.exit_codes import ExitCode
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger, read_lines
 from kempner.run.logs import logger
-from kempner.supervisor.advice import fruitless_requeues, last_step, part
+from kempner.supervisor.advice import fruitless_requeues, part
 from kempner.supervisor.policy import Decision
 from kempner.supervisor.slurm_job import SlurmJob
 from kempner.supervisor.watch import Watch

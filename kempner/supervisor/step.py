@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kempner.cluster.allocation import Allocation, without
 from kempner.cluster.interfaces import named
@@ -53,7 +54,8 @@ class StepLauncher:
     ) -> None:
         """Start the step; once srun has ended, `post` how those ended that did not say it."""
         command = [*self._step(launch), *self._rank(launch), "train", *arguments]
-        environ = {**os.environ, **launch.environment()}
+        job = self._allocation.job if self._allocation.batch else None
+        environ = {**os.environ, **replace(launch, job=job).environment()}
         environ.pop("TORCHELASTIC_RUN_ID", None)
         try:
             self._srun = subprocess.Popen(

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 from queue import SimpleQueue
 
-from kempner.checkpoint.durations import Durations
+from kempner.checkpoint.durations import Durations, last_step
 from kempner.cluster.limits import raise_open_file_limit
 from kempner.config.sections import Config
 from kempner.run.attempts import Attempt, begin_attempt
@@ -20,7 +20,6 @@ from kempner.run.logs import logger, open_log
 from kempner.run.messages import Secret
 from kempner.run.signals import Received, SignalInbox
 from kempner.supervisor.admission import Membership, listen
-from kempner.supervisor.advice import last_step
 from kempner.supervisor.channel import Channel
 from kempner.supervisor.file_channel import FileChannel
 from kempner.supervisor.launcher import Launcher

@@ -25,6 +25,7 @@ from kempner.run.logs import logger
 from kempner.run.messages import Stop
 from kempner.run.progress import Progress
 from kempner.run.signals import Received, follow_parent, inbox, leave_alone
+from kempner.training.orphan import RESUMABLE, hand_back
 from kempner.training.shutdown import ShutdownHandler, StopReason
 
 HASTE = 0.5
@@ -51,12 +52,21 @@ class Presence:
             Ledger(self.run.ledger).record(event, attempt=attempt.number, **fields)
 
     def leave(self, code: int, sentence: str) -> None:
-        """Last words. What the supervisor cannot take for the ledger any more is written here."""
+        """Last words. What the supervisor cannot take for the ledger any more is written here.
+
+        If it is gone for good, while the job goes on, the job is put back into the queue.
+        """
         if self.link is None or self.launch is None:
             return
-        for event in self.link.leave(code, sentence):
-            fields = {"attempt": self.launch.attempt.number, **event.fields}
-            Ledger(self.run.ledger).record(event.name, **fields)
+        attempt, job = self.launch.attempt, self.launch.job
+        self.link.say_how_it_ends(code, sentence)
+        orphaned = job is not None and code in RESUMABLE and self.link.outlives_supervisor()
+        for event in self.link.fall_silent():
+            Ledger(self.run.ledger).record(
+                event.name, **{"attempt": attempt.number, **event.fields}
+            )
+        if job is not None and orphaned:
+            hand_back(job, self.run, attempt, self.world.rank)
 
 
 def appear(config: Config, shutdown: ShutdownHandler) -> Presence:

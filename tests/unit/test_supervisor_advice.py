@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kempner.checkpoint.durations import Durations, SaveSeconds
+from kempner.checkpoint.durations import Durations, SaveSeconds, last_step
 from kempner.cluster.job import JobState
 from kempner.run.exit_codes import ExitCode
 from kempner.supervisor.advice import (
@@ -15,7 +15,6 @@ from kempner.supervisor.advice import (
     Advice,
     advise,
     fruitless_requeues,
-    last_step,
     part,
     stop_lead,
 )

@@ -1,0 +1,28 @@
+"""The node of the supervisor dies, and the job, submitted with --no-kill, lives on without it."""
+
+from __future__ import annotations
+
+import pytest
+from harness import wait_until
+from lab import Cluster
+from submitting import LONG, STEPS, Project
+
+pytestmark = pytest.mark.timeout(300)
+
+NO_GPUS = ("--no-kill", "--gpus-per-node=0")
+"""Slurm 22.05 gives a job that lost a node, and is then requeued, no GPUs any more."""
+
+
+def test_a_job_without_its_supervisor_is_requeued_once(cluster: Cluster, project: Project) -> None:
+    job = project.train(*LONG, "--supervise.silence_limit=6", nodes=3, options=NO_GPUS)
+    project.reach(job, 31)
+    assert cluster.job(job)["BatchHost"] == "node1"
+    cluster.crash("node1")  # and rank 0 with it: both of the others could ask Slurm
+    wait_until(lambda: project.events("requeued"), "a rank has asked", 60)
+    project.end(job)
+    (requeued,) = project.events("requeued")
+    assert requeued["by_rank"] == 1
+    assert cluster.job(job)["Restarts"] == "1"
+    assert f"resumed at step {requeued['step']}" in project.log(job)
+    taken = [sample for step in project.run.samples().values() for sample in step]
+    assert sorted(taken) == list(range(8 * STEPS))

@@ -167,12 +167,6 @@ class Cluster(Services):
             *("--job-name=preemptor", f"--wrap=sleep {seconds}"),
         )
 
-    def hasten(self, job: str) -> None:
-        """Let a job that was requeued start as soon as there is room: Slurm imposes a wait."""
-        if self.squeue(job, "%T %r") == "PENDING BeginTime":
-            # Refused if the job has begun to start by itself meanwhile.
-            self.run(LOGIN, "scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
-
     def configure(self, **changes: Any) -> None:
         """Change fields of `Options`; jobs do not notice, unless they are just being launched."""
         before, self.options = self.options, replace(self.options, **changes)

@@ -125,12 +125,7 @@ class Project:
 
     def attempt(self, job: str, number: int) -> None:
         """Wait until the ranks are launched for the `number`th time."""
-
-        def launched() -> bool:
-            self.cluster.hasten(job)
-            return self.run.attempt() >= number
-
-        self.wait_until(job, launched, f"attempt {number}")
+        self.wait_until(job, lambda: self.run.attempt() >= number, f"attempt {number}")
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The ledger's lines of one event."""

@@ -110,8 +110,10 @@ class Channel:
     def tell(self, message: FromSupervisor, rank: int | None = None) -> None:
         """Send to a rank, or to all; a stop or a loss also to those that connect later.
 
-        May be called from any thread, and returns at once.
+        May be called from any thread, and returns at once. After `close` nobody is left to hear it.
         """
+        if self._listener.fileno() < 0:
+            return
         self._orders.append((message, rank))
         os.eventfd_write(self._alarm, 1)
 

@@ -416,6 +416,12 @@ class Relay:
             return
 
 
+def test_an_order_after_the_end_is_for_nobody(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path)
+    supervisor.close()
+    supervisor.channel.tell(Stop("too late", 1.0))
+
+
 def test_a_false_supervisor_is_not_obeyed(supervisor: Supervisor) -> None:
     with socket.create_server((LOOPBACK, 0)) as trap:
         rank = supervisor.link(0, port=trap.getsockname()[1])

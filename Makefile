@@ -4,7 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test drills lint clean
+.PHONY: install demo test drills lint clean
+
+install: $(READY)
 
 demo: $(READY)
 	$(BIN)/python scripts/demo/corpus.py data/demo/text

@@ -135,9 +135,10 @@ class Link:
     def fall_silent(self) -> list[Event]:
         """The second half of `leave`."""
         unheard = self._outbox.wait_until_heard(0.0)
+        held = self._connected  # asked first: the thread hangs up as soon as it is over
         self._over = True
         os.eventfd_write(self._alarm, 1)
-        return [m for m in unheard if isinstance(m, Event) and not self._connected]
+        return [m for m in unheard if isinstance(m, Event) and not held]
 
     def _post(self, make: Callable[[int], Post]) -> None:
         self._outbox.add(make)

@@ -83,7 +83,8 @@ def supervise(
     step = (StepLauncher if per_task else TorchrunLauncher)(allocation, config.supervise)
     restarts = restart_count(os.environ)
     print(introduction(allocation, resources, run, arguments, restarts), flush=True)
-    around = SlurmJob(job, allocation.batch)
+    again = arguments if config.slurm.resubmit else None
+    around = SlurmJob(job, allocation.batch, again)
     return follow(run, step, arguments, config, inbox(), around)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from kempner.cluster.hosts import expand_hosts
 from kempner.cluster.job import job_fields, node_fields
@@ -77,6 +78,24 @@ def launches(job: str) -> list[str]:
     return [line for line in told.splitlines() if line != "RESIZING"]
 
 
+def submit_line(job: str) -> str:
+    """The command by which a job was submitted, as the accounting keeps it. Raises `SlurmError`."""
+    return _run(["sacct", "-X", "-n", "-P", "-j", job, "--format=SubmitLine"]).strip()
+
+
+def write_script(job: str, file: Path) -> None:
+    """Write a job's batch script, as it was submitted, to `file`. Raises `SlurmError`."""
+    _run(["scontrol", "write", "batch_script", job, str(file)])
+
+
+def submit(command: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Run a command of sbatch; the last word that it says, the new job's id.
+
+    Not repeated when an answer was lost, because the first may have worked. Raises `SlurmError`.
+    """
+    return _run(command, tries=1, environ=environ).split()[-1]
+
+
 def kill_wait() -> float:
     """Seconds between the SIGTERM and the SIGKILL with which Slurm ends a job. Raises `SlurmError`.
 
@@ -127,11 +146,13 @@ def hostnames(nodelist: str) -> list[str]:
         return expand_hosts(nodelist)
 
 
-def _run(command: Sequence[str], tries: int = _TRIES) -> str:
+def _run(
+    command: Sequence[str], tries: int = _TRIES, environ: Mapping[str, str] | None = None
+) -> str:
     """Its output. What it complains about while it exits with 0 (a plugin, say) is no failure."""
     for left in reversed(range(tries)):
         try:
-            return _once(command)
+            return _once(command, environ)
         except SlurmRefusedError as refusal:
             passing = any(text in refusal.answer for text in _PASSING)
             if not (passing and left):
@@ -140,11 +161,16 @@ def _run(command: Sequence[str], tries: int = _TRIES) -> str:
     raise AssertionError("the last try returns or raises")
 
 
-def _once(command: Sequence[str]) -> str:
+def _once(command: Sequence[str], environ: Mapping[str, str] | None) -> str:
     shown = " ".join(command)
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL
+            command,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            stdin=subprocess.DEVNULL,
         )
     except FileNotFoundError as error:
         raise SlurmMissingError(f"`{command[0]}` is not on the PATH of this host") from error

@@ -312,7 +312,8 @@ class SlurmSection(Section):
     gpus_per_node: NonNegativeInt | None = None
     """GPUs per node; as allocated when left out."""
     resubmit: bool = False
-    """Submit the batch script again where Slurm refuses to put the job back into the queue."""
+    """Submit the batch script again where Slurm refuses to put the job back into the queue; with
+    the options that the accounting (sacct) keeps, so that there must be one."""
 
 
 class MetricsSection(Section):

@@ -6,12 +6,14 @@ import os
 
 from kempner.checkpoint.durations import last_step
 from kempner.cluster.job import restart_count
+from kempner.cluster.scontrol import SlurmError
 from kempner.run.exit_codes import ExitCode
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger, read_lines
 from kempner.run.logs import logger
 from kempner.supervisor.advice import fruitless_requeues, part
 from kempner.supervisor.policy import Decision
+from kempner.supervisor.resubmit import resubmit
 from kempner.supervisor.slurm_job import SlurmJob
 from kempner.supervisor.watch import Watch
 
@@ -38,7 +40,19 @@ def part_from(
     logger().warning(parting.reason)
     if refusal := job.requeue(without=decision.bad_nodes):
         ledger.record("requeue_refused", attempt=attempt, reason=refusal)
-        logger().error(f"{refusal}; to go on, submit the same command again")
+        logger().error(f"{refusal}; {_go_on(job, run, ledger, attempt)}")
+
+
+def _go_on(job: SlurmJob, run: RunDirectory, ledger: Ledger, attempt: int) -> str:
+    """What becomes of a run that Slurm did not take back: submitted again, or what to type."""
+    if job.arguments is not None:
+        try:
+            new = resubmit(job.id, job.arguments, run.attempt(attempt))
+        except (SlurmError, ValueError) as error:
+            return f"slurm.resubmit does not help: {error}; submit the same command again to go on"
+        ledger.record("resubmitted", attempt=attempt, job=job.id, as_job=new)
+        return f"the run goes on as job {new}"
+    return "submit the same command again to go on, or set slurm.resubmit=true"
 
 
 def facts(job: SlurmJob | None) -> dict[str, object]:

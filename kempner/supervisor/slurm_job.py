@@ -31,8 +31,10 @@ class JobSeen:
 class SlurmJob:
     """Asks about the job now and then, and at once where there is a reason to."""
 
-    def __init__(self, job: str, batch: bool) -> None:
+    def __init__(self, job: str, batch: bool, arguments: Sequence[str] | None = None) -> None:
         self.id, self.batch = job, batch
+        self.arguments = arguments
+        """With which to submit the job again where it cannot be requeued; None to leave that."""
         self._ask = threading.Event()
         self._done = threading.Event()
         self._failing = False

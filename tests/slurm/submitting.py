@@ -60,7 +60,9 @@ class Project:
         (folder / "logs").mkdir()
         return cls(cluster, folder, Run(folder / "tiny", data))
 
-    def submit(self, script: str, *arguments: str, options: tuple[str, ...] = ()) -> str:
+    def submit(
+        self, script: str, *arguments: str, options: tuple[str, ...] = (), **environ: str
+    ) -> str:
         """sbatch a script of the project with one CPU rank per node; returns the job's id."""
         resources = ["--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=2"]
         return self.cluster.sbatch(
@@ -71,13 +73,16 @@ class Project:
             cwd=self.folder,
             KEMPNER_PYTHON=sys.executable,
             OMP_NUM_THREADS="1",
+            **environ,
         )
 
-    def train(self, *overrides: str, nodes: int = 2, options: tuple[str, ...] = ()) -> str:
+    def train(
+        self, *overrides: str, nodes: int = 2, options: tuple[str, ...] = (), **environ: str
+    ) -> str:
         """Submit the tiny run over some nodes."""
         config = str(self.run.config.relative_to(self.folder))
         options = (f"--nodes={nodes}", *options)
-        return self.submit("multinode.sh", config, *overrides, options=options)
+        return self.submit("multinode.sh", config, *overrides, options=options, **environ)
 
     def log(self, job: str) -> str:
         """What the job has printed so far."""

@@ -15,8 +15,15 @@ demo: $(READY)
 	$(BIN)/kempner supervise configs/train/debug.toml
 	$(BIN)/python scripts/demo/report.py configs/train/debug.toml
 
+# The tests on a real Slurm mostly wait for it, so they run beside the others.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(MAKE) --jobs=2 --output-sync=target test-slurm test-rest
+
+test-slurm: $(READY)
+	$(BIN)/python -m pytest tests/slurm --durations=8
+
+test-rest: $(READY)
+	$(BIN)/python -m pytest --ignore=tests/slurm --durations=8
 
 # All of what `make test` does a part of: kills, power loss, damage. Up to 40 minutes; as root, or
 # the full disks are left out. What happened is in docs/drills.jsonl.

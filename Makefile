@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: install demo test drills lint clean
+.PHONY: install demo test test-slurm test-rest drills lint clean
 
 install: $(READY)
 

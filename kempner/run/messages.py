@@ -40,6 +40,11 @@ Nonce = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Proof = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
+SIGNALLED = "signalled"
+"""The event with which rank 0 says that a signal has asked it to stop, before the supervisor did:
+in a preemption Slurm signals the ranks alone, and only the supervisor can ask how long it gives."""
+
+
 class MessageError(ValueError):
     """What came, or was to be sent, is no message of this protocol."""
 

@@ -16,7 +16,7 @@ from kempner.run.clock import AwakeClock
 from kempner.run.exit_codes import ExitCode
 from kempner.run.ledger import Ledger
 from kempner.run.logs import logger
-from kempner.run.messages import DumpStacks, Event, Outcome, PeerLost, Stop, shorten
+from kempner.run.messages import SIGNALLED, DumpStacks, Event, Outcome, PeerLost, Stop, shorten
 from kempner.run.signals import Received
 from kempner.supervisor.advice import advise, stop_lead
 from kempner.supervisor.channel import Channel
@@ -173,6 +173,8 @@ class Watch:
         self._ledger.record(event.name, **{"attempt": self.attempt.number, **event.fields})
         if event.name == COMMITTED:
             self._durations = self._durations.with_another(SaveSeconds.from_fields(event.fields))
+        if event.name == SIGNALLED and self._job is not None:
+            self._job.look()
 
     def _pass_on(self, received: Received) -> None:
         self.signals.append(received)

@@ -22,7 +22,7 @@ from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger
 from kempner.run.link import Link, Reactions
 from kempner.run.logs import logger
-from kempner.run.messages import Stop
+from kempner.run.messages import SIGNALLED, Stop
 from kempner.run.progress import Progress
 from kempner.run.signals import Received, follow_parent, inbox, leave_alone
 from kempner.training.orphan import RESUMABLE, hand_back
@@ -50,6 +50,11 @@ class Presence:
             self.link.record(event, dict(fields))
         else:
             Ledger(self.run.ledger).record(event, attempt=attempt.number, **fields)
+
+    def tell_of_signal(self) -> None:
+        """Let the supervisor know that a signal came here; one rank of all is enough."""
+        if self.link is not None and self.world.rank == 0:
+            self.link.record(SIGNALLED, {})
 
     def leave(self, code: int, sentence: str) -> None:
         """Last words. What the supervisor cannot take for the ledger any more is written here.

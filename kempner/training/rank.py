@@ -85,7 +85,8 @@ def run_rank(config: Config, presence: Presence, shutdown: ShutdownHandler) -> E
     faults.strike(Phase.START)
     progress.enter(Phase.RENDEZVOUS)
     ranks = connect(world, config)
-    shutdown.join_group(config.supervise.stop_grace if presence.launch is not None else None)
+    grace = config.supervise.stop_grace if presence.launch is not None else None
+    shutdown.join_group(grace, presence.tell_of_signal)
     attempt = _agree_on_attempt(run, ranks, presence.launch)
     open_log(run.log(attempt.number, world.rank), attempt=attempt.number, rank=world.rank)
     progress.enter(Phase.LOAD)

@@ -6,6 +6,7 @@ Imports no torch, because it is installed before torch is imported.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -41,18 +42,22 @@ class ShutdownHandler:
         self._signals = inbox()
         self._requests: tuple[_Request, ...] = ()
         self._grace: float | None = None
+        self._on_signal: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Trap the signals and leave on any of them until `join_group`."""
         self._signals.install()
         self._signals.react_with(leave_alone)
 
-    def join_group(self, grace: float | None = None) -> None:
+    def join_group(
+        self, grace: float | None = None, on_signal: Callable[[], None] = lambda: None
+    ) -> None:
         """From now on peers depend on this process: signals become wishes.
 
         `grace` is how many seconds after a signal the process will be killed; None if nobody will.
+        `on_signal` is called, from a thread, if it is a signal that first asks for a stop.
         """
-        self._grace = grace
+        self._grace, self._on_signal = grace, on_signal
         self._signals.react_with(self._note)
 
     def stop(self, reason: StopReason, seconds_left: float | None = None) -> None:
@@ -79,5 +84,7 @@ class ShutdownHandler:
         return time.monotonic() - self._requests[0].at if self._requests else 0.0
 
     def _note(self, received: Received) -> None:
-        waited = time.monotonic() - received.at
+        waited, first = time.monotonic() - received.at, not self._requests
         self.stop(StopReason.SIGNAL, None if self._grace is None else self._grace - waited)
+        if first:
+            self._on_signal()

@@ -16,6 +16,7 @@ from kempner.run.attempts import Attempt
 from kempner.run.launch import Launch
 from kempner.run.ledger import Ledger, read_lines
 from kempner.run.messages import (
+    SIGNALLED,
     DumpStacks,
     Event,
     FromSupervisor,
@@ -28,6 +29,7 @@ from kempner.run.messages import (
 from kempner.run.signals import Received
 from kempner.supervisor.news import Heard, Joined, Parted, Sighting
 from kempner.supervisor.policy import RankExit, decide
+from kempner.supervisor.slurm_job import SlurmJob
 from kempner.supervisor.watch import EXIT_GRACE, RECONNECT, Happening, Watch
 
 
@@ -195,3 +197,17 @@ def test_a_hang_is_ended_after_the_stacks_were_written(
     (line,) = read_lines(tmp_path / "ledger.jsonl")
     assert line["event"] == "hang"
     assert "step 5 (step)" in line["reason"]
+
+
+def test_a_signal_to_the_ranks_alone_has_slurm_asked_at_once(
+    hands: Hands, tmp_path: Path, clock: Clock
+) -> None:
+    asked: list[str] = []
+    job = SlurmJob("7", batch=True, arguments=[])
+    job.look = lambda: asked.append(job.id)  # type: ignore[method-assign]
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    watch = Watch(Attempt(4, "abcd"), 1, Config(), hands, hands, ledger, Durations(), job)  # type: ignore[arg-type]
+    feed(watch, Heard(0, Event(1, "saved", {"step": 7})))
+    assert asked == []
+    feed(watch, Heard(0, Event(2, SIGNALLED, {})))
+    assert asked == ["7"]

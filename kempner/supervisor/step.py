@@ -173,7 +173,9 @@ class StepLauncher:
     def _wait(self, srun: subprocess.Popen[bytes], post: Callable[[RankExit], None]) -> None:
         status = srun.wait()
         for rank in range(self._allocation.size):
-            if status == ExitCode.COMPLETED:
+            # srun ends with the highest code of its tasks. One that was stopped before it had
+            # joined the channel could not say so; one that crashed would have.
+            if status in (ExitCode.COMPLETED, ExitCode.STOPPED):
                 post(RankExit(rank, status))
             else:
                 ours = self._killed_at is not None

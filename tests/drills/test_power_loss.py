@@ -134,7 +134,7 @@ def test_a_real_resume_loads_what_a_power_loss_leaves(traced: Trace, tmp_path: P
     steps = resume_each(traced.run.config, SAVES, expected)
     note("power loss, real resumes", resumed_at=steps)
     assert steps == [step or 0 for step in expected.values()]
-    assert set(steps) > {0}
+    assert len(set(steps)) > 1  # not all of them lead to the same
 
 
 def test_a_save_makes_durable_what_it_should_in_the_promised_order(traced: Trace) -> None:

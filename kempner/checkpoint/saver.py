@@ -175,8 +175,8 @@ def _write(path: Path, layout: Layout, staged: Future[None], note: _Note, rank: 
     sums = write_stream(path / name, layout.image.content)
     sidecar = encode_sidecar({name: sums})
     write_durable(path / sidecar_name(rank), sidecar)
-    if rank == 0:
-        write_durable(path / layout.described_in, layout.described)
+    if rank == 0:  # at hundreds of ranks it is no small file
+        write_stream(path / layout.described_in, memoryview(layout.described))
     return replace(
         note,
         data_bytes=sums.bytes,

@@ -25,7 +25,7 @@ test-slurm: $(READY)
 test-rest: $(READY)
 	$(BIN)/python -m pytest --ignore=tests/slurm --durations=8
 
-# All of what `make test` does a part of: kills, power loss, damage. Up to 40 minutes; as root, or
+# All of what `make test` does a part of: kills, power loss, damage. Up to an hour; as root, or
 # the full disks are left out. What happened is in docs/drills.jsonl.
 drills: $(READY)
 	rm -f docs/drills.jsonl

@@ -14,6 +14,15 @@ REMEMBERED = 20
 """Saves that count: enough for a 95th percentile, few enough to follow a storage that changes."""
 
 
+def nearest_rank(values: Iterable[float], fraction: float) -> float | None:
+    """The smallest of `values` that at least `fraction` (0 to 1) of them do not exceed, or None.
+
+    None without values; by the nearest-rank method, so it is always one of them.
+    """
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else None
+
+
 @dataclass(frozen=True)
 class SaveSeconds:
     """One save in seconds: copied, written by all ranks, committed; in this order, no gaps."""
@@ -50,12 +59,9 @@ class Durations:
     def quantile(self, fraction: float) -> float | None:
         """The total seconds that `fraction` (0 to 1) of the saves stayed within, or None.
 
-        None if there is no save yet; by the nearest-rank method, so it is always one of them.
+        None if there is no save yet.
         """
-        if not self.saves:
-            return None
-        ordered = sorted(save.total for save in self.saves)
-        return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+        return nearest_rank((save.total for save in self.saves), fraction)
 
     @classmethod
     def from_ledger(cls, events: Iterable[Mapping[str, Any]]) -> Self:

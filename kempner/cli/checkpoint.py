@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +21,7 @@ from kempner.checkpoint.retention import prune as delete
 from kempner.checkpoint.verify import Damage
 from kempner.checkpoint.verify import verify as find_damage
 from kempner.cli.progress import bar
+from kempner.insight.status import spans
 from kempner.run.exit_codes import CheckpointWriteError, DataError, ExitCode, UsageError
 
 Folder = Annotated[
@@ -156,16 +156,7 @@ def _by_rank(manifest: Manifest, damages: Iterable[Damage]) -> Iterator[str]:
         bad.add(rank)
         yield f"{'all ranks' if rank is None else f'rank {rank}'}: {damage}"
     if good := sorted({rank for rank in ranks.values() if rank is not None} - bad):
-        yield f"{'ranks' if good[1:] else 'rank'} {_ranges(good)}: ok"
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers with neighbours drawn together: "0-2, 5"."""
-    runs = []
-    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in group]
-        runs.append(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]))
-    return ", ".join(runs)
+        yield f"{'ranks' if good[1:] else 'rank'} {spans(good)}: ok"
 
 
 @contextmanager

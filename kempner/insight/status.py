@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from kempner.checkpoint.layout import CheckpointFolder
@@ -62,14 +63,16 @@ def gather(ranks: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
 
 def _name(ranks: Sequence[int]) -> str:
     """`rank 3`, or `ranks 0-6, 9` for several, in ascending order."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    spans = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Ascending numbers with neighbours drawn together: "0-2, 5"."""
+    runs = []
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        runs.append(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]))
+    return ", ".join(runs)
 
 
 def read_status(run: RunDirectory) -> Status:

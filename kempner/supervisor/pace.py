@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping
 
+from kempner.checkpoint.durations import nearest_rank
 from kempner.run.messages import Phase
 from kempner.supervisor.news import Sighting
 
@@ -40,7 +40,4 @@ class Pace:
 
     def quantile(self, fraction: float) -> float | None:
         """The seconds that `fraction` (0 to 1) of the last steps stayed within; None before any."""
-        if not self._gaps:
-            return None
-        ordered = sorted(self._gaps)
-        return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+        return nearest_rank(self._gaps, fraction)

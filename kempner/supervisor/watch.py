@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Mapping
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
@@ -22,7 +23,7 @@ from kempner.supervisor.advice import advise, stop_lead
 from kempner.supervisor.channel import Channel
 from kempner.supervisor.evidence import of_process
 from kempner.supervisor.launcher import Launcher
-from kempner.supervisor.news import Heard, Joined, News, Parted
+from kempner.supervisor.news import Heard, Joined, News, Parted, Sighting
 from kempner.supervisor.pace import Pace
 from kempner.supervisor.policy import RankExit, describe, failed
 from kempner.supervisor.slurm_job import JobSeen, SlurmJob
@@ -113,9 +114,10 @@ class Watch:
     def enforce(self) -> None:
         """Stop in time, and end what outstays: a connection, a stop, the failure of another."""
         now, section = self._clock.now(), self._section
-        self._pace.see(self._channel.sightings(), now)
+        sightings = self._channel.sightings()
+        self._pace.see(sightings, now)
         self._heed_the_job()
-        self._end_a_hang(now)
+        self._end_a_hang(now, sightings)
         for rank, at in list(self._parted.items()):
             if now - at > RECONNECT:
                 self._note_end(RankExit(rank, None))
@@ -124,7 +126,7 @@ class Watch:
         if overdue or orphaned:
             self._launcher.kill()
 
-    def _end_a_hang(self, now: float) -> None:
+    def _end_a_hang(self, now: float, sightings: Mapping[int, Sighting]) -> None:
         """Take evidence of a hang, and end the attempt a little later."""
         if self._stop_asked_at is not None or self._failed_at is not None:
             return  # these have deadlines of their own
@@ -132,7 +134,7 @@ class Watch:
             if now - self._hung_at > EVIDENCE:
                 self._launcher.kill()
             return
-        sightings, gap = self._channel.sightings(), self._pace.quantile(0.95)
+        gap = self._pace.quantile(0.95)
         self.hang = self._stillness.see(sightings, now, time.monotonic(), gap)
         if self.hang is None:
             return

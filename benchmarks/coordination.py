@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from ways_to_save import open_manager
 
 from kempner.checkpoint import saver
 from kempner.checkpoint.commit import commit
 from kempner.checkpoint.image import container
 from kempner.checkpoint.layout import CheckpointFolder
-from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.manifest import FileSums, Identity, Manifest, Position
 from kempner.checkpoint.plan import TensorSpec, place
 from kempner.checkpoint.stream import write_stream
@@ -57,18 +57,7 @@ def measure_saves(items: int, saves: int, folder: Path) -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     run = RunDirectory(folder)
-    box = [begin_attempt(run) if rank == 0 else None]
-    dist.broadcast_object_list(box, 0)
-    assert box[0] is not None
-    manager = CheckpointManager(
-        run.checkpoints,
-        model,
-        optimizer,
-        identity=Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {}),
-        fence=Fence(run.attempts, box[0]),
-        group=dist.new_group(backend="gloo"),
-        keep_last=2,
-    )
+    manager = open_manager(run, model, optimizer, dist.new_group(backend="gloo"))
     saver.write_stream = write_no_data  # type: ignore[attr-defined]
     seconds = []
     for number in range(saves + 1):

@@ -82,25 +82,32 @@ class Nothing:
         """Nothing to wait for."""
 
 
+def open_manager(
+    run: RunDirectory, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
+) -> CheckpointManager:
+    """kempner's manager, in an attempt of its own; called on every rank."""
+    world = dist.get_world_size()
+    box = [begin_attempt(run) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    assert box[0] is not None
+    return CheckpointManager(
+        run.checkpoints,
+        model,
+        optimizer,
+        identity=Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {}),
+        fence=Fence(run.attempts, box[0]),
+        group=group,
+        keep_last=2,
+    )
+
+
 class Ours(Nothing):
     """kempner's manager."""
 
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)
-        record = RunDirectory(subject.folder / "ours")
-        box = [begin_attempt(record) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(box, 0)
-        assert box[0] is not None
-        world = dist.get_world_size()
-        self.manager = CheckpointManager(
-            record.checkpoints,
-            subject.model,
-            subject.optimizer,
-            identity=Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {}),
-            fence=Fence(record.attempts, box[0]),
-            group=subject.group,
-            keep_last=2,
-        )
+        run = RunDirectory(subject.folder / "ours")
+        self.manager = open_manager(run, subject.model, subject.optimizer, subject.group)
 
     def save(self, number: int) -> None:
         self.manager.save(Position(number))

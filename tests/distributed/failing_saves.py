@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+sys.path.append(str(Path(__file__).parents[1]))
+from managers import open_manager
+
 from kempner.checkpoint.layout import CheckpointFolder
-from kempner.checkpoint.manager import CheckpointManager
-from kempner.checkpoint.manifest import Identity, Position
+from kempner.checkpoint.manifest import Position
 from kempner.run import logs
-from kempner.run.attempts import Fence, SupersededError, begin_attempt
+from kempner.run.attempts import SupersededError, begin_attempt
 from kempner.run.layout import RunDirectory
 
 logs.configure()
@@ -27,18 +29,12 @@ model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 run = RunDirectory(Path(sys.argv[1]))
-box = [begin_attempt(run) if rank == 0 else None]
-dist.broadcast_object_list(box, 0)
-assert box[0] is not None
 recorded: list[tuple[str, object]] = []
-manager = CheckpointManager(
-    run.checkpoints,
+manager = open_manager(
+    run,
     model,
     optimizer,
-    identity=Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {}),
-    fence=Fence(run.attempts, box[0]),
-    group=dist.new_group(backend="gloo"),
-    keep_last=2,
+    dist.new_group(backend="gloo"),
     record=lambda event, **fields: recorded.append((event, fields)),
 )
 

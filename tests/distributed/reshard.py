@@ -16,11 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+sys.path.append(str(Path(__file__).parents[1]))
+from managers import open_manager
+
 from kempner.checkpoint import index, state
 from kempner.checkpoint.manager import CheckpointManager
-from kempner.checkpoint.manifest import Identity, Position
+from kempner.checkpoint.manifest import Position
 from kempner.run import logs
-from kempner.run.attempts import Fence, begin_attempt
 from kempner.run.layout import RunDirectory
 
 logs.configure()
@@ -42,18 +44,7 @@ def build(world: int, folder: Path, seed: int) -> tuple[CheckpointManager, dict[
     model(torch.arange(14.0).view(2, 7) * seed).sum().backward()
     optimizer.step()
     run = RunDirectory(folder)
-    box = [begin_attempt(run) if rank == 0 else None]
-    dist.broadcast_object_list(box, group_src=0, group=groups[world])
-    assert box[0] is not None
-    manager = CheckpointManager(
-        run.checkpoints,
-        model,
-        optimizer,
-        identity=Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {}),
-        fence=Fence(run.attempts, box[0]),
-        group=groups[world],
-        keep_last=2,
-    )
+    manager = open_manager(run, model, optimizer, groups[world])
     return manager, state.capture(model, optimizer)
 
 

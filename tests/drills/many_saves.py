@@ -19,11 +19,10 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.append(str(Path(__file__).parents[1]))
 from harness import wait_until
+from managers import open_manager
 
-from kempner.checkpoint.manager import CheckpointManager
-from kempner.checkpoint.manifest import Identity, Position
+from kempner.checkpoint.manifest import Position
 from kempner.run import logs
-from kempner.run.attempts import Fence, begin_attempt
 from kempner.run.layout import RunDirectory
 
 logs.configure()
@@ -34,18 +33,7 @@ model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 3))
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 run = RunDirectory(Path(sys.argv[1]))
-box = [begin_attempt(run) if rank == 0 else None]
-dist.broadcast_object_list(box, 0)
-assert box[0] is not None
-manager = CheckpointManager(
-    run.checkpoints,
-    model,
-    optimizer,
-    identity=Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {}),
-    fence=Fence(run.attempts, box[0]),
-    group=dist.new_group(backend="gloo"),
-    keep_last=2,
-)
+manager = open_manager(run, model, optimizer, dist.new_group(backend="gloo"))
 
 
 def pruned() -> bool:

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+sys.path.append(str(Path(__file__).parents[1]))
+from managers import open_manager
+
 from kempner.checkpoint import state
 from kempner.checkpoint.layout import CheckpointFolder
-from kempner.checkpoint.manager import CheckpointManager
-from kempner.checkpoint.manifest import Identity, Position
+from kempner.checkpoint.manifest import Position
 from kempner.run import logs
-from kempner.run.attempts import Fence, begin_attempt
 from kempner.run.exit_codes import UsageError
 from kempner.run.layout import RunDirectory
 
@@ -32,18 +33,7 @@ for layer in model:
 fully_shard(model, reshard_after_forward=False)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 run = RunDirectory(Path(sys.argv[1]))
-box = [begin_attempt(run) if rank == 0 else None]
-dist.broadcast_object_list(box, 0)
-assert box[0] is not None
-manager = CheckpointManager(
-    run.checkpoints,
-    model,
-    optimizer,
-    identity=Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {}),
-    fence=Fence(run.attempts, box[0]),
-    group=dist.new_group(backend="gloo"),
-    keep_last=2,
-)
+manager = open_manager(run, model, optimizer, dist.new_group(backend="gloo"))
 
 
 def forward() -> Tensor:

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from harness import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -194,16 +195,6 @@ def test_an_outbox_keeps_what_was_not_heard() -> None:
     assert [m.number for m in outbox.wait_until_heard(0)] == [3, 4]
     outbox.heard(4)
     assert outbox.wait_until_heard(0) == []
-
-
-class Clock:
-    """Stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+from harness import Clock
 
 from kempner.checkpoint.durations import Durations
 from kempner.config.sections import Config, ResilienceSection, SuperviseSection
@@ -62,14 +63,6 @@ class Hands:
 
     def tell(self, message: FromSupervisor, rank: int | None = None) -> None:
         self.told.append(message)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

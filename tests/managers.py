@@ -1,0 +1,38 @@
+"""A manager as a script over ranks uses it, in an attempt of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manifest import Identity
+from kempner.run.attempts import Fence, begin_attempt
+from kempner.run.layout import RunDirectory
+
+
+def open_manager(
+    run: RunDirectory,
+    model: nn.Module,
+    optimizer: Optimizer,
+    group: dist.ProcessGroup,
+    **options: Any,
+) -> CheckpointManager:
+    """Keeps the last two checkpoints of `run`; called on every rank of `group`."""
+    world = dist.get_world_size(group)
+    box = [begin_attempt(run) if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(box, group_src=0, group=group)
+    assert box[0] is not None
+    return CheckpointManager(
+        run.checkpoints,
+        model,
+        optimizer,
+        identity=Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {}),
+        fence=Fence(run.attempts, box[0]),
+        group=group,
+        keep_last=2,
+        **options,
+    )

@@ -243,14 +243,23 @@ class Cluster(Services):
             shutil.rmtree(self.folder / "spool" / node, ignore_errors=True)
         machine.signal(signal.SIGCONT)
         if "slurmd" not in machine.processes().values():
+            # Once the controller hears of the reboot, it ends what it takes to run there.
+            before = self._slurmd_started(node)
             self.daemon(node, "slurmd", "-b")
+            heard = lambda: self._slurmd_started(node) != before  # noqa: E731
+            wait_until(heard, f"the controller hears from {node}", 60, interval=0.1)
+
+    def _slurmd_started(self, node: str) -> str:
+        words = self.scontrol("show", "node", "-o", node).split()
+        return next(word for word in words if word.startswith("SlurmdStartTime="))
 
     def restore(self) -> None:
         """End every job and mend every fault."""
+        for node, interface in sorted(self._cut):
+            if self.machines[node].up:  # or it boots with whole links
+                self.heal(node, interface)
         for node in self.options.node_names:
             self.boot(node)
-        for node, interface in sorted(self._cut):
-            self.heal(node, interface)
         if self.options != self._wanted:
             self.configure(**vars(self._wanted))
         self.run(LOGIN, "scancel", "--user=root", check=False)

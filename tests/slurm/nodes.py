@@ -133,7 +133,12 @@ class Switch:
                 f"link set {port} mtu {mtu}",
                 f"link set {port} master br-{interface} up",
             )
+            # The same after a reboot, as on any machine: its peers remember it.
+            place = "".join(
+                f":{int(part):02x}" for part in address(node.name, interface).split(".")
+            )
             node.ip(
+                f"link set {interface} address 02:00{place}",
                 f"addr add {address(node.name, interface)}/24 brd + dev {interface}",
                 f"link set {interface} mtu {mtu}",
                 f"link set {interface} up",

@@ -136,7 +136,16 @@ class Project:
         """The ledger's lines of one event."""
         return self.run.events(name)
 
-    def states(self, job: str) -> list[str]:
-        """How each launch of the job ended, oldest first."""
-        rows = self.cluster.sacct(job, "JobID", "State", duplicates=True)
-        return [row["State"].split()[0] for row in rows if "." not in row["JobID"]]
+    def assert_states(self, job: str, *expected: str) -> None:
+        """Accounting, which hears of it later, says how each launch ended, oldest first."""
+        found: list[str] = []
+
+        def as_expected() -> bool:
+            rows = self.cluster.sacct(job, "JobID", "State", duplicates=True)
+            found[:] = [row["State"].split()[0] for row in rows if "." not in row["JobID"]]
+            return found == list(expected)
+
+        try:
+            wait_until(as_expected, f"{expected} in accounting", 60)
+        except AssertionError as error:
+            raise AssertionError(f"{error}, which says {found}\n{self.log(job)}") from None

@@ -43,7 +43,7 @@ def test_an_operators_word_holds(project: Project, undisturbed: Run) -> None:
     assert committed_all(project)
     last = project.events("checkpoint_committed")[-1]
     assert last["time"] - cancelled_at < project.cluster.options.kill_wait
-    assert project.states(job) == ["REQUEUED", "CANCELLED"]
+    project.assert_states(job, "REQUEUED", "CANCELLED")
     assert "the job was cancelled: submit it again" in project.log(job)
 
     again = project.train(*LONG, options=("--no-requeue",))

@@ -38,7 +38,7 @@ def test_a_warned_job_comes_back_and_goes_on(project: Project, reference: Run) -
     project.cluster.run("login1", "scancel", "--batch", "--signal=TERM", job)
     wait_until(lambda: project.cluster.job(job)["Restarts"] == "1", "the job is requeued", 60)
     project.end(job)
-    assert project.states(job) == ["REQUEUED", "COMPLETED"], project.log(job)
+    project.assert_states(job, "REQUEUED", "COMPLETED")
     assert "Restart cnt: 1" in project.log(job)
     (requeued,) = project.events("requeued")
     (resumed,) = project.events("resumed")

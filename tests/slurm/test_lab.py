@@ -94,13 +94,17 @@ def test_a_node_is_lost_and_comes_back(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("fault", ["crash", "power_off", "kill_slurmd", "hang"])
-def test_every_fault_of_a_node_is_mended_between_tests(cluster: Cluster, fault: str) -> None:
+def test_every_fault_of_a_node_is_mended_between_tests(
+    cluster: Cluster, fault: str, tmp_path: Path
+) -> None:
     job = sleeper(cluster, "--nodes=2", "--no-requeue")
     getattr(cluster, fault)("node2")
     cluster.restore()
     assert cluster.squeue(job) == ""
-    told = cluster.sbatch("--nodes=8", "--output=/dev/null", "--wrap=srun true")
-    assert cluster.wait_for(told, "COMPLETED", "FAILED") == "COMPLETED"
+    out = tmp_path / "out"
+    told = cluster.sbatch("--nodes=8", f"--output={out}", "--wrap=srun hostname")
+    ended = cluster.wait_for(told, "COMPLETED", "FAILED", "NODE_FAIL")
+    assert ended == "COMPLETED", out.read_text()
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())

@@ -26,7 +26,7 @@ def unwarned(cluster: Cluster, tmp_path: Path, corpus: Path) -> Project:
 
 def assert_came_back_once(project: Project, job: str) -> None:
     """Stopped on one step by all ranks, requeued at once, resumed at the next."""
-    assert project.states(job) == ["REQUEUED", "COMPLETED"], project.log(job)
+    project.assert_states(job, "REQUEUED", "COMPLETED")
     assert "Restart cnt: 0" in project.log(job)
     assert "Restart cnt: 1" in project.log(job)
     (requeued,), (resumed,) = project.events("requeued"), project.events("resumed")

@@ -32,7 +32,7 @@ def test_every_kind_of_preemption_in_a_row_costs_nothing(
     project.attempt(job, len(WAYS) + 1)
     project.hurry()
     project.end(job)
-    assert project.states(job) == [*(state for _, state in WAYS), "COMPLETED"], project.log(job)
+    project.assert_states(job, *(state for _, state in WAYS), "COMPLETED")
     assert all(event["lost_steps"] == 0 for event in project.events("stopped"))
     said = [event["reason"] for event in project.events("requeued")]
     assert len(said) == [state for _, state in WAYS].count("REQUEUED")

@@ -89,7 +89,7 @@ def test_a_warning_in_any_phase_and_signals_to_some_or_all(
     project.attempt(job, 7)
     project.hurry()
     project.end(job)
-    assert project.states(job) == ["REQUEUED"] * 6 + ["COMPLETED"], project.log(job)
+    project.assert_states(job, *["REQUEUED"] * 6, "COMPLETED")
     ended = [
         json.dumps(event["exits"], sort_keys=True) for event in project.events("attempt_ended")
     ]

@@ -57,15 +57,15 @@ class Binding:
         self.table = capture(model, optimizer)
         """What `capture` returned."""
         self._optimizer = optimizer
-        self._parameters = [
-            _Held(module._parameters, name, parameter, _address(parameter))
-            for module in model.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        self._entries = [
-            (parameter, state, [_Held(state, name, t, _address(t)) for name, t in state.items()])
-            for parameter, state in optimizer.state.items()
+        self._states = list(optimizer.state.values())
+        holders: list[Mapping[str, Any]] = [module._parameters for module in model.modules()]
+        holders += optimizer.state.values()
+        self._sizes = [(holder, len(holder)) for holder in holders]
+        self._held = [
+            (holder, name, tensor, _memory(tensor), _memory(tensor).data_ptr())
+            for holder in holders
+            for name, tensor in holder.items()
+            if tensor is not None
         ]
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self.buffers = {
@@ -77,35 +77,26 @@ class Binding:
 
     def intact(self) -> bool:
         """Whether model and optimizer still consist of these very tensors, at their addresses."""
-        states = self._optimizer.state
-        return (
-            all(held.intact() for held in self._parameters)
-            and len(states) == len(self._entries)
-            and all(
-                len(state) == len(entries)
-                and states.get(parameter) is state
-                and all(held.intact() for held in entries)
-                for parameter, state, entries in self._entries
-            )
-        )
+        states = self._optimizer.state.values()
+        if len(states) != len(self._states):
+            return False
+        if any(now is not then for now, then in zip(states, self._states, strict=True)):
+            return False
+        if any(len(holder) != size for holder, size in self._sizes):
+            return False
+        for holder, name, tensor, memory, address in self._held:  # thousands, at every save
+            if (
+                holder.get(name) is not tensor
+                or _memory(tensor) is not memory
+                or memory.data_ptr() != address
+            ):
+                return False
+        return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A tensor, where it was found, and the address of its data."""
-
-    holder: Mapping[str, Any]
-    name: str
-    tensor: Tensor
-    address: int
-
-    def intact(self) -> bool:
-        return self.holder.get(self.name) is self.tensor and _address(self.tensor) == self.address
-
-
-def _address(tensor: Tensor) -> int:
+def _memory(tensor: Tensor) -> Tensor:
     # Not to_local(): it makes a tensor, and there are thousands to check.
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def create_optimizer_state(

@@ -38,7 +38,15 @@ from kempner.checkpoint.manifest import (
     whole_sum,
 )
 from kempner.checkpoint.metadata import pack
-from kempner.checkpoint.plan import Chunk, Placed, TensorSpec, arrange, data_file, file_length
+from kempner.checkpoint.plan import (
+    Chunk,
+    Placed,
+    TensorSpec,
+    arrange,
+    data_file,
+    file_length,
+    listed,
+)
 from kempner.checkpoint.pour import OnBytes, octets
 from kempner.checkpoint.reader import METADATA, RestrictedReader
 from kempner.checkpoint.stream import reserve, write_all
@@ -165,7 +173,7 @@ def _write(foreign: Foreign, path: Path, on_bytes: OnBytes) -> dict[str, FileEnt
     contents = []
     for rank, (name, parts) in enumerate(foreign.files().items()):
         placed = arrange(parts, container)
-        contents.append(placed)
+        contents.append(listed(placed))
         target = path / data_file(rank)
         _write_file(target, placed, _read_parts(foreign.path / name, placed, parts), on_bytes)
         sums = sum_file(target)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from kempner.checkpoint.image import container
-from kempner.checkpoint.plan import Placed, TensorSpec, data_file, place
+from kempner.checkpoint.plan import Listed, TensorSpec, data_file, list_all
 from kempner.run.signals import STOP_SIGNALS, follow_parent
 
 MADE_HERE = 20_000
@@ -55,21 +55,20 @@ def metadata_of(specs: Sequence[TensorSpec], world: int) -> bytes:
 
 def build_metadata(specs: Sequence[TensorSpec], world: int) -> bytes:
     """DCP's `.metadata` for a state that `world` ranks write; the same bytes at every save."""
-    return pack(specs, (place(specs, rank, container) for rank in range(world)))
+    return pack(specs, list_all(specs, world, container))
 
 
-def pack(specs: Sequence[TensorSpec], files: Iterable[Sequence[Placed]]) -> bytes:
+def pack(specs: Sequence[TensorSpec], files: Iterable[Sequence[Listed]]) -> bytes:
     """DCP's `.metadata` for tensors whose parts lie in `files`, one of each rank."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {spec.key: [] for spec in specs}
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    for rank, placed in enumerate(files):
+    for rank, contents in enumerate(files):
         file = data_file(rank)
-        for item in placed:
-            key = item.chunk.key
-            described = _describe(item.chunk.offsets, item.chunk.sizes)
+        for key, offsets, sizes, start, length in contents:
+            described = _describe(offsets, sizes)
             index = MetadataIndex(key, described.offsets, len(chunks[key]))
             chunks[key].append(described)
-            storage[index] = _StorageInfo(file, item.start, item.container.length)
+            storage[index] = _StorageInfo(file, start, length)
     metadata = Metadata(
         state_dict_metadata={spec.key: _tensor(spec, chunks[spec.key]) for spec in specs},
         planner_data={spec.key: (spec.key,) for spec in specs},

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 from zlib import crc32
 
 ALIGNMENT = 64
@@ -72,6 +73,16 @@ class Placed:
     container: Container
 
 
+class Listed(NamedTuple):
+    """A chunk as a table of contents lists it: `length` bytes of its file from `start` on."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    length: int
+
+
 @lru_cache(1 << 16)
 def coordinate(rank: int, mesh: tuple[int, ...]) -> tuple[int, ...]:
     """Where `rank` sits in a row-major mesh."""
@@ -126,6 +137,13 @@ def _writer(spec: TensorSpec) -> int:
     return crc32(spec.key.encode()) if math.prod(spec.shape) > SMALL else 0
 
 
+def _writers(spec: TensorSpec) -> tuple[int, ...]:
+    """Where the writer sits along each dimension of the mesh whose ranks hold the same."""
+    writer = _writer(spec)
+    sides = zip(spec.mesh, spec.placements, strict=True)
+    return tuple(writer % parts for parts, dim in sides if dim is None)
+
+
 def _replaced(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
     return (*values[:at], value, *values[at + 1 :])
 
@@ -161,6 +179,39 @@ def place(
     """The contents of the file of `rank`, in order of size and name."""
     chunks = (chunk for spec in specs if (chunk := chunk_of(spec, rank)) is not None)
     return arrange(chunks, container)
+
+
+def list_all(
+    specs: Sequence[TensorSpec],
+    world: int,
+    container: Callable[[str, tuple[int, ...]], Container],
+) -> Iterator[list[Listed]]:
+    """The contents of every rank's file. What is cut into pieces of the same sizes is placed once.
+
+    A large model has thousands of tensors, but few kinds of them, and most ranks' files differ in
+    the offsets alone.
+    """
+    kinds = {spec.key: (spec.shape, spec.mesh, spec.placements, _writers(spec)) for spec in specs}
+    examples = {kinds[spec.key]: spec for spec in specs}
+    known: dict[tuple[tuple[int, ...] | None, ...], list[Placed]] = {}
+    for rank in range(world):
+        cuts = {kind: chunk_of(spec, rank) for kind, spec in examples.items()}
+        sizes = tuple(cut.sizes if cut is not None else None for cut in cuts.values())
+        if sizes not in known:
+            known[sizes] = place(specs, rank, container)
+        yield [
+            Listed(key, cut.offsets, cut.sizes, start, around.length)
+            for key, start, around in ((p.chunk.key, p.start, p.container) for p in known[sizes])
+            if (cut := cuts[kinds[key]]) is not None
+        ]
+
+
+def listed(placed: Iterable[Placed]) -> list[Listed]:
+    """One file's contents, as a table of contents lists them."""
+    return [
+        Listed(p.chunk.key, p.chunk.offsets, p.chunk.sizes, p.start, p.container.length)
+        for p in placed
+    ]
 
 
 def arrange(

@@ -7,8 +7,6 @@ them: they follow from the configuration and the step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +56,8 @@ class Binding:
         """What `capture` returned."""
         self._optimizer = optimizer
         self._states = list(optimizer.state.values())
-        holders: list[Mapping[str, Any]] = [module._parameters for module in model.modules()]
-        holders += optimizer.state.values()
+        modules = (module._parameters for module in model.modules())
+        holders: list[Mapping[str, Tensor | None]] = [*modules, *optimizer.state.values()]
         self._sizes = [(holder, len(holder)) for holder in holders]
         self._held = [
             (holder, name, tensor, _memory(tensor), _memory(tensor).data_ptr())

@@ -20,6 +20,8 @@ from kempner.checkpoint.plan import (
     digest,
     file_length,
     holders,
+    list_all,
+    listed,
     place,
 )
 
@@ -106,6 +108,20 @@ def test_a_file_holds_the_small_first_aligned_and_without_overlap() -> None:
             assert item.start + item.container.length <= following.start
             assert following.start % ALIGNMENT == 0
         assert file_length(placed) == placed[-1].start + placed[-1].container.length
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_list_of_all_files_is_what_each_rank_places(mesh: tuple[int, ...]) -> None:
+    specs = [
+        TensorSpec(f"{shape}{placements}{dtype}{twin}", shape, dtype, mesh, placements)
+        for shape in [*SHAPES, (SMALL + 3, 2)]
+        for placements in itertools.product([None, *range(len(shape))], repeat=len(mesh))
+        for dtype in ("float32", "int64")
+        for twin in range(2)
+    ]
+    world = math.prod(mesh)
+    expected = [listed(place(specs, rank, container)) for rank in range(world)]
+    assert list(list_all(specs, world, container)) == expected
 
 
 def test_plans_that_differ_have_different_digests() -> None:

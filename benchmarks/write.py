@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+from kempner.checkpoint.image import page_aligned
 from kempner.checkpoint.stream import SLAB_BYTES, write_stream
 
 
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--folder", default=None, help="where to write; a temporary one otherwise")
     arguments = parser.parse_args()
-    data = torch.randint(0, 256, (arguments.megabytes * 1_000_000,), dtype=torch.uint8)
+    data = page_aligned(arguments.megabytes * 1_000_000).random_()
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for number in range(arguments.rounds):

@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.serialization import skip_data
 
 from kempner.checkpoint.plan import Container, Placed, TensorSpec, file_length
+from kempner.checkpoint.stream import DIRECT_ALIGNMENT
 
 
 def describe(table: Mapping[str, Tensor], world: int) -> list[TensorSpec]:
@@ -52,6 +53,13 @@ def container(dtype: str, sizes: tuple[int, ...]) -> Container:
         return Container(before, length, file.read())
 
 
+def page_aligned(length: int, *, pinned: bool = False) -> Tensor:
+    """`length` bytes of zeros, which begin where a write past the page cache may begin."""
+    room = torch.zeros(length + DIRECT_ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    start = -room.data_ptr() % DIRECT_ALIGNMENT
+    return room[start : start + length]
+
+
 class Image:
     """One rank's file: a buffer that holds `placed`, and views into it for the tensors.
 
@@ -59,7 +67,7 @@ class Image:
     """
 
     def __init__(self, placed: Sequence[Placed], *, pinned: bool) -> None:
-        self._buffer = torch.zeros(file_length(placed), dtype=torch.uint8, pin_memory=pinned)
+        self._buffer = page_aligned(file_length(placed), pinned=pinned)
         self.views = [self._install(item) for item in placed]
         """A tensor for each placed chunk, in order, with its dtype and sizes."""
 

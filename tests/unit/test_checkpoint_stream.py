@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from kempner.checkpoint import stream
+from kempner.checkpoint.image import page_aligned
 from kempner.checkpoint.manifest import BLOCK_BYTES, sum_file
 from kempner.checkpoint.stream import SLAB_BYTES, WRITE_BEHIND, write_stream, yield_to_training
 
@@ -26,6 +29,37 @@ def test_the_file_is_the_buffer_and_the_sums_are_the_file_s(tmp_path: Path, leng
     sums = write_stream(path, memoryview(content))
     assert path.read_bytes() == content
     assert sums == sum_file(path)
+
+
+@pytest.mark.parametrize("length", [1, 4095, 4096, 5000, SLAB_BYTES, SLAB_BYTES + 4097])
+@pytest.mark.parametrize("refusal", ["none", "flag", "write"])
+def test_from_whole_pages_it_bypasses_the_cache_where_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, refusal: str
+) -> None:
+    bypassed: list[int] = []
+
+    def pwrite(descriptor: int, data: memoryview, at: int, write=os.pwrite) -> int:  # type: ignore[no-untyped-def]
+        if direct := bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT):
+            if refusal == "write":
+                raise OSError(errno.EINVAL, "Invalid argument")
+            bypassed.append(len(data))
+        written: int = write(descriptor, data, at)
+        assert not direct or written == len(data)
+        return written
+
+    def set_flags(descriptor: int, command: int, flags: int = 0, call=fcntl.fcntl) -> int:  # type: ignore[no-untyped-def]
+        if refusal == "flag" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return int(call(descriptor, command, flags))
+
+    monkeypatch.setattr(stream.os, "pwrite", pwrite)
+    monkeypatch.setattr(stream.fcntl, "fcntl", set_flags)
+    buffer = page_aligned(length)
+    buffer.random_(generator=torch.Generator().manual_seed(length))
+    sums = write_stream(tmp_path / "data", buffer.numpy().data)
+    assert (tmp_path / "data").read_bytes() == buffer.numpy().tobytes()
+    assert sums == sum_file(tmp_path / "data")
+    assert sum(bypassed) == (length // 4096 * 4096 if refusal == "none" else 0)
 
 
 def test_an_existing_file_is_never_written_to(tmp_path: Path) -> None:
@@ -50,6 +84,8 @@ def test_a_full_disk_speaks_where_space_cannot_be_reserved(
     monkeypatch.setattr(stream, "reserve", lambda descriptor, length: None)
     with pytest.raises(OSError, match="No space left"):
         write_stream(small_disk / "data", memoryview(bytes(9 << 20)))
+    with pytest.raises(OSError, match="No space left"):
+        write_stream(small_disk / "more", page_aligned(9 << 20).numpy().data)
 
 
 def test_a_file_system_without_reservation_is_written_all_the_same(

@@ -13,6 +13,22 @@ from harness import KEMPNER, Run
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+ALL = os.environ.get("KEMPNER_DRILLS") == "all"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`make test` leaves out what is marked as a drill; `make drills` does only these, and all of
+    `tests/drills`, of which `make test` does a part of each.
+    """
+    drills = {
+        item
+        for item in items
+        if item.get_closest_marker("drill") or (ALL and item.path.parent.name == "drills")
+    }
+    left_out = [item for item in items if (item in drills) != ALL]
+    items[:] = [item for item in items if (item in drills) == ALL]
+    config.hook.pytest_deselected(items=left_out)
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:

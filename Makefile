@@ -15,12 +15,12 @@ demo: $(READY)
 	$(BIN)/kempner supervise configs/train/debug.toml
 	$(BIN)/python scripts/demo/report.py configs/train/debug.toml
 
-# The tests on a real Slurm mostly wait for it, so they run beside the others.
+# The tests on a real Slurm mostly wait for it, so they run beside the others, on two clusters.
 test: $(READY)
 	$(MAKE) --jobs=2 --output-sync=target test-slurm test-rest
 
 test-slurm: $(READY)
-	$(BIN)/python -m pytest tests/slurm --durations=8
+	$(BIN)/python -m pytest tests/slurm --numprocesses=2 --dist=loadfile --durations=8
 
 test-rest: $(READY)
 	$(BIN)/python -m pytest --ignore=tests/slurm --durations=8

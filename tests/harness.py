@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kempner.data.index import INDEX_FILE, Index, Shard, Source, TokenizerIdentity
 from kempner.data.tokens import TokenWriter
@@ -51,6 +52,12 @@ dataset_path = "{data}"
 [checkpoint]
 interval = 10
 """
+
+
+def drills(*cases: Any) -> list[Any]:
+    """Cases of a parametrized test that only `make drills` takes; `make test` has the others."""
+    rows = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*row, marks=pytest.mark.drill) for row in rows]
 
 
 def wait_until(

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROOT, Run
+from harness import ROOT, Run, drills
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -26,15 +26,11 @@ def test_muon_over_shards_is_muon(world: int) -> None:
     assert done.stdout.count("agrees") == world
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(
-    "options",
-    [
-        ['--optimizer.name="muon"'],
-        ['--optimizer.name="sgd"', "--optimizer.nesterov=true", "--optimizer.lr=0.1"],
-    ],
-    ids=["muon", "sgd"],
-)
+MUON = ['--optimizer.name="muon"']
+SGD = ['--optimizer.name="sgd"', "--optimizer.nesterov=true", "--optimizer.lr=0.1"]
+
+
+@pytest.mark.parametrize(("world", "options"), [(2, MUON), (1, SGD), *drills((1, MUON), (2, SGD))])
 def test_a_stop_changes_nothing(run: Run, reference: Run, world: int, options: list[str]) -> None:
     reference.complete(world, *options)
     job = run.supervise(world, *options)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import KEMPNER, launch
+from harness import KEMPNER, drills, launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3, *drills(2)])
 def test_a_failure_on_one_rank_is_told_to_all_and_the_next_save_succeeds(
     tmp_path: Path, world: int
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import KEMPNER, Job, Run, manifest, wait_until
+from harness import KEMPNER, Job, Run, drills, manifest, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -56,8 +56,7 @@ def expect_stop(run: Run, job: Job) -> int:
     return done
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 2), *drills((1, 2), (2, 0))])
 def test_three_stops_change_nothing(
     run: Run, undisturbed: Callable[[int], Run], world: int, workers: int
 ) -> None:
@@ -115,14 +114,16 @@ def saving(run: Run, job: Job) -> object:
     ("moment", "target"),
     [
         (started, "supervisor"),
-        (launched, "supervisor"),
         (launched, "one rank"),
         (connected, "supervisor, twice"),
-        (connected, "one rank"),
-        (first_step, "supervisor"),
         (first_step, "one rank"),
         (saving, "supervisor, twice"),
-        (saving, "one rank"),
+        *drills(
+            (launched, "supervisor"),
+            (connected, "one rank"),
+            (first_step, "supervisor"),
+            (saving, "one rank"),
+        ),
     ],
 )
 def test_a_stop_in_any_phase_leaves_nothing_half_done(

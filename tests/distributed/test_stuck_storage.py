@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import Job, Run, wait_until, write_tokens
+from harness import Job, Run, drills, wait_until, write_tokens
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -29,8 +29,7 @@ def family(job: Job) -> list[psutil.Process]:
     return psutil.Process(job.process.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 2), *drills((1, 2), (2, 0))])
 def test_a_reader_stuck_on_storage_does_not_keep_the_ranks_from_leaving(
     tmp_path: Path, world: int, workers: int
 ) -> None:

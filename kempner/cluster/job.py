@@ -38,7 +38,7 @@ class JobState:
     None. Times are seconds since the epoch, None where Slurm shows none; `end_time` is the limit of
     a running job (a preemption moves it) and the end of one that is over. `time_limit` is in
     seconds, None for UNLIMITED. `may_requeue` is the job's Requeue flag; `batch` says that it was
-    submitted with sbatch.
+    submitted with sbatch. `nodes` is how many it has, or asks for; `excluded` is a host list.
     """
 
     id: str
@@ -54,6 +54,8 @@ class JobState:
     array_id: str = ""
     array_task: str = ""
     batch: bool = False
+    nodes: int = 1
+    excluded: str = ""
 
     @property
     def running(self) -> bool:
@@ -83,6 +85,8 @@ def parse_job(fields: Mapping[str, str]) -> JobState:
         array_id=_said(fields, "ArrayJobId"),
         array_task=_said(fields, "ArrayTaskId"),
         batch=fields.get("BatchFlag", "0") != "0",  # one more for each launch that failed
+        nodes=int(fields.get("NumNodes", "1").partition("-")[0]),
+        excluded=_said(fields, "ExcNodeList"),
     )
 
 

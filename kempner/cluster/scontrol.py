@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -130,9 +131,21 @@ def end_step(job: str, step: str) -> None:
     _run(["scancel", "-s", "KILL", f"{job}.{step}"])
 
 
-def exclude_node(job: str, nodes: Sequence[str]) -> None:
-    """Keep a requeued job away from nodes. Raises `SlurmError`."""
-    _run(["scontrol", "update", f"jobid={job}", f"ExcNodeList={','.join(nodes)}"])
+def keep_nodes(job: str, nodes: Sequence[str]) -> None:
+    """Give back all nodes of a running job but these. Raises `SlurmError`.
+
+    Slurm then neither ends the job when it sees that one of the others is dead, nor waits for that
+    node before it starts the job again. scontrol leaves two scripts in its working directory, for
+    shells that want to adapt their variables.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _run(["scontrol", "update", f"jobid={job}", f"NodeList={','.join(nodes)}"], cwd=folder)
+
+
+def ask_for(job: str, *, nodes: int, without: Sequence[str] = ()) -> None:
+    """How many `nodes` a requeued job is to get, and which not. Raises `SlurmError`."""
+    excluded = [f"ExcNodeList={','.join(without)}"] if without else []
+    _run(["scontrol", "update", f"jobid={job}", f"NumNodes={nodes}", *excluded])
 
 
 def hostnames(nodelist: str) -> list[str]:
@@ -147,12 +160,15 @@ def hostnames(nodelist: str) -> list[str]:
 
 
 def _run(
-    command: Sequence[str], tries: int = _TRIES, environ: Mapping[str, str] | None = None
+    command: Sequence[str],
+    tries: int = _TRIES,
+    environ: Mapping[str, str] | None = None,
+    cwd: str | None = None,
 ) -> str:
     """Its output. What it complains about while it exits with 0 (a plugin, say) is no failure."""
     for left in reversed(range(tries)):
         try:
-            return _once(command, environ)
+            return _once(command, environ, cwd)
         except SlurmRefusedError as refusal:
             passing = any(text in refusal.answer for text in _PASSING)
             if not (passing and left):
@@ -161,12 +177,13 @@ def _run(
     raise AssertionError("the last try returns or raises")
 
 
-def _once(command: Sequence[str], environ: Mapping[str, str] | None) -> str:
+def _once(command: Sequence[str], environ: Mapping[str, str] | None, cwd: str | None) -> str:
     shown = " ".join(command)
     try:
         done = subprocess.run(
             command,
             env=environ,
+            cwd=cwd,
             capture_output=True,
             text=True,
             timeout=_TIMEOUT,

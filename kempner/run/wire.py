@@ -21,9 +21,9 @@ _OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
 )
-"""A machine that has lost its power says nothing: the kernel gives it up after 20 s. A process that
+"""A machine that has lost its power says nothing: the kernel gives it up after 10 s. A process that
 is stopped or stuck is another matter: its kernel goes on answering, and the connection stays."""
 
 

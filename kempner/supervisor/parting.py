@@ -33,6 +33,8 @@ def part_from(
         if decision.code is ExitCode.STOPPED or decision.bad_nodes:
             logger().warning(parting.reason)
             ledger.record("not_requeued", attempt=attempt, step=step, reason=parting.reason)
+        if state is not None and state.restarts > restart_count(os.environ):
+            job.ask_for_all()  # Slurm itself brings it back, as small as it has become
         return
     # Written first: Slurm ends this process with the job's others.
     why = parting.reason

@@ -38,6 +38,7 @@ class SlurmJob:
         self._ask = threading.Event()
         self._done = threading.Event()
         self._failing = False
+        self._nodes: int | None = None
         self._post: Callable[[JobSeen], None] | None = None
 
     def watch(self, post: Callable[[JobSeen], None]) -> None:
@@ -59,7 +60,9 @@ class SlurmJob:
     def state(self) -> JobState | None:
         """What the controller says now; None if it does not answer or there is no scontrol."""
         try:
-            return parse_job(scontrol.show_job(self.id))
+            state = parse_job(scontrol.show_job(self.id))
+            self._nodes = self._nodes or state.nodes
+            return state
         except (SlurmError, ValueError) as error:
             if not self._failing:
                 logger().warning("cannot ask Slurm about the job", reason=str(error))
@@ -70,11 +73,23 @@ class SlurmJob:
         """Put the job back into the queue, away from some nodes; why not, empty if it was."""
         try:
             scontrol.requeue(self.id)
-            if without:
-                scontrol.exclude_node(self.id, without)
         except SlurmError as error:
             return str(error)
+        self.ask_for_all(without)
         return ""
+
+    def ask_for_all(self, without: Sequence[str] = ()) -> None:
+        """Have the requeued job get as many nodes as it had at first, but not some of them."""
+        state = self.state()
+        if state is None or self._nodes is None or (state.nodes == self._nodes and not without):
+            return
+        excluded = [*([state.excluded] if state.excluded else []), *without]
+        try:
+            scontrol.ask_for(self.id, nodes=self._nodes, without=excluded)
+        except SlurmError as error:
+            logger().warning(
+                f"the job may come back with fewer than {self._nodes} nodes", reason=str(error)
+            )
 
     def _watch(self) -> None:
         kill_wait = self._kill_wait()

@@ -20,6 +20,7 @@ from kempner.run.exit_codes import ExitCode, UsageError
 from kempner.run.launch import Launch
 from kempner.run.logs import logger
 from kempner.supervisor.launcher import Unable
+from kempner.supervisor.nodes import give_back, silent_nodes
 from kempner.supervisor.policy import RankExit
 
 ABANDON_AFTER = 20.0
@@ -28,9 +29,6 @@ ABANDON_AFTER = 20.0
 _DEAF = ["sh", "-c", 'trap "" TERM HUP INT USR1 USR2; exec "$@"', "sh"]
 """Becomes the command that follows, which no stop signal ends before it traps it. One that comes
 while its interpreter starts is lost; the control channel repeats it to whoever joins later."""
-
-PROBE_WITHIN = 15.0
-"""Seconds that a node gets to run a task that does nothing."""
 
 
 class StepLauncher:
@@ -91,14 +89,19 @@ class StepLauncher:
 
     def prepare_again(self, lost: Sequence[str]) -> Unable | None:
         """Leave out the `lost` hosts that do not answer; spare nodes take their place."""
-        self._see_it_end()
-        gone = tuple(node for node in lost if not self._answers(node))
-        before, left = self._allocation, without(self._allocation, gone)
+        before = self._allocation
+        gone = silent_nodes(lost, None if before.batch else before.job)
+        self._see_it_end(0.0 if gone else ABANDON_AFTER)  # it would wait for a node that is gone
+        left = without(before, gone)
         if gone:
-            logger().warning(f"{', '.join(gone)} do not answer; {len(left.nodes)} nodes are left")
+            verb = "does" if len(gone) == 1 else "do"
+            logger().warning(
+                f"{', '.join(gone)} {verb} not answer; {len(left.nodes)} nodes are left to train on"
+            )
+            if before.batch:
+                give_back(before.job, gone)
         if len(left.nodes) < (self._section.min_nodes or len(before.nodes)):
-            reason = f"{', '.join(gone)} of {len(before.nodes)} nodes do not answer"
-            return Unable(reason, gone)
+            return Unable(f"{', '.join(gone)} of {len(before.nodes)} nodes: no answer", gone)
         self._allocation, self._starts, self._killed_at = left, self._starts + 1, None
         return None
 
@@ -138,27 +141,14 @@ class StepLauncher:
     def _tasks_per_node(self) -> int:
         return self._allocation.tasks_per_node
 
-    def _see_it_end(self) -> None:
-        """Wait for a srun that was told to end its tasks, as long as it makes sense."""
+    def _see_it_end(self, patience: float) -> None:
+        """Wait for a srun that was told to end its tasks, or leave it behind."""
         if self._srun is None:
             return
         try:
-            self._srun.wait(ABANDON_AFTER)
+            self._srun.wait(patience)
         except subprocess.TimeoutExpired:
             self._srun.kill()
-
-    def _answers(self, node: str) -> bool:
-        """Whether a task can be started there. Slurm itself takes minutes to notice a dead node."""
-        probe = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "true"]
-        if not self._allocation.batch:
-            probe.insert(1, f"--jobid={self._allocation.job}")
-        try:
-            done = subprocess.run(
-                probe, timeout=PROBE_WITHIN, capture_output=True, stdin=subprocess.DEVNULL
-            )
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0
 
     def _rank(self, launch: Launch) -> list[str]:
         """What each task runs. Python becomes the step's direct child: Slurm signals no other."""

@@ -34,7 +34,8 @@ LOOK = 0.5
 
 RECONNECT = 3.0
 """Seconds within which a rank whose connection broke off has to be back, or it is gone. One that
-lives tries again after a tenth of a second."""
+lives tries again after a tenth of a second. While steps are made, every rank is there: they count
+from the last one."""
 
 EXIT_GRACE = 5.0
 """Seconds after the last word of the last rank that its process may take to be gone."""
@@ -75,6 +76,7 @@ class Watch:
         self._failed_at: float | None = None
         self._ended_at = 0.0
         self._parted: dict[int, float] = {}
+        self._reached, self._reached_at = 0, 0.0
         self._joined: dict[int, Joined] = {}
         self._stillness = Stillness(config.resilience, self._clock.now())
         self._hung_at = 0.0
@@ -118,8 +120,10 @@ class Watch:
         self._pace.see(sightings, now)
         self._heed_the_job()
         self._end_a_hang(now, sightings)
+        if self.furthest_step() > self._reached:
+            self._reached, self._reached_at = self.furthest_step(), now
         for rank, at in list(self._parted.items()):
-            if now - at > RECONNECT:
+            if now - max(at, self._reached_at) > RECONNECT:
                 self._note_end(RankExit(rank, None))
         overdue = self._stop_asked_at is not None and now - self._stop_asked_at > section.stop_grace
         orphaned = self._failed_at is not None and now - self._failed_at > section.crash_grace

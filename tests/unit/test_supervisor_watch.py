@@ -151,6 +151,18 @@ def test_who_stays_after_another_failed_is_killed_in_the_end(
     assert hands.killed
 
 
+def test_a_rank_without_a_connection_is_not_lost_while_steps_are_made(
+    watch: Watch, hands: Hands, clock: Clock
+) -> None:
+    feed(watch, Parted(1, "connection timed out"))
+    for step in range(1, 5):
+        hands.seen = {0: Sighting(Report(step, Phase.STEP, 0.0, 0.0), clock.now)}
+        let(watch, clock, RECONNECT - 0.5)
+    assert watch.ends == []
+    let(watch, clock, RECONNECT + 0.1)
+    assert [end.rank for end in watch.ends] == [1]
+
+
 def test_a_rank_that_was_stopped_alone_stops_the_others(watch: Watch, hands: Hands) -> None:
     feed(watch, Heard(2, Outcome(1, 75, "stopped before training began")))
     assert hands.told == [Stop("rank 2 was asked to stop", 60.0)]

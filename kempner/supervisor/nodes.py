@@ -1,0 +1,52 @@
+"""What the supervisor asks of the job's nodes, one by one, and which it gives back to Slurm."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from kempner.cluster import scontrol
+from kempner.cluster.job import parse_job
+from kempner.cluster.scontrol import SlurmError
+from kempner.run.logs import logger
+
+PROBE_WITHIN = 10.0
+"""Seconds that a node gets to run a task that does nothing; one that is well takes a tenth."""
+
+_AT_ONCE = 16
+"""Nodes that are asked at the same time."""
+
+
+def silent_nodes(nodes: Sequence[str], allocation: str | None) -> tuple[str, ...]:
+    """Those of the `nodes` on which no task can be started; Slurm takes minutes to notice.
+
+    `allocation` is the job to ask in, None for the one around this process.
+    """
+    if not nodes:
+        return ()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        answers = pool.map(partial(_answers, allocation=allocation), nodes)
+    return tuple(node for node, answered in zip(nodes, answers, strict=True) if not answered)
+
+
+def give_back(job: str, gone: Sequence[str]) -> None:
+    """Take nodes out of a job of ours. Where Slurm refuses, the job goes on as long as it may."""
+    try:
+        held = scontrol.hostnames(parse_job(scontrol.show_job(job)).node_list)
+        scontrol.keep_nodes(job, [node for node in held if node not in gone])
+    except (SlurmError, ValueError) as error:
+        logger().warning("the job keeps a node that is gone", reason=str(error))
+
+
+def _answers(node: str, allocation: str | None) -> bool:
+    where = [] if allocation is None else [f"--jobid={allocation}"]
+    probe = ["srun", *where, "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "true"]
+    try:
+        done = subprocess.run(
+            probe, timeout=PROBE_WITHIN, capture_output=True, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0

@@ -1,0 +1,81 @@
+"""A node crashes, or loses its power: the run goes on without it, long before Slurm has noticed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from drilling import ALL, note
+from harness import Run
+from lab import Cluster
+from submitting import LONG, STEPS, Project, assert_like
+
+from kempner.cluster.hosts import expand_hosts
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def patient(cluster: Cluster) -> Cluster:
+    """A cluster that takes five minutes to call a node down, as most do."""
+    cluster.configure(slurmd_timeout=300)
+    return cluster
+
+
+def lose(project: Project, job: str, loss: str, node: str) -> None:
+    """Lose a node after some commits, and wait for the first step after that."""
+    project.reach(job, 31)
+    started = len(project.events("attempt_started"))
+    getattr(project.cluster, loss)(node)
+    lost_at = time.time()
+    project.attempt(job, started + 1)
+    reached = max(project.run.steps())
+    project.reach(job, reached + 1)
+    note("lost node", loss=loss, node=node, seconds=round(time.time() - lost_at, 1))
+
+
+def assert_each_sample_once(project: Project) -> None:
+    taken = [sample for step in project.run.samples().values() for sample in step]
+    assert sorted(taken) == list(range(8 * STEPS))
+
+
+@pytest.mark.parametrize("loss", ["crash", "power_off"] if ALL else ["power_off"])
+def test_a_spare_node_takes_its_place(
+    patient: Cluster, project: Project, undisturbed: Run, loss: str
+) -> None:
+    job = project.train(*LONG, "--supervise.spare_nodes=1", nodes=3)
+    lose(project, job, loss, "node2")
+    project.end(job)
+    assert patient.job(job)["Restarts"] == "0"
+    assert [e["ranks"] for e in project.events("attempt_started")] == [2, 2]
+    assert_like(project.run, undisturbed)
+
+
+@pytest.mark.skipif(not ALL, reason="`make drills` does it")
+@pytest.mark.parametrize("loss", ["crash", "power_off"])
+def test_without_a_spare_the_run_goes_on_smaller(
+    patient: Cluster, project: Project, loss: str
+) -> None:
+    job = project.train(*LONG, "--supervise.min_nodes=2", nodes=3)
+    lose(project, job, loss, "node2")
+    project.end(job)
+    assert patient.job(job)["Restarts"] == "0"
+    assert [e["ranks"] for e in project.events("attempt_started")] == [3, 2]
+    assert_each_sample_once(project)
+
+
+@pytest.mark.parametrize("loss", ["crash", "power_off"] if ALL else ["crash"])
+def test_with_neither_the_job_is_requeued_without_the_node(
+    patient: Cluster, project: Project, undisturbed: Run, loss: str
+) -> None:
+    job = project.train(*LONG, nodes=2, options=("--exclude=node8",))
+    lose(project, job, loss, "node2")
+    project.end(job)
+    (requeued,) = project.events("requeued")
+    assert "without node2" in requeued["reason"]
+    after = patient.job(job)
+    assert after["Restarts"] == "1"
+    assert set(expand_hosts(after["ExcNodeList"])) == {"node2", "node8"}
+    assert after["NodeList"] == "node[1,3]"
+    assert "gres/gpu=2" in after["TRES"]
+    assert_like(project.run, undisturbed)

@@ -38,6 +38,7 @@ from kempner.run.opening import introduce, open_wire
 from kempner.run.outbox import Outbox, Post
 from kempner.run.progress import Progress
 from kempner.run.silence import Silence
+from kempner.run.standstill import Standstill
 from kempner.run.wire import MessageFile, Wire
 
 BEAT = 1.0
@@ -65,14 +66,18 @@ _LISTEN = 0.1
 
 @dataclass(frozen=True)
 class Reactions:
-    """What a rank does when it is told to stop, and after `patience` seconds without a word.
+    """What a rank does when it is told to stop, and after `patience` seconds without a word; and
+    what if it then does not move any more, with nobody left to say why. Called from the link's
+    thread, and must not wait.
 
-    Both are called from the link's thread, and must not wait.
+    `patience` seconds are given to a step, `grace` seconds to what is none, such as the last save.
     """
 
     stop: Callable[[Stop], None]
     silence: Callable[[float], None]
+    standstill: Callable[[float], None]
     patience: float
+    grace: float
 
 
 class Link:
@@ -90,6 +95,8 @@ class Link:
         self._report_at = 0.0
         self._outbox, self._sent = Outbox(), 0
         self._silence = Silence(react.patience)
+        self._standstill = Standstill(progress, react.patience, react.grace)
+        self._forsaken = False
         self._heard_before = 0
         self._connected = self._over = False
         self._alone_since = time.monotonic()
@@ -241,6 +248,9 @@ class Link:
     def _look_at_clocks(self) -> None:
         if self._silence.exceeds_limit():
             self._react.silence(self._silence.seconds)
+        if self._standstill.too_long() and self._silence.noticed and not self._forsaken:
+            self._forsaken = True
+            self._react.standstill(self._standstill.seconds)
         if self._exit_at is not None and time.monotonic() >= self._exit_at:
             self._exit_at = None
             # On a thread of its own: this one has to deliver the last words.

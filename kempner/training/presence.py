@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -90,11 +91,18 @@ def appear(config: Config, shutdown: ShutdownHandler) -> Presence:
         follow_parent(launch.parent, signal.SIGTERM)
     elif world.rank > 0:
         _print_to(run.output(launch.attempt.number, world.rank))
-    react = Reactions(partial(_stop, shutdown), _stop_in_silence, config.supervise.silence_limit)
+    react = Reactions(
+        stop=partial(_stop, shutdown),
+        silence=_stop_in_silence,
+        standstill=lambda seconds: _leave_in_silence(presence, seconds),
+        patience=config.supervise.silence_limit,
+        grace=config.supervise.stop_grace,
+    )
     link = Link(launch, run, world.rank, progress, react)
+    presence = Presence(world, run, launch, progress, link)
     link.start()
     inbox().react_with(partial(_leave_alone, link))
-    return Presence(world, run, launch, progress, link)
+    return presence
 
 
 def _print_to(file: Path) -> None:
@@ -137,3 +145,15 @@ def _stop(shutdown: ShutdownHandler, message: Stop) -> None:
 def _stop_in_silence(seconds: float) -> None:
     logger().warning(f"nothing heard from the supervisor for {seconds:.0f} s: committing, leaving")
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _leave_in_silence(presence: Presence, seconds: float) -> None:
+    """End the process from a thread: the main one waits for a peer that may be gone for good."""
+    sentence = f"nothing moved for {seconds:.0f} s, and no supervisor says which rank is gone"
+    logger().error(sentence)
+
+    def leave() -> None:
+        presence.leave(ExitCode.PEERS_LOST, sentence)
+        os._exit(ExitCode.PEERS_LOST)
+
+    threading.Thread(target=leave, name="exit", daemon=True).start()

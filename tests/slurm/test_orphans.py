@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from drilling import ALL
 from harness import wait_until
 from lab import Cluster
 from submitting import LONG, STEPS, Project
@@ -13,11 +14,14 @@ NO_GPUS = ("--no-kill", "--gpus-per-node=0")
 """Slurm 22.05 gives a job that lost a node, and is then requeued, no GPUs any more."""
 
 
-def test_a_job_without_its_supervisor_is_requeued_once(cluster: Cluster, project: Project) -> None:
+@pytest.mark.parametrize("loss", ["crash", "power_off"] if ALL else ["power_off"])
+def test_a_job_without_its_supervisor_is_requeued_once(
+    cluster: Cluster, project: Project, loss: str
+) -> None:
     job = project.train(*LONG, "--supervise.silence_limit=6", nodes=3, options=NO_GPUS)
     project.reach(job, 31)
     assert cluster.job(job)["BatchHost"] == "node1"
-    cluster.crash("node1")  # and rank 0 with it: both of the others could ask Slurm
+    getattr(cluster, loss)("node1")  # and rank 0 with it: both of the others could ask Slurm
     wait_until(lambda: project.events("requeued"), "a rank has asked", 60)
     project.end(job)
     (requeued,) = project.events("requeued")

@@ -104,7 +104,10 @@ class LinkedRank:
         self.progress = Progress()
         self.stops: queue.SimpleQueue[Stop] = queue.SimpleQueue()
         self.silences: queue.SimpleQueue[float] = queue.SimpleQueue()
-        react = Reactions(self.stops.put, self.silences.put, patience)
+        self.standstills: queue.SimpleQueue[float] = queue.SimpleQueue()
+        react = Reactions(
+            self.stops.put, self.silences.put, self.standstills.put, patience, patience
+        )
         launch = supervisor.launch(**changes)
         self.link = Link(launch, supervisor.run, rank, self.progress, react)
         self.link.start()
@@ -488,9 +491,11 @@ def test_silence_is_noticed_and_ends_when_somebody_speaks(
     with socket.create_server((LOOPBACK, 0)) as mute:  # accepts, like a stopped process's kernel
         rank = supervisor.link(0, patience=0.5, port=mute.getsockname()[1])
         assert rank.silences.get(timeout=20) >= 0.5
+        assert rank.standstills.get(timeout=20) >= 0.5
         rank.link.record("kept", {})
         assert [e.name for e in rank.link.leave(75, "")] == ["kept"]
     assert rank.silences.empty()  # said once
+    assert rank.standstills.empty()
 
 
 STUCK = """
@@ -502,7 +507,7 @@ from kempner.run.layout import RunDirectory
 from kempner.run.link import Link, Reactions
 from kempner.run.progress import Progress
 logs.configure()
-react = Reactions(lambda stop: None, lambda seconds: None, 60.0)
+react = Reactions(lambda stop: None, lambda seconds: None, lambda seconds: None, 60.0, 60.0)
 Link(Launch.from_environment(), RunDirectory(Path(sys.argv[1])), 1, Progress(), react).start()
 threading.Lock().acquire() and threading.Event().wait()
 """

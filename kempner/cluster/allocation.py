@@ -78,6 +78,20 @@ def without(allocation: Allocation, gone: Collection[str]) -> Allocation:
     return replace(allocation, nodes=nodes, spare=tuple(spare[missing:]))
 
 
+def avoid(allocation: Allocation, suspect: Collection[str], at_least: int) -> Allocation:
+    """The allocation with as few ranks on `suspect` nodes as can be.
+
+    They become the last of the spare ones. Others take their place where there are any; where not,
+    it becomes smaller, but keeps `at_least` nodes.
+    """
+    nodes = (*allocation.nodes, *allocation.spare)
+    sound = [node for node in nodes if node not in suspect]
+    by_worth = (*sound, *(node for node in nodes if node in suspect))
+    wanted = len(allocation.nodes)
+    used = min(wanted, max(len(sound), at_least))
+    return replace(allocation, nodes=by_worth[:used], spare=by_worth[used:])
+
+
 def _tasks(environ: Mapping[str, str], job: str, gpus: int) -> int:
     asked = environ.get("SLURM_NTASKS_PER_NODE")
     if asked is None:

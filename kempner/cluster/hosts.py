@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 _OUTSIDE_BRACKETS = re.compile(r",(?![^\[]*\])")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
@@ -41,6 +42,17 @@ def expand_counts(text: str) -> list[int]:
             raise ValueError(f"{text!r} is no list of counts per node of Slurm")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
+
+
+def node_name(environ: Mapping[str, str]) -> str:
+    """What this node is called: by Slurm in one of its tasks, else by itself."""
+    return environ.get("SLURMD_NODENAME") or platform.node()
+
+
+def node_of(host: str, nodes: Iterable[str]) -> str:
+    """The one of `nodes` that a host's name means, with or without its domain; else the name."""
+    short = host.partition(".")[0]
+    return next((node for node in nodes if node in (host, short)), host)
 
 
 def _numbers(ranges: str, text: str) -> Iterator[str]:

@@ -121,16 +121,26 @@ def named(interfaces: Sequence[Interface], wanted: str, source: str) -> Interfac
     raise ValueError(f"{source}={wanted} {trouble} on this node; it has {there}")
 
 
-def disagreement(bound: Mapping[str, Interface | None]) -> str:
-    """One sentence if some nodes are on the fabric and others are not, else nothing.
+def odd_ones(bound: Mapping[str, Interface | None]) -> list[str]:
+    """The nodes that are not on the network that most of them are on; none if all agree.
 
     `bound` maps a node's name to what its ranks are bound to. Names may differ between nodes.
     """
     networks = {node: _network(interface) for node, interface in bound.items()}
     if len(set(networks.values())) < 2:
-        return ""
+        return []
     rare = min(set(networks.values()), key=lambda n: (list(networks.values()).count(n), n.value))
-    odd = [node for node, network in networks.items() if network is rare]
+    return [node for node, network in networks.items() if network is rare]
+
+
+def disagreement(bound: Mapping[str, Interface | None]) -> str:
+    """One sentence if some nodes are on the fabric and others are not, else nothing.
+
+    `bound` is as for `odd_ones`.
+    """
+    odd = odd_ones(bound)
+    if not odd:
+        return ""
     listed = "; ".join(f"{node}: {_described(interface)}" for node, interface in bound.items())
     return (
         f"the nodes would not all use the same network ({listed}): mend the interface of "

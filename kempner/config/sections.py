@@ -241,6 +241,12 @@ class ResilienceSection(Section):
     back to a checkpoint and leaves out the data since."""
     max_rollbacks: NonNegativeInt = 3
     """Rollbacks without a commit beyond the trouble before the run ends with exit code 78."""
+    health_check: bool = True
+    """Before each attempt look at every node: memory, disk, /dev/shm, open files, clock, network
+    interface, shared folders, and a small computation with a known result on each device."""
+    suspect_for: PositiveFloat = 86_400.0
+    """Seconds for which a node that failed a check, or made attempts fail, is left out where others
+    can do (supervise.spare_nodes, supervise.min_nodes); else it is used with a warning."""
     faults: list[str] = []
     """Faults to happen on purpose, as in "kill rank 3 at step 20"; KEMPNER_FAULTS takes some, too,
     separated by semicolons."""

@@ -44,6 +44,9 @@ SIGNALLED = "signalled"
 """The event with which rank 0 says that a signal has asked it to stop, before the supervisor did:
 in a preemption Slurm signals the ranks alone, and only the supervisor can ask how long it gives."""
 
+SUSPECT = "suspect"
+"""The event that names a node not to be trusted, with the fields `node` and `reason`."""
+
 
 class MessageError(ValueError):
     """What came, or was to be sent, is no message of this protocol."""

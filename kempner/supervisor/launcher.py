@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kempner.run.launch import Launch
 from kempner.supervisor.policy import RankExit
+from kempner.supervisor.vitals import Question, Vitals
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,16 @@ class Launcher(Protocol):
     @property
     def size(self) -> int:
         """How many ranks `start` starts."""
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """The nodes of the ranks, and those in reserve."""
+
+    def survey(self, question: Question) -> Sequence[Vitals]:
+        """Ask all `nodes`, for some seconds; the answers of those that gave one."""
+
+    def avoid(self, suspects: Mapping[str, str]) -> None:
+        """Start no ranks on these nodes (each with a reason) if others can do, or fewer."""
 
     def start(
         self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]

@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from kempner.cluster.hosts import node_name
 from kempner.cluster.ports import free_port
 from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.signals import STOP_SIGNALS
 from kempner.supervisor.policy import RankExit
+from kempner.supervisor.vitals import Question, Vitals, measure
 
 _LOOPBACK = "127.0.0.1"
 
@@ -35,6 +37,18 @@ class LocalLauncher:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._killed: set[int] = set()
         self._waiter: threading.Thread | None = None
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """This machine."""
+        return [node_name(os.environ)]
+
+    def survey(self, question: Question) -> Sequence[Vitals]:
+        """Ask this machine."""
+        return [measure(question)]
+
+    def avoid(self, suspects: Mapping[str, str]) -> None:
+        """Nothing: there is no other machine."""
 
     def start(
         self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]

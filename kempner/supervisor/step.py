@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from kempner.cluster.allocation import Allocation, without
+from kempner.cluster.allocation import Allocation, avoid, without
+from kempner.cluster.hosts import node_of
 from kempner.cluster.interfaces import named
 from kempner.cluster.network import read_interfaces, route_address
 from kempner.cluster.ports import free_port
@@ -20,8 +21,9 @@ from kempner.run.exit_codes import ExitCode, UsageError
 from kempner.run.launch import Launch
 from kempner.run.logs import logger
 from kempner.supervisor.launcher import Unable
-from kempner.supervisor.nodes import give_back, silent_nodes
+from kempner.supervisor.nodes import give_back, silent_nodes, survey
 from kempner.supervisor.policy import RankExit
+from kempner.supervisor.vitals import Question, Vitals
 
 ABANDON_AFTER = 20.0
 """Seconds that srun gets to end its tasks; it waits for nodes that are gone, and we do not."""
@@ -41,6 +43,7 @@ class StepLauncher:
     def __init__(self, allocation: Allocation, section: SuperviseSection) -> None:
         self._allocation, self._section = allocation, section
         self._starts = 0
+        self._unheard: tuple[str, ...] = ()
         self.address = _reachable_address(allocation, section.control_interface)
         """Of this machine, for the nodes of the step."""
         self._srun: subprocess.Popen[bytes] | None = None
@@ -87,27 +90,58 @@ class StepLauncher:
         """How many ranks `start` starts."""
         return self._allocation.size
 
+    @property
+    def nodes(self) -> Sequence[str]:
+        """The nodes of the ranks, and those in reserve."""
+        return (*self._allocation.nodes, *self._allocation.spare)
+
+    def survey(self, question: Question) -> Sequence[Vitals]:
+        """Ask all `nodes`; those that give no answer are probed before the next start."""
+        told = survey(question, self.nodes, self._outside)
+        answered = {vitals.node for vitals in told}
+        self._unheard = tuple(node for node in self.nodes if node not in answered)
+        return told
+
+    def avoid(self, suspects: Mapping[str, str]) -> None:
+        """Start no ranks on these nodes if others can do, or `supervise.min_nodes`."""
+        self._allocation = avoid(self._allocation, suspects, self._least)
+        for node in self.nodes:
+            if node in suspects:
+                what = "used all the same" if node in self._allocation.nodes else "left out"
+                logger().warning(f"{node} is suspect, and {what}: {suspects[node]}")
+
     def prepare_again(self, lost: Sequence[str]) -> Unable | None:
         """Leave out the `lost` hosts that do not answer; spare nodes take their place."""
-        before = self._allocation
-        gone = silent_nodes(lost, None if before.batch else before.job)
+        before, least = self._allocation, self._least
+        known = {node_of(host, self.nodes) for host in (*lost, *self._unheard)}
+        gone = silent_nodes(sorted(known), self._outside)
         self._see_it_end(0.0 if gone else ABANDON_AFTER)  # it would wait for a node that is gone
-        left = without(before, gone)
+        self._allocation = without(before, gone)
+        left = len(self._allocation.nodes)
         if gone:
             verb = "does" if len(gone) == 1 else "do"
-            logger().warning(
-                f"{', '.join(gone)} {verb} not answer; {len(left.nodes)} nodes are left to train on"
-            )
+            logger().warning(f"{', '.join(gone)} {verb} not answer; {left} nodes are left to use")
             if before.batch:
                 give_back(before.job, gone)
-        if len(left.nodes) < (self._section.min_nodes or len(before.nodes)):
+        if left < least:
             return Unable(f"{', '.join(gone)} of {len(before.nodes)} nodes: no answer", gone)
-        self._allocation, self._starts, self._killed_at = left, self._starts + 1, None
+        self._starts, self._killed_at = self._starts + 1, None
         return None
 
     def alive(self) -> bool:
         """Whether srun is still there."""
         return self._srun is not None and self._srun.poll() is None
+
+    @property
+    def _outside(self) -> str | None:
+        """The allocation, if this process is not its batch process."""
+        return None if self._allocation.batch else self._allocation.job
+
+    @property
+    def _least(self) -> int:
+        """Nodes without which there is no other start."""
+        used = len(self._allocation.nodes)
+        return min(used, self._section.min_nodes or used)
 
     def _step(self, launch: Launch) -> list[str]:
         """srun and its options."""

@@ -9,6 +9,7 @@ from itertools import pairwise
 from queue import SimpleQueue
 
 from kempner.checkpoint.durations import Durations, last_step
+from kempner.cluster.hosts import node_of
 from kempner.cluster.limits import raise_open_file_limit
 from kempner.config.sections import Config
 from kempner.run.attempts import Attempt, begin_attempt
@@ -21,6 +22,7 @@ from kempner.run.messages import Secret
 from kempner.run.signals import Received, SignalInbox
 from kempner.supervisor.admission import Membership, listen
 from kempner.supervisor.channel import Channel
+from kempner.supervisor.checkup import choose_nodes
 from kempner.supervisor.file_channel import FileChannel
 from kempner.supervisor.launcher import Launcher
 from kempner.supervisor.parting import facts, part_from
@@ -56,7 +58,9 @@ def supervise(
         if decision.code in HEALED_BY_A_RESTART and watch.stop_reason is None:
             failure = _failure(run, watch, decision)
             verdict = judge(decision, failure, earlier, config.supervise.fruitless_restarts)
-            ledger.record("attempt_failed", attempt=watch.attempt.number, **asdict(failure))
+            node = node_of(watch.host_of(decision.culprit), launcher.nodes)
+            failed = watch.attempt.number
+            ledger.record("attempt_failed", attempt=failed, node=node, **asdict(failure))
             unable = launcher.prepare_again(watch.lost_hosts()) if verdict.again else None
             if verdict.again and unable is None:
                 logger().warning(verdict.reason)
@@ -86,9 +90,11 @@ def _follow_attempt(
     happenings: SimpleQueue[Happening] = SimpleQueue()
     signals.react_with(happenings.put)  # from here on a stop is passed on to the ranks
     listener = listen(launcher.address, config.supervise.ports)
-    attempt, size = begin_attempt(run), launcher.size
+    attempt = begin_attempt(run)
     open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
     ledger = Ledger(run.ledger)
+    choose_nodes(launcher, attempt, run, config, ledger)
+    size = launcher.size
     ledger.record("attempt_started", attempt=attempt.number, ranks=size, **facts(job))
     secret = Secret.new()
     channel = Channel(

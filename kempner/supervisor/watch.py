@@ -93,6 +93,10 @@ class Watch:
         reports = (sighting.report.step for sighting in self._channel.sightings().values())
         return max(reports, default=0)
 
+    def host_of(self, rank: int | None) -> str:
+        """Where a rank ran, or nothing if it never joined."""
+        return self._joined[rank].host if rank in self._joined else ""
+
     def lost_hosts(self) -> list[str]:
         """Where ranks are gone of whose end nobody knows more: their machines may be gone, too."""
         lost = (end.rank for end in self.ends if end.status is None and not end.ended_by_us)

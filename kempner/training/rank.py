@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import torch
 
+from kempner.cluster.hosts import node_name
 from kempner.cluster.world import World
 from kempner.config.sections import Config
 from kempner.run.attempts import Attempt, begin_attempt
@@ -17,13 +18,14 @@ from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger
 from kempner.run.logs import logger, open_log
-from kempner.run.messages import Phase
+from kempner.run.messages import SUSPECT, Phase
 from kempner.training.assembly import build
-from kempner.training.distributed import Ranks, connect
+from kempner.training.distributed import Ranks, choose_device, connect
 from kempner.training.faults import arm
 from kempner.training.loop import train
 from kempner.training.memory import describe_shortage
 from kempner.training.presence import Presence
+from kempner.training.selfcheck import UnfitDeviceError, check_device
 from kempner.training.shutdown import ShutdownHandler
 
 _PEER_GONE = (
@@ -83,6 +85,8 @@ def run_rank(config: Config, presence: Presence, shutdown: ShutdownHandler) -> E
     torch.use_deterministic_algorithms(config.train.deterministic)
     faults = arm(config, presence)
     faults.strike(Phase.START)
+    if config.resilience.health_check:
+        check_node(presence)
     progress.enter(Phase.RENDEZVOUS)
     ranks = connect(world, config)
     grace = config.supervise.stop_grace if presence.launch is not None else None
@@ -99,6 +103,20 @@ def run_rank(config: Config, presence: Presence, shutdown: ShutdownHandler) -> E
     finally:
         training.telemetry.close()
         training.feed.close()
+
+
+def check_node(presence: Presence) -> None:
+    """See whether this rank's device computes right, before others depend on it.
+
+    Raises `UnfitDeviceError`, after the supervisor was told which node it is.
+    """
+    node = node_name(os.environ)
+    try:
+        check_device(choose_device(presence.world), node)
+    except UnfitDeviceError as error:
+        if presence.link is not None:
+            presence.link.record(SUSPECT, {"node": node, "reason": str(error)})
+        raise
 
 
 def thread_count(config: Config, world: World) -> int:

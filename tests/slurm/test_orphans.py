@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from drilling import ALL
 from harness import wait_until
 from lab import Cluster
 from submitting import LONG, STEPS, Project
@@ -14,7 +13,7 @@ NO_GPUS = ("--no-kill", "--gpus-per-node=0")
 """Slurm 22.05 gives a job that lost a node, and is then requeued, no GPUs any more."""
 
 
-@pytest.mark.parametrize("loss", ["crash", "power_off"] if ALL else ["power_off"])
+@pytest.mark.parametrize("loss", [pytest.param("crash", marks=pytest.mark.drill), "power_off"])
 def test_a_job_without_its_supervisor_is_requeued_once(
     cluster: Cluster, project: Project, loss: str
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.cluster.allocation import Allocation, allocate
+from kempner.cluster.allocation import Allocation, allocate, avoid, without
 from kempner.cluster.resources import Amount, Resources
 
 NODES = ["node1", "node2"]
@@ -60,3 +60,33 @@ def test_tasks_that_do_not_match_the_gpus_are_refused_with_both_numbers() -> Non
 def test_more_nodes_than_the_job_has_are_refused() -> None:
     with pytest.raises(ValueError, match=r"slurm.hosts=3, but job 7 has 2 nodes"):
         allocate(BATCH, job="7", batch=True, nodes=NODES, resources=resources(4), hosts=3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spare", "suspect", "at_least", "used", "reserve"),
+    [
+        ("ab", "", "", 2, "ab", ""),
+        ("ab", "c", "", 2, "ab", "c"),
+        ("ab", "c", "a", 2, "bc", "a"),
+        ("ab", "c", "c", 2, "ab", "c"),
+        ("ab", "cd", "ac", 2, "bd", "ac"),
+        ("ab", "", "a", 2, "ba", ""),
+        ("ab", "", "a", 1, "b", "a"),
+        ("abc", "d", "bd", 2, "ac", "bd"),
+        ("abc", "d", "bd", 3, "acb", "d"),
+        ("ab", "", "ab", 1, "a", "b"),
+    ],
+)
+def test_suspect_nodes_are_used_last(
+    nodes: str, spare: str, suspect: str, at_least: int, used: str, reserve: str
+) -> None:
+    before = Allocation("7", tuple(nodes), 4, 4, 4, True, tuple(spare))
+    after = avoid(before, suspect, at_least)
+    assert ("".join(after.nodes), "".join(after.spare)) == (used, reserve)
+
+
+def test_a_suspect_node_takes_the_place_of_a_lost_one_if_there_is_no_other() -> None:
+    before = avoid(Allocation("7", ("a", "b", "c"), 4, 4, 4, True), "b", at_least=2)
+    assert before.nodes == ("a", "c")
+    after = avoid(without(before, "c"), "b", at_least=2)
+    assert after.nodes == ("a", "b")

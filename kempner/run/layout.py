@@ -26,6 +26,16 @@ class RunDirectory:
         return self.path / "ledger.jsonl"
 
     @property
+    def gave_up(self) -> Path:
+        """There if nobody but a person can bring the run any further: why, and what to do."""
+        return self.path / "GAVE_UP"
+
+    @property
+    def supervisors(self) -> Path:
+        """One numbered file per supervisor, of which the last one owns the run."""
+        return self.path / "supervisors"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object per logged step or evaluation."""
         return self.path / "metrics.jsonl"

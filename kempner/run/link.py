@@ -170,6 +170,7 @@ class Link:
 
     def _talk(self, wire: Wire) -> None:
         """Exchange messages until the connection breaks."""
+        self._silence.broken()  # it has just proved who it is
         self._sent = 0  # what was on its way and never noted goes out again
         self._report_at = 0.0
         with selectors.DefaultSelector() as selector:

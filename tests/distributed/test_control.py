@@ -90,7 +90,7 @@ def test_a_stopped_supervisor_holds_nobody_up_and_the_ledger_misses_nothing(run:
 
 
 def test_ranks_that_hear_nothing_for_too_long_commit_and_leave(run: Run) -> None:
-    job = run.supervise(2, LONG, "--supervise.silence_limit=3")
+    job = run.supervise(2, LONG, "--supervise.silence_limit=10")
     ranks = [run.ready_pid(1, rank, job) for rank in range(2)]
     run.reach(3, job)
     job.signal(signal.SIGSTOP)

@@ -20,7 +20,7 @@ def test_an_operators_word_holds(project: Project, undisturbed: Run) -> None:
     """Suspended, requeued and cancelled by an operator; then submitted again."""
     project.slow()
     # Every patience is shorter than the suspension.
-    job = project.train(*LONG, "--supervise.silence_limit=5", "--supervise.crash_grace=1")
+    job = project.train(*LONG, "--supervise.silence_limit=10", "--supervise.crash_grace=1")
     project.reach(job, 3)
     project.cluster.scontrol("suspend", job)
     project.cluster.wait_for(job, "SUSPENDED")

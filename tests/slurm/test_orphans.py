@@ -17,7 +17,7 @@ NO_GPUS = ("--no-kill", "--gpus-per-node=0")
 def test_a_job_without_its_supervisor_is_requeued_once(
     cluster: Cluster, project: Project, loss: str
 ) -> None:
-    job = project.train(*LONG, "--supervise.silence_limit=6", nodes=3, options=NO_GPUS)
+    job = project.train(*LONG, "--supervise.silence_limit=10", nodes=3, options=NO_GPUS)
     project.reach(job, 31)
     assert cluster.job(job)["BatchHost"] == "node1"
     getattr(cluster, loss)("node1")  # and rank 0 with it: both of the others could ask Slurm

@@ -1,0 +1,244 @@
+"""One supervisor per run: a lease that is held by being renewed, and lost by being overtaken.
+
+Each supervisor makes a file of its own, numbered by exclusive creation; the highest number owns the
+run. The owner changes a counter in its file all the time. Who comes later looks twice: a counter
+that moves has an owner that lives; one that stands still for as long as the lease lasts, by the
+watcher's own clock, has none, and the next number is free to take. Nothing is ever deleted or
+written by two, so there is no moment at which two processes could hold the same number, and an
+owner that wakes up after a long sleep finds a higher one. No lock of the file system is used, and
+no two clocks are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+from kempner.cluster.job import restart_count
+from kempner.run.attempts import SupersededError
+from kempner.run.clock import AwakeClock
+from kempner.run.exit_codes import UsageError
+from kempner.run.layout import RunDirectory
+from kempner.run.logs import logger
+
+RENEWALS = 15
+"""How often a lease is renewed within its time: so many must fail before it is lost."""
+
+RELEASED = "released"
+"""What an owner writes in place of its counter as it leaves."""
+
+_WIDTH = 20
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A supervisor. `machine` names the kernel's boot and the process namespace, in which `pid` and
+    `started` (clock ticks, proc(5)) name one process; `lasts` is its lease in seconds.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: int
+    job: str | None
+    restarts: int
+    since: str
+    lasts: float
+
+    @classmethod
+    def here(cls, lasts: float, environ: Mapping[str, str] = os.environ) -> Self:
+        """This process."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+        return cls(
+            host=platform.node(),
+            machine=f"{boot}/{namespace}",
+            pid=os.getpid(),
+            started=start_ticks(os.getpid()) or 0,
+            job=environ.get("SLURM_JOB_ID"),
+            restarts=restart_count(environ),
+            since=datetime.now(UTC).isoformat(timespec="seconds"),
+            lasts=lasts,
+        )
+
+    def __str__(self) -> str:
+        job = f", job {self.job}" if self.job else ""
+        return f"process {self.pid} on {self.host}{job}, since {self.since}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a supervisor's file says; `holder` is None where it is still empty."""
+
+    number: int
+    holder: Holder | None
+    beat: str
+
+
+def reason_to_take(seen: Seen, me: Holder, process_lives: bool) -> str:
+    """Why nobody needs to be waited for; empty if the owner may be alive.
+
+    `process_lives` is whether a process of this machine is the one that `seen` names.
+    """
+    holder = seen.holder
+    if seen.beat == RELEASED:
+        return "its supervisor has left"
+    if holder is None:
+        return ""
+    if holder.machine == me.machine and not process_lives:
+        return f"its supervisor, {holder}, is dead"
+    if me.job is not None and holder.job == me.job and holder.restarts < me.restarts:
+        return f"job {me.job}, in which {holder} had it, was started again"
+    return ""
+
+
+class Lease:
+    """This supervisor's claim on a run, from `acquire` to `release`."""
+
+    def __init__(self, folder: Path, number: int, holder: Holder, descriptor: int) -> None:
+        self._folder, self._number, self._descriptor = folder, number, descriptor
+        self._lasts = holder.lasts
+        self._beats = 0
+        self._over = threading.Event()
+        self.lost = False
+        """Whether another supervisor has taken the run over."""
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    @classmethod
+    def acquire(cls, run: RunDirectory, lasts: float) -> Self:
+        """Become the run's supervisor; waits while it may still have another one.
+
+        Raises `UsageError` if it has, or if the run's directory cannot be written.
+        """
+        try:
+            return cls._acquire(run.supervisors, Holder.here(lasts))
+        except OSError as error:
+            raise UsageError(
+                f"the run's directory {run.path} cannot be written ({error.strerror}); "
+                "set run.dir to a folder that can"
+            ) from error
+
+    @classmethod
+    def _acquire(cls, folder: Path, me: Holder) -> Self:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            before = look(folder)
+            if before is not None:
+                wait_until_free(folder, before, me)
+            number = before.number + 1 if before is not None else 1
+            try:
+                lease = cls(folder, number, me, _create(folder / str(number), me))
+            except FileExistsError:
+                continue  # another one was faster: it is the one to look at now
+            lease._thread.start()
+            return lease
+
+    def check(self) -> None:
+        """Raise `SupersededError` if another supervisor has taken the run over."""
+        newest = look(self._folder)
+        self.lost = self.lost or (newest is not None and newest.number > self._number)
+        if self.lost:
+            who = f" by {newest.holder}" if newest is not None and newest.holder else ""
+            raise SupersededError(
+                f"this run was taken over{who}, since this supervisor gave no sign of life for "
+                f"{self._lasts:g} s; its ranks are ended, and the last commit is intact"
+            )
+
+    def release(self) -> None:
+        """Let go: who comes next need not wait."""
+        self._over.set()
+        self._thread.join()
+        with suppress(OSError):  # then it runs out
+            self._write(RELEASED)
+        os.close(self._descriptor)
+
+    def _renew(self) -> None:
+        """The life of the thread. A file system that fails for a while costs nothing else."""
+        while not self._over.wait(self._lasts / RENEWALS):
+            self._beats += 1
+            try:
+                self._write(str(self._beats))
+                newest = look(self._folder)
+            except OSError as error:
+                logger().info("the lease cannot be renewed", error=error.strerror)
+                continue
+            if newest is not None and newest.number > self._number:
+                self.lost = True
+                return
+
+    def _write(self, beat: str) -> None:
+        os.pwrite(self._descriptor, beat.ljust(_WIDTH).encode(), 0)
+        os.fsync(self._descriptor)
+
+
+def wait_until_free(
+    folder: Path, seen: Seen, me: Holder, pause: Callable[[float], None] = time.sleep
+) -> None:
+    """Return when the owner that was `seen` is known to be gone.
+
+    At once where this machine or Slurm can tell, otherwise when its lease is over. Raises
+    `UsageError`, saying who it is, if it lives.
+    """
+    clock, first, told = AwakeClock(), seen, False
+    lasts = seen.holder.lasts if seen.holder is not None else me.lasts
+    while not (reason := reason_to_take(seen, me, _lives(seen.holder))):
+        if seen != first:
+            raise UsageError(
+                f"this run has a supervisor: {seen.holder or 'one that has just begun'}; stop that "
+                "one first, or leave it alone"
+            )
+        if clock.now() > lasts:
+            reason = f"{seen.holder or 'its supervisor'} gave no sign of life for {lasts:g} s"
+            break
+        if not told:
+            told = True
+            logger().warning(f"looking for {lasts:g} s whether {seen.holder} is still there")
+        pause(min(1.0, lasts / RENEWALS / 2))
+        seen = look(folder) or seen
+    if seen.beat != RELEASED:
+        logger().warning(f"taking the run over: {reason}")
+
+
+def look(folder: Path) -> Seen | None:
+    """The newest supervisor's file, or None before the first."""
+    numbers = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
+    if not numbers:
+        return None
+    beat, _, rest = (folder / str(max(numbers))).read_text().partition("\n")
+    try:
+        holder = Holder(**json.loads(rest))
+    except (TypeError, ValueError):
+        holder = None  # not written yet, or by another version of kempner
+    return Seen(max(numbers), holder, beat.strip())
+
+
+def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
+    """When a process began, in clock ticks since the boot; None if it is not there any more."""
+    try:
+        stat = (proc / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state == "Z" else int(fields[18])
+
+
+def _create(path: Path, me: Holder) -> int:
+    """A file that nobody else has made, open for writing. Raises `FileExistsError`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    os.write(descriptor, f"{'0'.ljust(_WIDTH)}\n{json.dumps(asdict(me))}\n".encode())
+    os.fsync(descriptor)
+    return descriptor
+
+
+def _lives(holder: Holder | None) -> bool:
+    """Whether a process of this machine is the holder."""
+    return holder is not None and start_ticks(holder.pid) == holder.started

@@ -38,7 +38,7 @@ def status(
     rows = {
         "run": run.path,
         **({} if job is None else read_job(job, run).rows()),
-        "state": found.state,
+        "state": found.state if found.gave_up is None else f"given up, see {run.gave_up}",
         "step": found.step,
         "loss": found.loss,
         "latest checkpoint": found.latest_checkpoint,
@@ -47,3 +47,5 @@ def status(
     }
     for name, value in rows.items():
         typer.echo(f"{name:<18} {'-' if value is None else value}")
+    if found.gave_up is not None:
+        typer.echo(found.gave_up)

@@ -9,7 +9,9 @@ from itertools import groupby
 from typing import Any
 
 from kempner.checkpoint.layout import CheckpointFolder
+from kempner.run import gave_up
 from kempner.run.attempts import read_current
+from kempner.run.gave_up import GaveUp
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import read_lines
 
@@ -26,6 +28,8 @@ class Status:
     last_event: str | None
     ranks: tuple[tuple[str, str], ...] = ()
     """Who is where, as last heard: names of ranks, and their step and phase."""
+    gave_up: GaveUp | None = None
+    """Why the run is not to be started again before a person has done something."""
 
 
 def summarise(
@@ -79,7 +83,7 @@ def read_status(run: RunDirectory) -> Status:
     """The status of the run in a directory."""
     latest = CheckpointFolder(run.checkpoints).latest()
     status = summarise(read_lines(run.ledger), read_lines(run.metrics), latest)
-    return replace(status, ranks=gather(_read_ranks(run)))
+    return replace(status, ranks=gather(_read_ranks(run)), gave_up=gave_up.read(run))
 
 
 def _read_ranks(run: RunDirectory) -> list[dict[str, Any]]:

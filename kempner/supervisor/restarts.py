@@ -17,11 +17,21 @@ from kempner.supervisor.policy import Decision
 HEALED_BY_A_RESTART = (ExitCode.CRASHED, ExitCode.PEERS_LOST, ExitCode.HUNG)
 """The other codes say what a person has to mend, or that all is well."""
 
+FAILURES = (
+    *HEALED_BY_A_RESTART,
+    ExitCode.BAD_DATA,
+    ExitCode.CHECKPOINT_FAILED,
+    ExitCode.DIVERGED,
+)
+"""The ends after which the run is started again here, or given up for good. A wrong command line is
+none: it has trained nothing, and whoever mends it starts again."""
+
 
 @dataclass(frozen=True)
 class Failure:
-    """An attempt that failed. `step` is the last that any rank reported, `committed` the last that
-    was saved (None: none yet), `raised` what the rank that failed first raised, if it said so.
+    """An attempt that failed, because of one rank. `step` is the one that it was in, or had done
+    where it was in none, `committed` the last that was saved (None: none yet), `raised` what that
+    rank raised, if it said so.
     """
 
     step: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from queue import SimpleQueue
 
@@ -14,6 +14,7 @@ from kempner.cluster.limits import raise_open_file_limit
 from kempner.config.sections import Config
 from kempner.run.attempts import Attempt, begin_attempt
 from kempner.run.exit_codes import ExitCode
+from kempner.run.gave_up import refuse_if_given_up
 from kempner.run.launch import Control, Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger, read_lines
@@ -24,10 +25,12 @@ from kempner.supervisor.admission import Membership, listen
 from kempner.supervisor.channel import Channel
 from kempner.supervisor.checkup import choose_nodes
 from kempner.supervisor.file_channel import FileChannel
+from kempner.supervisor.giving_up import give_up
 from kempner.supervisor.launcher import Launcher
+from kempner.supervisor.lease import Lease
 from kempner.supervisor.parting import facts, part_from
 from kempner.supervisor.policy import Decision, RankExit, decide
-from kempner.supervisor.restarts import HEALED_BY_A_RESTART, Failure, failures, judge
+from kempner.supervisor.restarts import FAILURES, Failure, failures, judge
 from kempner.supervisor.roster import Roster
 from kempner.supervisor.slurm_job import SlurmJob
 from kempner.supervisor.watch import Happening, Watch
@@ -36,6 +39,20 @@ LEFT_AT_ONCE = "left at once on the second Ctrl-C; the last commit is intact"
 
 INSIST_WITHIN = 2.0
 """Seconds within which a second Ctrl-C means: now."""
+
+
+@dataclass(frozen=True)
+class Charge:
+    """What a supervisor looks after, and with what; the same for all attempts."""
+
+    run: RunDirectory
+    launcher: Launcher
+    arguments: Sequence[str]
+    config: Config
+    signals: SignalInbox
+    job: SlurmJob | None
+    ledger: Ledger
+    lease: Lease
 
 
 def supervise(
@@ -48,51 +65,64 @@ def supervise(
 ) -> ExitCode:
     """Start the ranks, and again when they fail, until the run is over or must leave the machine.
 
-    Returns the exit code of the run.
+    Returns the exit code of the run. Raises `GaveUpError` if it was given up before, `UsageError`
+    if it has a supervisor already, and `SupersededError` when another one takes it over.
     """
+    refuse_if_given_up(run)
     raise_open_file_limit()
-    ledger = Ledger(run.ledger)
+    lease = Lease.acquire(run, config.supervise.lease)
+    try:
+        charge = Charge(run, launcher, arguments, config, signals, job, Ledger(run.ledger), lease)
+        return _bring_to_an_end(charge)
+    finally:
+        lease.release()
+
+
+def _bring_to_an_end(charge: Charge) -> ExitCode:
+    """One attempt after the other, until one is the last."""
     while True:
-        earlier = failures(read_lines(run.ledger))
-        watch, decision = _follow_attempt(run, launcher, arguments, config, signals, job)
-        if decision.code in HEALED_BY_A_RESTART and watch.stop_reason is None:
-            failure = _failure(run, watch, decision)
-            verdict = judge(decision, failure, earlier, config.supervise.fruitless_restarts)
-            node = node_of(watch.host_of(decision.culprit), launcher.nodes)
-            failed = watch.attempt.number
-            ledger.record("attempt_failed", attempt=failed, node=node, **asdict(failure))
-            unable = launcher.prepare_again(watch.lost_hosts()) if verdict.again else None
-            if verdict.again and unable is None:
-                logger().warning(verdict.reason)
-                ledger.record("restarting", attempt=watch.attempt.number, reason=verdict.reason)
-                continue
-            if unable is not None:
-                decision = replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
-            else:
-                decision = replace(decision, reason=verdict.reason)
-                ledger.record("gave_up", attempt=watch.attempt.number, reason=decision.reason)
-        if decision.code is not ExitCode.COMPLETED:
-            logger().warning(decision.reason)
-        if job is not None:
-            part_from(job, watch, decision, run, ledger)
-        return decision.code
+        earlier = failures(read_lines(charge.run.ledger))
+        watch, decision = _follow_attempt(charge)
+        charge.lease.check()
+        end = _heal(charge, watch, decision, earlier)
+        if end is None:
+            continue
+        if end.code is not ExitCode.COMPLETED:
+            logger().warning(end.reason)
+        if charge.job is not None:
+            part_from(charge.job, watch, end, charge.run, charge.ledger)
+        return end.code
 
 
-def _follow_attempt(
-    run: RunDirectory,
-    launcher: Launcher,
-    arguments: Sequence[str],
-    config: Config,
-    signals: SignalInbox,
-    job: SlurmJob | None,
-) -> tuple[Watch, Decision]:
+def _heal(
+    charge: Charge, watch: Watch, decision: Decision, earlier: Sequence[Failure]
+) -> Decision | None:
+    """Get ready to start again after a failure; how the run ends if that makes no sense."""
+    if decision.code not in FAILURES or watch.stop_reason is not None:
+        return decision
+    attempt, failure = watch.attempt, _failure(charge, watch, decision)
+    node = node_of(watch.host_of(decision.culprit), charge.launcher.nodes)
+    charge.ledger.record("attempt_failed", attempt=attempt.number, node=node, **asdict(failure))
+    verdict = judge(decision, failure, earlier, charge.config.supervise.fruitless_restarts)
+    if not verdict.again:
+        final = replace(decision, reason=verdict.reason)
+        return replace(final, reason=str(give_up(charge.run, attempt, final, failure, node)))
+    if unable := charge.launcher.prepare_again(watch.lost_hosts()):
+        return replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
+    logger().warning(verdict.reason)
+    charge.ledger.record("restarting", attempt=attempt.number, reason=verdict.reason)
+    return None
+
+
+def _follow_attempt(charge: Charge) -> tuple[Watch, Decision]:
     """Start all ranks once and follow them until none is left."""
+    run, config, launcher, job = charge.run, charge.config, charge.launcher, charge.job
     happenings: SimpleQueue[Happening] = SimpleQueue()
-    signals.react_with(happenings.put)  # from here on a stop is passed on to the ranks
+    charge.signals.react_with(happenings.put)  # from here on a stop is passed on to the ranks
     listener = listen(launcher.address, config.supervise.ports)
-    attempt = begin_attempt(run)
+    charge.lease.check()
+    attempt, ledger = begin_attempt(run), charge.ledger
     open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
-    ledger = Ledger(run.ledger)
     choose_nodes(launcher, attempt, run, config, ledger)
     size = launcher.size
     ledger.record("attempt_started", attempt=attempt.number, ranks=size, **facts(job))
@@ -109,33 +139,38 @@ def _follow_attempt(
     roster = Roster(run.ranks(attempt.number))
     try:
         control = Control(launcher.address, channel.port, secret)
-        launcher.start(Launch(attempt, control), arguments, happenings.put)
+        launcher.start(Launch(attempt, control), charge.arguments, happenings.put)
         if job is not None:
             job.watch(happenings.put)
-        while not watch.over() and not insists(watch.signals):
+        while not (watch.over() or insists(watch.signals) or charge.lease.lost):
             watch.take_in(happenings)
             watch.enforce()
             roster.update(channel.sightings())
     finally:
         launcher.kill()
         channel.close()
+    charge.lease.check()  # or what follows would be written into somebody else's ledger
     watch.take_in(happenings, wait=False)
     roster.update(channel.sightings(), now=True)
-    if insists(watch.signals):
-        decision = Decision(ExitCode.INTERRUPTED, LEFT_AT_ONCE)
-    elif watch.hang is not None and watch.stop_reason is None:
-        decision = Decision(ExitCode.HUNG, watch.hang.sentence, watch.hang.laggard)
-    else:
-        decision = decide(watch.ends, stop_requested=watch.stop_reason is not None)
+    decision = _outcome(watch)
     _close(ledger, attempt, decision, watch.ends)
     return watch, decision
 
 
-def _failure(run: RunDirectory, watch: Watch, decision: Decision) -> Failure:
+def _outcome(watch: Watch) -> Decision:
+    """What the end of an attempt means."""
+    if insists(watch.signals):
+        return Decision(ExitCode.INTERRUPTED, LEFT_AT_ONCE)
+    if watch.hang is not None and watch.stop_reason is None:
+        return Decision(ExitCode.HUNG, watch.hang.sentence, watch.hang.laggard)
+    return decide(watch.ends, stop_requested=watch.stop_reason is not None)
+
+
+def _failure(charge: Charge, watch: Watch, decision: Decision) -> Failure:
     culprit = next((end for end in watch.ends if end.rank == decision.culprit), None)
     return Failure(
-        step=watch.furthest_step(),
-        committed=last_step(read_lines(run.ledger)),
+        step=watch.step_of(decision.culprit),
+        committed=last_step(read_lines(charge.run.ledger)),
         raised=culprit.sentence.partition("\n")[0] if culprit is not None else "",
     )
 

@@ -17,7 +17,16 @@ from kempner.run.clock import AwakeClock
 from kempner.run.exit_codes import ExitCode
 from kempner.run.ledger import Ledger
 from kempner.run.logs import logger
-from kempner.run.messages import SIGNALLED, DumpStacks, Event, Outcome, PeerLost, Stop, shorten
+from kempner.run.messages import (
+    SIGNALLED,
+    DumpStacks,
+    Event,
+    Outcome,
+    PeerLost,
+    Phase,
+    Stop,
+    shorten,
+)
 from kempner.run.signals import Received
 from kempner.supervisor.advice import advise, stop_lead
 from kempner.supervisor.channel import Channel
@@ -92,6 +101,15 @@ class Watch:
         """The last step that any rank reported."""
         reports = (sighting.report.step for sighting in self._channel.sightings().values())
         return max(reports, default=0)
+
+    def step_of(self, rank: int | None) -> int:
+        """The step that a rank was in when last heard, or had done where it was in none.
+
+        Of a rank that said nothing, the furthest of all.
+        """
+        seen = self._channel.sightings()
+        reports = [seen[rank].report] if rank in seen else [s.report for s in seen.values()]
+        return max((r.step + (r.phase is Phase.STEP) for r in reports), default=0)
 
     def host_of(self, rank: int | None) -> str:
         """Where a rank ran, or nothing if it never joined."""

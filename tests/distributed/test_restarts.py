@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
+import subprocess
 from pathlib import Path
 
-from harness import Job, Run, wait_until
+import tomli
+from harness import KEMPNER, Job, Run, wait_until
 
 from kempner.run.ledger import read_lines
 
@@ -28,6 +31,46 @@ def test_a_run_whose_ranks_die_again_and_again_is_given_up(run: Run) -> None:
     assert run.attempt() == 3
 
 
+def always_at_step_30(attempts: int) -> str:
+    """Rank 1 raises an exception in step 30, in each of the first attempts."""
+    return "; ".join(f"crash rank 1 at step 30 attempt {n + 1}" for n in range(attempts))
+
+
+def test_a_run_that_always_dies_at_the_same_step_is_given_up_for_good(
+    run: Run, reference: Run
+) -> None:
+    options = ("--train.global_batch_size=6", "--supervise.fruitless_restarts=1")
+    job = run.supervise(3, *options, KEMPNER_FAULTS=always_at_step_30(2))
+    assert job.wait() == 1
+    (gave_up,) = run.events("gave_up")
+    assert (gave_up["code"], gave_up["rank"], gave_up["step"]) == (1, 1, 30)
+    assert gave_up["node"] == platform.node()
+    assert gave_up["raised"].startswith("RuntimeError: the fault that was asked for")
+    assert str(run.record.log(2, 1)) in gave_up["see"]
+    for words in (
+        "2 attempts have saved nothing new",
+        "at step 30",
+        gave_up["raised"],
+        str(run.record.gave_up),
+    ):
+        assert words in job.output()
+    assert tomli.loads(run.record.gave_up.read_text())["reason"] in job.output()
+
+    again = run.supervise(3, *options)
+    assert again.wait() == 1
+    (sentence,) = again.output().splitlines()
+    assert f"{run.record.gave_up} says why" in sentence
+    assert run.attempt() == 2
+    status = subprocess.check_output([*KEMPNER, "status", run.record.path], text=True)
+    assert f"given up, see {run.record.gave_up}" in status
+    assert gave_up["raised"] in status
+
+    run.record.gave_up.unlink()  # a person has mended it
+    run.complete(3, *options)
+    reference.complete(3, *options)
+    assert run.steps() == reference.steps()
+
+
 def test_a_run_that_saves_something_each_time_is_never_given_up(run: Run, reference: Run) -> None:
     options = ("--supervise.fruitless_restarts=1", "--train.max_steps=60")
     job = run.supervise(2, *options)
@@ -47,6 +90,14 @@ def test_what_a_restart_cannot_mend_is_not_tried_again(run: Run, tmp_path: Path)
     assert job.wait() == 65
     assert "nowhere" in job.output()
     assert run.attempt() == 1
+    assert tomli.loads(run.record.gave_up.read_text())["code"] == 65
+
+
+def test_a_wrong_configuration_leaves_no_mark(run: Run) -> None:
+    job = run.supervise(2, OMP_NUM_THREADS="none")
+    run.config.write_text(run.config.read_text().replace("threads = 1\n", ""))
+    assert job.wait() == 2
+    assert not run.record.gave_up.exists()
 
 
 def test_a_stop_during_a_restart_is_a_stop(run: Run) -> None:

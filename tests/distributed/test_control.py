@@ -7,14 +7,24 @@ import secrets
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from harness import Job, Run, wait_until
+from harness import Run, wait_until
 
 from kempner.run.ledger import read_lines
-from kempner.run.messages import LINE_LIMIT
+from kempner.run.messages import (
+    LINE_LIMIT,
+    OPENING_LIMIT,
+    Challenge,
+    Hello,
+    Secret,
+    decode_from_supervisor,
+    encode,
+)
+from kempner.run.wire import Wire
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -141,7 +151,8 @@ def test_a_death_that_no_launcher_sees_is_seen_by_the_channel(run: Run) -> None:
 
 
 def test_the_token_stays_secret_and_strangers_change_nothing(run: Run, reference: Run) -> None:
-    job = run.supervise(2, "--data.num_dataloader_workers=1")
+    options = ("--data.num_dataloader_workers=1", "--train.max_steps=200")
+    job = run.supervise(2, *options)
     ranks = [run.ready_pid(1, rank, job) for rank in range(2)]
     variables = environment_of(ranks[1])
     token, port = variables["KEMPNER_CONTROL_TOKEN"], int(variables["KEMPNER_CONTROL_PORT"])
@@ -150,32 +161,70 @@ def test_the_token_stays_secret_and_strangers_change_nothing(run: Run, reference
     assert workers
     assert not any(token in " ".join(p.cmdline()) for p in processes)
     assert not any(token in environment_of(worker.pid).values() for worker in workers)
-    molest(port, job)
+    molest(port)
     assert job.wait(120) == 0, job.output()
     files = [path for path in run.folder.rglob("*") if path.is_file()]
     assert run.record.ledger in files
     assert not [path for path in files if token.encode() in path.read_bytes()]
-    reference.complete(2, "--data.num_dataloader_workers=1")
+    (ended,) = run.events("attempt_ended")
+    assert ended["exits"] == {"0": 0, "1": 0}
+    joined = [e for e in read_lines(run.record.supervisor_log(1)) if e["event"] == "joined"]
+    assert sorted(e["rank"] for e in joined) == [0, 1]
+    refused = [
+        e["reason"]
+        for e in read_lines(run.record.supervisor_log(1))
+        if e["event"] == "connection refused"
+    ]
+    assert "it does not know the token" in refused
+    assert f"a line exceeds {OPENING_LIMIT} bytes" in refused
+    reference.complete(2, *options)
     assert run.steps() == reference.steps()
 
 
-def molest(port: int, job: Job) -> None:
-    """Garbage, half-open connections and wrong proofs, two hundred of each."""
-    forged = (
-        b'{"kind":"hello","version":1,"attempt":1,"rank":0,"host":"x","pid":1,'
-        b'"nonce":"%s","proof":"%s"}\n' % (b"0" * 32, b"0" * 64)
-    )
-    for content in (secrets.token_bytes(LINE_LIMIT), b"", forged):
-        strangers = []
-        for _ in range(200):
-            if job.process.poll() is not None:
-                return
-            stranger = socket.create_connection(("127.0.0.1", port))
-            stranger.setblocking(False)
-            try:
-                stranger.send(content)
-            except OSError:
-                continue  # hung up on already
-            strangers.append(stranger)
+def molest(port: int) -> None:
+    """Wrong proofs, endless lines, garbage, silence, and a byte now and then, under a flood."""
+    dripping = [knock(port) for _ in range(50)]
+    for rank in range(4):
+        with knock(port) as stranger:
+            (line,) = Wire(stranger).lines()
+            challenge = decode_from_supervisor(line)
+            assert isinstance(challenge, Challenge)
+            nonce = secrets.token_hex(16)
+            proof = Secret.new().proof_of_rank(challenge.nonce, nonce, 1, rank % 2)
+            stranger.send(encode(Hello(nonce, proof, 1, rank % 2, "x", 1)))
+            assert hung_up(stranger)
+    endless, garbage = b"x" * 4 * LINE_LIMIT, secrets.token_bytes(LINE_LIMIT)
+    forged = encode(Hello("0" * 32, "0" * 64, 1, 0, "x", 1))
+    with knock(port) as stranger, suppress(OSError):
+        stranger.sendall(endless)
+        assert hung_up(stranger)
+    for position, content in enumerate((endless, garbage, b"", forged)):
+        strangers = [knock(port) for _ in range(200)]
+        for stranger in strangers:
+            with suppress(OSError):  # hung up on already
+                stranger.sendall(content)
+        for stranger in dripping:
+            with suppress(OSError):
+                stranger.send(forged[position : position + 1])
         for stranger in strangers:
             stranger.close()
+    for stranger in dripping:
+        stranger.close()
+
+
+def knock(port: int) -> socket.socket:
+    """A connection of which nobody knows anything yet; its challenge has come."""
+    stranger = socket.create_connection(("127.0.0.1", port))
+    stranger.settimeout(10)
+    with suppress(OSError):  # one of too many
+        stranger.recv(1, socket.MSG_PEEK)
+    return stranger
+
+
+def hung_up(stranger: socket.socket) -> bool:
+    """Whether the other side ends the connection; `TimeoutError` if it does not."""
+    stranger.settimeout(30)
+    with suppress(ConnectionResetError):
+        while stranger.recv(4096):
+            pass
+    return True

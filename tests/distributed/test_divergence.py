@@ -140,6 +140,9 @@ def test_where_it_does_not_help_the_run_ends_with_its_last_good_state(run: Run) 
     assert len(run.events("diverged")) == 1
     for step in run.committed():
         assert all(bool(tensor.isfinite().all()) for tensor in state_of(run, step).values())
+    (verdict,) = run.events("gave_up")
+    assert (verdict["code"], verdict["raised"] in job.output()) == (78, True)
+    run.record.gave_up.unlink()
     complete(run, 2, *options)
     assert run.latest() == 40
 

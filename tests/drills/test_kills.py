@@ -71,6 +71,7 @@ def kill_at(run: Run, moment: Moment, everyone: bool) -> bool:
     tracer = attach(run, job, WORLD, entered=kill)
     assert job.wait(120) == 1, job.output()
     tracer.join()
+    run.record.gave_up.unlink()  # what is to be mended was us
     return killed[0]
 
 

@@ -195,15 +195,15 @@ class StepLauncher:
             logger().info("the tasks were not signalled", reason=str(error))
 
     def _wait(self, srun: subprocess.Popen[bytes], post: Callable[[RankExit], None]) -> None:
-        status = srun.wait()
+        status, ours = srun.wait(), self._killed_at is not None
+        logger().info("srun has ended", status=status)
         for rank in range(self._allocation.size):
             # srun ends with the highest code of its tasks. One that was stopped before it had
             # joined the channel could not say so; one that crashed would have.
             if status in (ExitCode.COMPLETED, ExitCode.STOPPED):
                 post(RankExit(rank, status))
             else:
-                ours = self._killed_at is not None
-                post(RankExit(rank, None, ended_by_us=ours, sentence=f"srun ended with {status}"))
+                post(RankExit(rank, None, ended_by_us=ours))
 
 
 class TorchrunLauncher(StepLauncher):

@@ -7,6 +7,8 @@ from harness import Run
 from lab import Cluster
 from submitting import LONG, Project, assert_like
 
+from kempner.run.ledger import read_lines
+
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -26,4 +28,19 @@ def test_a_node_that_does_not_see_the_runs_folder_is_left_out(
     assert "not the folder of that name on the supervisor's node" in suspect["reason"]
     assert "node2 is suspect, and left out" in project.log(job)
     assert [e["ranks"] for e in project.events("attempt_started")] == [2]
+    assert_like(project.run, undisturbed)
+
+
+def test_a_node_whose_ranks_fail_first_twice_in_a_row_is_left_out(
+    cluster: Cluster, project: Project, undisturbed: Run
+) -> None:
+    faults = "kill rank 1 at step 12 attempt 1; kill rank 1 at step 25 attempt 2"
+    options = ("--supervise.spare_nodes=1", *LONG)
+    job = project.train(*options, nodes=3, KEMPNER_FAULTS=faults)
+    project.end(job)
+    assert [e["node"] for e in project.events("attempt_failed")] == ["node2", "node2"]
+    said = "node2 is suspect, and left out: its ranks failed first in attempts 1 and 2"
+    assert said in project.log(job)
+    third = project.run.record.log(3, 1)
+    assert [e["host"] for e in read_lines(third) if e["event"] == "ready"] == ["node3"]
     assert_like(project.run, undisturbed)

@@ -16,10 +16,14 @@ ROOM = 32 * 2**20
 """
 
 OPEN_FILES = (256, 4)
-"""Open files that a rank needs, and more for each rank of the world: groups are full meshes."""
+"""Open files that a rank needs, and more for each rank of the world: rank 0 hears from every one,
+in each group and as the host of their store."""
 
 SKEW = 60.0
 """Seconds that a node's clock may differ: munge, by which Slurm knows its nodes, bears with 300."""
+
+NO_ANSWER = "it does not answer"
+"""What is wrong with a node that is gone."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def diagnose(
     for node in odd_ones({vitals.node: vitals.interface for vitals in told}):
         found[node].setdefault("interface", "it has no interface to the network of the others")
     for node in nodes:
-        found.setdefault(node, {"answer": "it does not answer"})
+        found.setdefault(node, {"answer": NO_ANSWER})
     common = set.intersection(*(set(ailment) for ailment in found.values()))
     first = found[nodes[0]]
     unfit = {

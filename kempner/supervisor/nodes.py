@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -40,8 +41,11 @@ def silent_nodes(nodes: Sequence[str], allocation: str | None) -> tuple[str, ...
 def survey(question: Question, nodes: Sequence[str], allocation: str | None) -> list[Vitals]:
     """Ask all of the `nodes` in one step; the answers that have come before srun gave up.
 
-    It gives a dead node up after some ten seconds, and the others have long answered by then.
+    It gives a dead node up after some ten seconds, and the others have long answered by then. No
+    answers where there is no srun: the start of the ranks says that better.
     """
+    if shutil.which("srun") is None:
+        return []
     command = [
         *_srun(allocation),
         "--job-name=kempner-health",

@@ -19,9 +19,10 @@ from kempner.run.launch import Control, Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger, read_lines
 from kempner.run.logs import logger, open_log
-from kempner.run.messages import Secret
+from kempner.run.messages import SUSPECT, Secret
 from kempner.run.signals import Received, SignalInbox
 from kempner.supervisor.admission import Membership, listen
+from kempner.supervisor.ailments import NO_ANSWER
 from kempner.supervisor.channel import Channel
 from kempner.supervisor.checkup import choose_nodes
 from kempner.supervisor.file_channel import FileChannel
@@ -107,7 +108,11 @@ def _heal(
     if not verdict.again:
         final = replace(decision, reason=verdict.reason)
         return replace(final, reason=str(give_up(charge.run, attempt, final, failure, node)))
-    if unable := charge.launcher.prepare_again(watch.lost_hosts()):
+    before = charge.launcher.nodes
+    unable = charge.launcher.prepare_again(watch.lost_hosts())
+    for gone in sorted(set(before) - set(charge.launcher.nodes)):
+        charge.ledger.record(SUSPECT, attempt=attempt.number, node=gone, reason=NO_ANSWER)
+    if unable is not None:
         return replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
     logger().warning(verdict.reason)
     charge.ledger.record("restarting", attempt=attempt.number, reason=verdict.reason)

@@ -34,6 +34,8 @@ def lose(project: Project, job: str, loss: str, node: str) -> None:
     project.attempt(job, started + 1)
     reached = max(project.run.steps())
     project.reach(job, reached + 1)
+    (suspect,) = project.events("suspect")
+    assert (suspect["node"], suspect["reason"]) == (node, "it does not answer")
     note("lost node", loss=loss, node=node, seconds=round(time.time() - lost_at, 1))
 
 

@@ -16,8 +16,9 @@ from kempner.run.logs import logger
 from kempner.supervisor import vitals
 from kempner.supervisor.vitals import Question, Vitals
 
-PROBE_WITHIN = 10.0
-"""Seconds that a node gets to run a task that does nothing; one that is well takes a tenth."""
+PROBE_WITHIN = 15.0
+"""Seconds that a node gets to run a task that does nothing. One that is well takes a tenth of one;
+srun itself gives up after twelve."""
 
 SURVEY_WITHIN = 30.0
 """Seconds that all nodes together get to say how they are."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
+from kempner.cli.config import TAKES_OVERRIDES
 from kempner.cluster.job import restart_count
 from kempner.config.loading import load
 from kempner.config.sections import Config
@@ -18,6 +20,7 @@ from kempner.run.exit_codes import ExitCode, UsageError
 from kempner.run.layout import RunDirectory
 from kempner.run.signals import inbox
 from kempner.supervisor.entering import element, enter, find_job, introduction
+from kempner.supervisor.launcher import Program
 from kempner.supervisor.local import LocalLauncher
 from kempner.supervisor.slurm_job import SlurmJob
 from kempner.supervisor.step import StepLauncher, TorchrunLauncher
@@ -32,14 +35,26 @@ class LauncherName(StrEnum):
     TORCHRUN = "torchrun"
 
 
+class _TakesCommand(TyperCommand):
+    """What follows `--` is a command, and none of its words is an option of ours."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.obj = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+
 def register(app: typer.Typer) -> None:
     """Adds `supervise` to `app`."""
-    app.command(context_settings=TAKES_OVERRIDES)(supervise)
+    app.command(cls=_TakesCommand, context_settings=TAKES_OVERRIDES)(supervise)
 
 
 def supervise(
     context: typer.Context,
-    file: ConfigFile,
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG]", help="Configuration in TOML; not needed for a COMMAND."),
+    ] = None,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Ranks on this machine (local; 1 when left out).")
     ] = None,
@@ -57,41 +72,81 @@ def supervise(
 ) -> ExitCode:
     """Launch the ranks of CONFIG (then --section.key=value), follow them, and say how it ended.
 
+    `kempner supervise --run.name=NAME -- COMMAND...` does so for a program of your own, whose ranks
+    find their place in torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+
     Ctrl-C or SIGTERM stops after the current step with a checkpoint; the same command goes on from
     there. A second Ctrl-C within two seconds leaves at once. In a Slurm job the job goes back into
     the queue.
     """
     inbox().install()
     logs.configure()
-    config, overrides = _load(file, context.args)
+    command: tuple[str, ...] = context.obj
+    config, given = _load(file, context.args, command)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
-    arguments = [str(file), *overrides]
+    program = Program.of_user(command) if command else Program.train(given)
     chosen = launcher or LauncherName(config.slurm.launcher)
-    if chosen is LauncherName.LOCAL:
-        if jobid is not None:
-            raise UsageError("--jobid names a Slurm allocation: use it with --launcher srun")
-        size = nproc or 1
-        local = LocalLauncher(run, size)
-        return follow(run, local, arguments, config, inbox())
-    if nproc is not None:
-        raise UsageError("--nproc is for --launcher local; in a Slurm job set slurm.procs")
-    job = find_job(os.environ, jobid)
+    if chosen is not LauncherName.LOCAL:
+        if nproc is not None:
+            raise UsageError("--nproc is for --launcher local; in a Slurm job set slurm.procs")
+        return _in_a_job(run, program, config, jobid, given, chosen)
+    if jobid is not None:
+        raise UsageError("--jobid names a Slurm allocation: use it with --launcher srun")
+    return follow(run, LocalLauncher(run, nproc or 1), program, config, inbox())
+
+
+def _in_a_job(
+    run: RunDirectory,
+    program: Program,
+    config: Config,
+    jobid: str | None,
+    given: Sequence[str],
+    chosen: LauncherName,
+) -> ExitCode:
+    """Find out what the job has, say so, and train in it."""
     per_task = chosen is LauncherName.SRUN
+    if not program.ours and not per_task:
+        raise UsageError("a command of your own is started by --launcher local or srun")
+    if not program.ours and config.slurm.resubmit:
+        raise UsageError("slurm.resubmit=true works with a configuration, not with a command")
+    job = find_job(os.environ, jobid)
     allocation, resources = enter(
         job, os.environ, config, given=jobid is not None, per_task=per_task
     )
     step = (StepLauncher if per_task else TorchrunLauncher)(allocation, config.supervise)
     restarts = restart_count(os.environ)
-    print(introduction(allocation, resources, run, arguments, restarts), flush=True)
-    again = arguments if config.slurm.resubmit else None
-    around = SlurmJob(job, allocation.batch, again)
-    return follow(run, step, arguments, config, inbox(), around)
+    print(introduction(allocation, resources, run, given, restarts), flush=True)
+    around = SlurmJob(job, allocation.batch, given if config.slurm.resubmit else None)
+    return follow(run, step, program, config, inbox(), around)
 
 
-def _load(file: Path, overrides: list[str]) -> tuple[Config, list[str]]:
-    """The configuration; each element of a job array trains in a run directory of its own."""
-    config = load(file, overrides)
-    if suffix := element(os.environ):
-        overrides = [*overrides, f"--run.name={config.run.name}{suffix}"]
-        config = load(file, overrides)
-    return config, overrides
+def _load(
+    file: str | None, overrides: list[str], command: Sequence[str]
+) -> tuple[Config, list[str]]:
+    """The configuration, and the arguments that it came from.
+
+    Each element of a job array trains in a run directory of its own.
+    """
+    if file is None and not command:
+        raise UsageError("name a configuration, or a command after `--`")
+    if file is not None and file.startswith("--") and command:
+        overrides = [file, *overrides]  # the first of them, where a file could have been
+        file = None
+    path = None if file is None else Path(file)
+    config = load(path, overrides)
+    name = config.run.name or _name_of(command)
+    wanted = f"{name}{element(os.environ)}"
+    if wanted != config.run.name:
+        others = [given for given in overrides if not given.startswith("--run.name=")]
+        overrides = [*others, f"--run.name={wanted}"]
+        config = load(path, overrides)
+    words = overrides if file is None else [file, *overrides]
+    return config, [*words, "--", *command] if command else words
+
+
+def _name_of(command: Sequence[str]) -> str:
+    """What to call the run of a command: as its script. Raises `UsageError` if it has none."""
+    for word in command:
+        if word.endswith(".py"):
+            return Path(word).stem
+    raise UsageError("give the run a name: kempner supervise --run.name=NAME -- COMMAND...")

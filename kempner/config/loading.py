@@ -28,29 +28,30 @@ _SYNTAX_HINTS: Mapping[str, str] = {
 }
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Reads the TOML file at `path` and applies `--section.key=value` arguments to it.
 
-    `run.name` becomes the file's stem when neither sets it.
+    `run.name` becomes the file's stem when neither sets it. Without a file all else is as it is
+    when left out.
 
     Raises:
         ConfigError: the file cannot be read, or it or an argument asks for something wrong.
     """
-    table = _parse_toml(path, _read(path))
+    table = {} if path is None else _parse_toml(path, _read(path))
     known = known_keys()
     given = parse(overrides, known)
     for override in given:
         try:
             place(table, override.keys, override.value)
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+            raise ConfigError(str(error) if path is None else f"{path}: {error}") from None
     for keys, value in _leaves(table):
         _refuse_unportable(keys, value, _origin(path, given, keys))
     try:
         config = Config.model_validate(table)
     except ValidationError as error:
         raise ConfigError(_explain(error, path, given, known)) from None
-    return config if config.run.name is not None else _named_after(path, config)
+    return config if path is None or config.run.name is not None else _named_after(path, config)
 
 
 def dumps(config: Config) -> str:
@@ -168,7 +169,7 @@ def _refuse_unportable(keys: Keys, value: object, origin: str) -> None:
 
 
 def _explain(
-    error: ValidationError, path: Path, given: Sequence[Override], known: Sequence[str]
+    error: ValidationError, path: Path | None, given: Sequence[Override], known: Sequence[str]
 ) -> str:
     first, *others = error.errors(include_url=False)
     origin = _origin(path, given, first["loc"])
@@ -180,10 +181,12 @@ def _explain(
     return f"{origin}: {describe(first, known)}{hint}{more}"
 
 
-def _origin(path: Path, given: Sequence[Override], keys: Keys) -> str:
+def _origin(path: Path | None, given: Sequence[Override], keys: Keys) -> str:
     """Where the value at `keys` was given; for a table, the file and all that changes the table."""
     for override in given:
         if override.keys == keys[: len(override.keys)]:
             return override.argument
     inside = [override.argument for override in given if override.keys[: len(keys)] == keys]
+    if path is None:
+        return " ".join(inside)
     return " ".join([str(path), "with", *inside]) if inside else str(path)

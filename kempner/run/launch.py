@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from kempner.run.attempts import Attempt
 from kempner.run.messages import Secret
@@ -20,6 +21,9 @@ _ADDRESS = "KEMPNER_CONTROL_ADDRESS"
 _PORT = "KEMPNER_CONTROL_PORT"
 _TOKEN = "KEMPNER_CONTROL_TOKEN"
 _JOB = "KEMPNER_BATCH_JOB"
+_RUN = "KEMPNER_RUN_DIR"
+_SILENCE = "KEMPNER_SILENCE_LIMIT"
+_GRACE = "KEMPNER_STOP_GRACE"
 
 
 @dataclass(frozen=True)
@@ -32,17 +36,30 @@ class Control:
 
 
 @dataclass(frozen=True)
+class Terms:
+    """What a rank must know that is not told by a configuration: the run's directory, after how
+    many seconds without a word it leaves, and how many it has after a stop was asked for.
+    """
+
+    run: Path
+    silence_limit: float
+    stop_grace: float
+
+
+@dataclass(frozen=True)
 class Launch:
     """The attempt that a rank belongs to, and how to talk to its supervisor.
 
     `parent` is the supervisor's process id where the ranks are its children. `job` is the Slurm job
     whose batch process the supervisor is; without it nobody else puts that job into the queue.
+    `terms` are there for a program of the user's own.
     """
 
     attempt: Attempt
     control: Control
     parent: int | None = None
     job: str | None = None
+    terms: Terms | None = None
 
     def environment(self) -> dict[str, str]:
         """The variables to add to a rank's environment. One of them is secret: keep them out of
@@ -52,6 +69,7 @@ class Launch:
         return (
             followed
             | queued
+            | self._terms()
             | {
                 _ATTEMPT: str(self.attempt.number),
                 _NONCE: self.attempt.nonce,
@@ -60,6 +78,15 @@ class Launch:
                 _TOKEN: self.control.secret.token,
             }
         )
+
+    def _terms(self) -> dict[str, str]:
+        if self.terms is None:
+            return {}
+        return {
+            _RUN: str(self.terms.run.absolute()),
+            _SILENCE: str(self.terms.silence_limit),
+            _GRACE: str(self.terms.stop_grace),
+        }
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch | None:
@@ -75,6 +102,9 @@ class Launch:
             ),
             parent=int(environ[_PARENT]) if _PARENT in environ else None,
             job=environ.get(_JOB),
+            terms=Terms(Path(environ[_RUN]), float(environ[_SILENCE]), float(environ[_GRACE]))
+            if _RUN in environ
+            else None,
         )
 
 

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from kempner.run.launch import Launch
 from kempner.supervisor.policy import RankExit
 from kempner.supervisor.vitals import Question, Vitals
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each rank runs: our own `train`, or a command of the user's.
+
+    Of a command that is not `ours` nothing is known but what any process does: a stop signal ends
+    it, unless it traps it.
+    """
+
+    command: tuple[str, ...]
+    ours: bool
+
+    @classmethod
+    def train(cls, arguments: Sequence[str]) -> Self:
+        """`kempner train <arguments>`."""
+        return cls((sys.executable, "-m", "kempner", "train", *arguments), ours=True)
+
+    @classmethod
+    def of_user(cls, command: Sequence[str]) -> Self:
+        """A command that reads its place in the world from torch's variables."""
+        return cls((sys.executable, "-m", "kempner.supervisor.become", *command), ours=False)
 
 
 @dataclass(frozen=True)
@@ -40,10 +63,8 @@ class Launcher(Protocol):
     def avoid(self, suspects: Mapping[str, str]) -> None:
         """Start no ranks on these nodes (each with a reason) if others can do, or fewer."""
 
-    def start(
-        self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
-    ) -> None:
-        """Start every rank as `kempner train <arguments>`, with `launch` in its environment.
+    def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
+        """Start every rank as `program`, with `launch` in its environment.
 
         `post` is called, from any thread, with each end that the launcher gets to see.
         """

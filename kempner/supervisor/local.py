@@ -6,7 +6,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from kempner.cluster.ports import free_port
 from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.signals import STOP_SIGNALS
+from kempner.supervisor.launcher import Program
 from kempner.supervisor.policy import RankExit
 from kempner.supervisor.vitals import Question, Vitals, measure
 
@@ -50,18 +50,16 @@ class LocalLauncher:
     def avoid(self, suspects: Mapping[str, str]) -> None:
         """Nothing: there is no other machine."""
 
-    def start(
-        self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
-    ) -> None:
-        """Start every rank as `kempner train <arguments>`, and wait for them on a thread."""
+    def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
+        """Start every rank as `program`, and wait for them on a thread."""
         port = free_port(_LOOPBACK, salt=f"{self._run.path.absolute()}:{launch.attempt.nonce}")
-        command = [sys.executable, "-m", "kempner", "train", *arguments]
         # Blocked here, the signals are blocked in the children from their first instruction until
         # they trap them: one that comes while their interpreter starts is kept, not fatal.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        block = STOP_SIGNALS if program.ours else ()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, block)
         try:
             for rank in range(self.size):
-                self._children[rank] = self._spawn(rank, launch, port, command)
+                self._children[rank] = self._spawn(rank, launch, port, program.command)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._waiter = threading.Thread(target=self._wait, args=(post,), name="wait", daemon=True)

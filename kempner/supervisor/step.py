@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from kempner.run.clock import AwakeClock
 from kempner.run.exit_codes import ExitCode, UsageError
 from kempner.run.launch import Launch
 from kempner.run.logs import logger
-from kempner.supervisor.launcher import Unable
+from kempner.supervisor.launcher import Program, Unable
 from kempner.supervisor.nodes import give_back, silent_nodes, survey
 from kempner.supervisor.policy import RankExit
 from kempner.supervisor.vitals import Question, Vitals
@@ -50,11 +51,9 @@ class StepLauncher:
         self._killed_at: float | None = None
         self._clock = AwakeClock()
 
-    def start(
-        self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
-    ) -> None:
+    def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
         """Start the step; once srun has ended, `post` how those ended that did not say it."""
-        command = [*self._step(launch), *self._rank(launch), "train", *arguments]
+        command = [*self._step(launch), *self._rank(launch, program)]
         job = self._allocation.job if self._allocation.batch else None
         environ = {**os.environ, **replace(launch, job=job).environment()}
         environ.pop("TORCHELASTIC_RUN_ID", None)
@@ -184,9 +183,12 @@ class StepLauncher:
         except subprocess.TimeoutExpired:
             self._srun.kill()
 
-    def _rank(self, launch: Launch) -> list[str]:
+    def _rank(self, launch: Launch, program: Program) -> list[str]:
         """What each task runs. Python becomes the step's direct child: Slurm signals no other."""
-        return [*_DEAF, sys.executable, "-m", "kempner"]
+        if program.ours:
+            return [*_DEAF, *program.command]
+        host, port = self._allocation.nodes[0], free_port("", salt=launch.attempt.nonce)
+        return ["env", f"MASTER_ADDR={host}", f"MASTER_PORT={port}", *program.command]
 
     def _signal(self) -> None:
         try:
@@ -202,6 +204,8 @@ class StepLauncher:
             # joined the channel could not say so; one that crashed would have.
             if status in (ExitCode.COMPLETED, ExitCode.STOPPED):
                 post(RankExit(rank, status))
+            elif status == 128 + signal.SIGTERM and self._killed_at is None:
+                post(RankExit(rank, -signal.SIGTERM))
             else:
                 post(RankExit(rank, None, ended_by_us=ours))
 
@@ -219,7 +223,7 @@ class TorchrunLauncher(StepLauncher):
     def _tasks_per_node(self) -> int:
         return 1
 
-    def _rank(self, launch: Launch) -> list[str]:
+    def _rank(self, launch: Launch, program: Program) -> list[str]:
         nodes = self._allocation.nodes
         port = free_port("", salt=launch.attempt.nonce)
         torchrun = [sys.executable, "-m", "torch.distributed.run"]
@@ -233,7 +237,7 @@ class TorchrunLauncher(StepLauncher):
             "--signals-to-handle=SIGINT",
             "--no-python",
         ]
-        return [*_DEAF, *torchrun, *options, sys.executable, "-m", "kempner"]
+        return [*_DEAF, *torchrun, *options, *program.command]
 
 
 def _reachable_address(allocation: Allocation, interface: str | None) -> str:

@@ -15,7 +15,7 @@ from kempner.config.sections import Config
 from kempner.run.attempts import Attempt, begin_attempt
 from kempner.run.exit_codes import ExitCode
 from kempner.run.gave_up import refuse_if_given_up
-from kempner.run.launch import Control, Launch
+from kempner.run.launch import Control, Launch, Terms
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger, read_lines
 from kempner.run.logs import logger, open_log
@@ -27,7 +27,7 @@ from kempner.supervisor.channel import Channel
 from kempner.supervisor.checkup import choose_nodes
 from kempner.supervisor.file_channel import FileChannel
 from kempner.supervisor.giving_up import give_up
-from kempner.supervisor.launcher import Launcher
+from kempner.supervisor.launcher import Launcher, Program
 from kempner.supervisor.lease import Lease
 from kempner.supervisor.parting import facts, part_from
 from kempner.supervisor.policy import Decision, RankExit, decide
@@ -48,18 +48,25 @@ class Charge:
 
     run: RunDirectory
     launcher: Launcher
-    arguments: Sequence[str]
+    program: Program
     config: Config
     signals: SignalInbox
     job: SlurmJob | None
     ledger: Ledger
     lease: Lease
 
+    def terms(self) -> Terms | None:
+        """What a program of the user's own is told; ours reads the configuration."""
+        section = self.config.supervise
+        if self.program.ours:
+            return None
+        return Terms(self.run.path, section.silence_limit, section.stop_grace)
+
 
 def supervise(
     run: RunDirectory,
     launcher: Launcher,
-    arguments: Sequence[str],
+    program: Program,
     config: Config,
     signals: SignalInbox,
     job: SlurmJob | None = None,
@@ -73,7 +80,7 @@ def supervise(
     raise_open_file_limit()
     lease = Lease.acquire(run, config.supervise.lease)
     try:
-        charge = Charge(run, launcher, arguments, config, signals, job, Ledger(run.ledger), lease)
+        charge = Charge(run, launcher, program, config, signals, job, Ledger(run.ledger), lease)
         return _bring_to_an_end(charge)
     finally:
         lease.release()
@@ -140,11 +147,13 @@ def _follow_attempt(charge: Charge) -> tuple[Watch, Decision]:
     )
     channel.start()
     durations = Durations.from_ledger(read_lines(run.ledger))
-    watch = Watch(attempt, size, config, launcher, channel, ledger, durations, job)
+    ours = charge.program.ours
+    watch = Watch(attempt, size, config, launcher, channel, ledger, durations, job, ours)
     roster = Roster(run.ranks(attempt.number))
     try:
         control = Control(launcher.address, channel.port, secret)
-        launcher.start(Launch(attempt, control), charge.arguments, happenings.put)
+        launch = Launch(attempt, control, terms=charge.terms())
+        launcher.start(launch, charge.program, happenings.put)
         if job is not None:
             job.watch(happenings.put)
         while not (watch.over() or insists(watch.signals) or charge.lease.lost):

@@ -56,7 +56,10 @@ Happening: TypeAlias = Received | RankExit | News | JobSeen
 
 
 class Watch:
-    """Follows one attempt. Times are seconds of a clock that stands still while suspended."""
+    """Follows one attempt. Times are seconds of a clock that stands still while suspended.
+
+    Ranks that `must_report` hang if they never do; of others that never do nothing is known.
+    """
 
     def __init__(
         self,
@@ -68,10 +71,12 @@ class Watch:
         ledger: Ledger,
         durations: Durations,
         job: SlurmJob | None,
+        must_report: bool = True,
     ) -> None:
         self.attempt, self._size, self._section = attempt, size, config.supervise
         self._launcher, self._channel, self._ledger = launcher, channel, ledger
         self._durations, self._job = durations, job
+        self._must_report = must_report
         self._clock, self._pace = AwakeClock(), Pace()
         self._ends: dict[int, tuple[float, RankExit]] = {}
         self.job_at_first: JobState | None = None
@@ -141,7 +146,8 @@ class Watch:
         sightings = self._channel.sightings()
         self._pace.see(sightings, now)
         self._heed_the_job()
-        self._end_a_hang(now, sightings)
+        if sightings or self._must_report:
+            self._end_a_hang(now, sightings)
         if self.furthest_step() > self._reached:
             self._reached, self._reached_at = self.furthest_step(), now
         for rank, at in list(self._parted.items()):

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from kempner.cluster.world import World, discover
-from kempner.config.sections import Config
+from kempner.config.sections import Config, SuperviseSection
 from kempner.run.attempts import Attempt
 from kempner.run.exit_codes import ExitCode, UsageError
 from kempner.run.launch import Launch, forget_secret
@@ -76,14 +76,19 @@ class Presence:
 
 
 def appear(config: Config, shutdown: ShutdownHandler) -> Presence:
-    """Find this rank's place, and call its supervisor if it has one.
+    """Find this rank's place, and call its supervisor if it has one. Raises as `join`."""
+    run = RunDirectory(Path(config.run.dir) / str(config.run.name))
+    return join(run, config.supervise, shutdown)
+
+
+def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler) -> Presence:
+    """Find this rank's place in `run`, and call its supervisor if it has one.
 
     Raises `UsageError` if the launcher's variables make no sense.
     """
     launch = Launch.from_environment(os.environ)
     forget_secret(os.environ)
     world = _find_place()
-    run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     progress = Progress()
     if launch is None:
         return Presence(world, run, launch, progress, None)
@@ -95,8 +100,8 @@ def appear(config: Config, shutdown: ShutdownHandler) -> Presence:
         stop=partial(_stop, shutdown),
         silence=_stop_in_silence,
         standstill=lambda seconds: _leave_in_silence(presence, seconds),
-        patience=config.supervise.silence_limit,
-        grace=config.supervise.stop_grace,
+        patience=section.silence_limit,
+        grace=section.stop_grace,
     )
     link = Link(launch, run, world.rank, progress, react)
     presence = Presence(world, run, launch, progress, link)

@@ -6,7 +6,7 @@ It cannot signal them and does not see them end; all it knows comes over the con
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from kempner.config.loading import load
@@ -14,6 +14,7 @@ from kempner.run import logs
 from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.signals import inbox
+from kempner.supervisor.launcher import Program
 from kempner.supervisor.local import LocalLauncher
 from kempner.supervisor.policy import RankExit
 from kempner.supervisor.supervise import supervise
@@ -24,11 +25,9 @@ SIZE = 2
 class Elsewhere(LocalLauncher):
     """As where a scheduler stands between, that forwards nothing and never gets ready."""
 
-    def start(
-        self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
-    ) -> None:
+    def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
         """Start the ranks and look away."""
-        super().start(launch, arguments, post=lambda end: None)
+        super().start(launch, program, post=lambda end: None)
 
     def ask_to_stop(self) -> None:
         """Say nothing."""
@@ -44,4 +43,4 @@ if __name__ == "__main__":
     config = load(Path(sys.argv[1]), sys.argv[2:])
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     launcher = Elsewhere(run, SIZE)
-    sys.exit(supervise(run, launcher, sys.argv[1:], config, inbox()))
+    sys.exit(supervise(run, launcher, Program.train(sys.argv[1:]), config, inbox()))

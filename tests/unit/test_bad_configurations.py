@@ -301,7 +301,7 @@ def test_a_bad_override_is_named_with_the_culprit(
         ((), "Missing command"),
         (("trian",), "No such command 'trian'"),
         (("--frobnicate",), "No such option: --frobnicate"),
-        (("supervise",), "Missing argument 'CONFIG'"),
+        (("supervise",), "name a configuration, or a command after"),
         (("supervise", "x.toml", "--nproc", "0"), "Invalid value for '--nproc'"),
         (("supervise", "x.toml", "--nproc"), "Option '--nproc' requires an argument"),
         (("supervise", "x.toml", "--launcher=pbs"), "Invalid value for '--launcher'"),

@@ -181,11 +181,13 @@ def _outcome(watch: Watch) -> Decision:
 
 
 def _failure(charge: Charge, watch: Watch, decision: Decision) -> Failure:
-    culprit = next((end for end in watch.ends if end.rank == decision.culprit), None)
+    said = {end.rank: end.sentence.partition("\n")[0] for end in watch.ends}
+    raised = said.get(decision.culprit, "") if decision.culprit is not None else ""
     return Failure(
-        step=watch.step_of(decision.culprit),
+        # Of a rank that was killed the last report is old; the others' came as they left.
+        step=watch.step_of(decision.culprit if raised else None),
         committed=last_step(read_lines(charge.run.ledger)),
-        raised=culprit.sentence.partition("\n")[0] if culprit is not None else "",
+        raised=raised,
     )
 
 

@@ -110,7 +110,7 @@ class Watch:
     def step_of(self, rank: int | None) -> int:
         """The step that a rank was in when last heard, or had done where it was in none.
 
-        Of a rank that said nothing, the furthest of all.
+        The furthest of all for None, and for a rank that never said where it is.
         """
         seen = self._channel.sightings()
         reports = [seen[rank].report] if rank in seen else [s.report for s in seen.values()]

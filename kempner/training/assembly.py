@@ -161,18 +161,24 @@ def _identity(config: Config, corpus: Corpus, shape: Shape, ranks: Ranks) -> Ide
         data_fingerprint=fingerprint(corpus.index, config.train.seq_len),
         model=model,
         config_hash=digest(config),
-        host={
-            "device": _device_name(ranks.device),
-            "threads": torch.get_num_threads(),
-            "dtype": config.train.dtype,
-        },
-        versions={
-            "kempner": kempner.__version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
+        host={**host_facts(ranks.device), "dtype": config.train.dtype},
+        versions=versions(),
         optimizer=config.optimizer.name,
     )
+
+
+def host_facts(device: torch.device) -> dict[str, object]:
+    """What of this host the last bits of a result depend on."""
+    return {"device": _device_name(device), "threads": torch.get_num_threads()}
+
+
+def versions() -> dict[str, str]:
+    """The software that a checkpoint is made with."""
+    return {
+        "kempner": kempner.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
 
 
 def _device_name(device: torch.device) -> str:

@@ -31,7 +31,7 @@ _FAREWELL = timedelta(seconds=30)
 class Ranks:
     """This rank's connections: one group to train on, and Gloo groups to vote and to save on.
 
-    `store` is the rendezvous, hosted by rank 0; None under torchrun, which hosts its own.
+    `store` is the rendezvous, hosted by rank 0; None where somebody else hosts it, as torchrun.
     """
 
     world: World
@@ -96,13 +96,32 @@ def connect(world: World, config: Config) -> Ranks:
         world_size=world.size,
         timeout=timeout,
     )
+    return _group(world, device, timeout, None if world.launcher == "torchrun" else store)
+
+
+def adopt(world: World, device: torch.device, timeout: timedelta) -> Ranks:
+    """The connections of a rank whose program has met the others itself, or is alone.
+
+    Raises `UsageError` if it has not.
+    """
+    if not dist.is_initialized():
+        if world.size > 1:
+            raise UsageError(
+                f"rank {world.rank} of {world.size} has not met the others yet: call "
+                "torch.distributed.init_process_group first"
+            )
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    return _group(world, device, timeout, store=None)
+
+
+def _group(world: World, device: torch.device, timeout: timedelta, store: Store | None) -> Ranks:
     return Ranks(
         world=world,
         device=device,
         mesh=init_device_mesh(device.type, (world.size,), mesh_dim_names=("fsdp",)),
         votes=_gloo_group(timeout),
         saves=_gloo_group(timeout),
-        store=None if world.launcher == "torchrun" else store,
+        store=store,
     )
 
 

@@ -12,7 +12,7 @@ from kempner.checkpoint.manifest import Position, Rollback
 from kempner.config.sections import Config
 from kempner.data.loader import Feed, MicroBatch, StepBatch
 from kempner.model.transformer import Transformer
-from kempner.run.exit_codes import CheckpointWriteError, DivergedError, ExitCode
+from kempner.run.exit_codes import DivergedError, ExitCode
 from kempner.run.logs import logger
 from kempner.run.messages import Phase
 from kempner.run.progress import Progress
@@ -21,15 +21,12 @@ from kempner.training.council import Council, Wish
 from kempner.training.distributed import Ranks
 from kempner.training.evaluation import Evaluation
 from kempner.training.faults import Faults
-from kempner.training.leaving import Action, Move, Outlook, next_move, tell_loss, time_to_spare
+from kempner.training.last_save import finish, refuse_to_go_on_unsaved
 from kempner.training.optimizer import update
 from kempner.training.schedule import learning_rate
 from kempner.training.shutdown import ShutdownHandler
 from kempner.training.step import accumulate, weightless
 from kempner.training.telemetry import Telemetry
-
-LAST_TRIES = 2
-"""Tries to write the last checkpoint: what fails once may be a passing fault of the storage."""
 
 
 @dataclass
@@ -69,6 +66,11 @@ class Training:
             failed_saves=self.checkpoints.settled_failures,
             seconds_left=self.shutdown.seconds_left(),
         )
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether the last steps had losses that no state should be kept after."""
+        return not self.health.sound
 
     def no_data(self) -> list[MicroBatch]:
         """A step's worth of rows that weigh nothing."""
@@ -154,11 +156,7 @@ def save_is_due(run: Training, verdict: Wish) -> bool:
 
     Raises `CheckpointWriteError`, on all ranks alike, when saves keep failing.
     """
-    if verdict.failed_saves >= run.config.checkpoint.max_failures:
-        raise CheckpointWriteError(
-            f"{verdict.failed_saves} checkpoints in a row could not be written; the last good one "
-            "is intact. Look for a full disk or quota in the warnings above, then start again"
-        )
+    refuse_to_go_on_unsaved(verdict, run.config.checkpoint.max_failures)
     on_interval = run.position.step % run.config.checkpoint.interval == 0
     # After a second failure the next try waits for the interval: what is wrong will take a while.
     overdue = verdict.failed_saves == 1 or run.save_postponed
@@ -238,59 +236,9 @@ def leave(run: Training, verdict: Wish) -> ExitCode:
     """
     run.progress.phase = Phase.SAVE
     take_note(run, everything=True)
-    step, last = run.position.step, secure(run)
-    if last.action is Action.FAIL:
-        raise CheckpointWriteError(
-            f"the checkpoint of step {step} could not be written; the last good one is intact"
-        )
-    if last.action is Action.DONE:
-        run.checkpoints.close(timeout=time_to_spare(run.shutdown.seconds_left()))
-    name, words = "completed", f"completed {step} steps"
-    if verdict.stop or last.lost:
-        name, words = "stopped", f"stopped after step {step}; start again to go on"
-    if last.lost and run.ranks.world.rank == 0:
-        logger().warning(f"stopped after step {step}: {tell_loss(last)}")
-    logger().info(name, step=step, reason=verdict.stop.name, lost_steps=last.lost)
-    run.record(name, step=step, reason=verdict.stop.name, lost_steps=last.lost)
+    code, words = finish(run, verdict)
     run.telemetry.say(words)
     run.telemetry.close()
     run.progress.phase = Phase.EXIT
     run.ranks.farewell()
-    return ExitCode.COMPLETED if name == "completed" else ExitCode.STOPPED
-
-
-def secure(run: Training) -> Move:
-    """Bring the state of the last step to disk, move by move; the move that ends it."""
-    tries_left = LAST_TRIES
-    while True:
-        move = agree_on_next_move(run, tries_left)
-        match move.action:
-            case Action.WAIT:
-                run.checkpoints.join(move.patience)
-            case Action.SAVE:
-                tries_left -= 1
-                run.checkpoints.save(run.position)
-            case _:
-                return move
-
-
-def agree_on_next_move(run: Training, tries_left: int) -> Move:
-    """Rank 0's choice, with the deadline that is nearest on any rank."""
-    verdict = run.council.open(run.wish()).close()
-    step, age = run.checkpoints.in_flight or (None, 0.0)
-    move = next_move(
-        Outlook(
-            step=run.position.step,
-            committed=run.checkpoints.committed_step,
-            in_flight_step=step,
-            in_flight_for=age,
-            save_takes=run.checkpoints.durations.quantile(0.95),
-            warned_for=run.shutdown.seconds_since_asked(),
-            seconds_left=verdict.seconds_left,
-            tries_left=tries_left,
-            suspicious=not run.health.sound,
-        )
-    )
-    told = run.ranks.broadcast(move)
-    assert isinstance(told, Move)  # rank 0 made it
-    return told
+    return code

@@ -91,7 +91,7 @@ def run_rank(config: Config, presence: Presence, shutdown: ShutdownHandler) -> E
     ranks = connect(world, config)
     grace = config.supervise.stop_grace if presence.launch is not None else None
     shutdown.join_group(grace, presence.tell_of_signal)
-    attempt = _agree_on_attempt(run, ranks, presence.launch)
+    attempt = agree_on_attempt(run, ranks, presence.launch)
     open_log(run.log(attempt.number, world.rank), attempt=attempt.number, rank=world.rank)
     progress.enter(Phase.LOAD)
     faults.strike(Phase.LOAD)
@@ -130,7 +130,8 @@ def thread_count(config: Config, world: World) -> int:
     return max(1, len(os.sched_getaffinity(0)) // world.local_size)
 
 
-def _agree_on_attempt(run: RunDirectory, ranks: Ranks, launch: Launch | None) -> Attempt:
+def agree_on_attempt(run: RunDirectory, ranks: Ranks, launch: Launch | None) -> Attempt:
+    """The supervisor's attempt, or one that rank 0 begins where there is no supervisor."""
     if launch is not None:
         return launch.attempt
     attempt: Attempt | None = None

@@ -1,0 +1,106 @@
+"""How ranks leave together: the state of the last step is committed if there is time, and why the
+run ends is said."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manifest import Position
+from kempner.run.exit_codes import CheckpointWriteError, ExitCode
+from kempner.run.logs import logger
+from kempner.training.council import Council, Wish
+from kempner.training.distributed import Ranks
+from kempner.training.leaving import Action, Move, Outlook, next_move, tell_loss, time_to_spare
+from kempner.training.shutdown import ShutdownHandler
+
+LAST_TRIES = 2
+"""Tries to write the last checkpoint: what fails once may be a passing fault of the storage."""
+
+
+class Leaver(Protocol):
+    """What is about to leave: a loop of ours, or of the user's."""
+
+    ranks: Ranks
+    council: Council
+    shutdown: ShutdownHandler
+    checkpoints: CheckpointManager
+    position: Position
+
+    def record(self, event: str, **fields: object) -> None:
+        """A line for the run's ledger, from rank 0."""
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether the last steps had losses that no state should be kept after."""
+
+    def wish(self) -> Wish:
+        """What this rank wants at this moment."""
+
+
+def finish(run: Leaver, verdict: Wish) -> tuple[ExitCode, str]:
+    """Commit, and say how it ended in log and ledger; the exit code, and the same in words.
+
+    Raises `CheckpointWriteError` if the state cannot be committed.
+    """
+    step, last = run.position.step, secure(run)
+    if last.action is Action.FAIL:
+        raise CheckpointWriteError(
+            f"the checkpoint of step {step} could not be written; the last good one is intact"
+        )
+    if last.action is Action.DONE:
+        run.checkpoints.close(timeout=time_to_spare(run.shutdown.seconds_left()))
+    name, words = "completed", f"completed {step} steps"
+    if verdict.stop or last.lost:
+        name, words = "stopped", f"stopped after step {step}; start again to go on"
+    if last.lost and run.ranks.world.rank == 0:
+        logger().warning(f"stopped after step {step}: {tell_loss(last)}")
+    logger().info(name, step=step, reason=verdict.stop.name, lost_steps=last.lost)
+    run.record(name, step=step, reason=verdict.stop.name, lost_steps=last.lost)
+    return (ExitCode.COMPLETED if name == "completed" else ExitCode.STOPPED), words
+
+
+def refuse_to_go_on_unsaved(verdict: Wish, max_failures: int) -> None:
+    """Raise `CheckpointWriteError`, on all ranks alike, when saves keep failing."""
+    if verdict.failed_saves >= max_failures:
+        raise CheckpointWriteError(
+            f"{verdict.failed_saves} checkpoints in a row could not be written; the last good one "
+            "is intact. Look for a full disk or quota in the warnings above, then start again"
+        )
+
+
+def secure(run: Leaver) -> Move:
+    """Bring the state of the last step to disk, move by move; the move that ends it."""
+    tries_left = LAST_TRIES
+    while True:
+        move = agree_on_next_move(run, tries_left)
+        match move.action:
+            case Action.WAIT:
+                run.checkpoints.join(move.patience)
+            case Action.SAVE:
+                tries_left -= 1
+                run.checkpoints.save(run.position)
+            case _:
+                return move
+
+
+def agree_on_next_move(run: Leaver, tries_left: int) -> Move:
+    """Rank 0's choice, with the deadline that is nearest on any rank."""
+    verdict = run.council.open(run.wish()).close()
+    step, age = run.checkpoints.in_flight or (None, 0.0)
+    move = next_move(
+        Outlook(
+            step=run.position.step,
+            committed=run.checkpoints.committed_step,
+            in_flight_step=step,
+            in_flight_for=age,
+            save_takes=run.checkpoints.durations.quantile(0.95),
+            warned_for=run.shutdown.seconds_since_asked(),
+            seconds_left=verdict.seconds_left,
+            tries_left=tries_left,
+            suspicious=run.suspicious,
+        )
+    )
+    told = run.ranks.broadcast(move)
+    assert isinstance(told, Move)  # rank 0 made it
+    return told

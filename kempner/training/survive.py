@@ -29,7 +29,7 @@ from kempner.config.sections import CheckpointSection, DistributedSection, Super
 from kempner.run import logs
 from kempner.run.attempts import Attempt, Fence
 from kempner.run.exit_codes import ExitCode, RunError
-from kempner.run.launch import Launch
+from kempner.run.launch import Launch, Terms
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import read_lines
 from kempner.run.logs import logger, open_log
@@ -74,8 +74,7 @@ def survive(
     launch = Launch.from_environment(os.environ)
     told = launch.terms if launch is not None else None
     run = RunDirectory(Path(run_dir or (told.run if told else _beside(sys.argv[0]))))
-    silence = told.silence_limit if told else SuperviseSection().silence_limit
-    presence = join(run, silence, shutdown)
+    presence = join(run, _as_told(told), shutdown)
     last_words = _LastWords(presence)
     presence.progress.enter(Phase.LOAD)
     device = next(model.parameters()).device
@@ -203,6 +202,13 @@ class _LastWords:
             return
         self._earlier_hook(kind, error, trace)
         self._presence.leave(classify(error, self._presence), f"{kind.__name__}: {error}")
+
+
+def _as_told(terms: Terms | None) -> SuperviseSection:
+    """The supervisor's patience; without one nobody waits for anybody."""
+    if terms is None:
+        return SuperviseSection()
+    return SuperviseSection(silence_limit=terms.silence_limit, stop_grace=terms.stop_grace)
 
 
 def _beside(script: str) -> Path:

@@ -149,26 +149,38 @@ def _follow_attempt(charge: Charge) -> tuple[Watch, Decision]:
     durations = Durations.from_ledger(read_lines(run.ledger))
     ours = charge.program.ours
     watch = Watch(attempt, size, config, launcher, channel, ledger, durations, job, ours)
-    roster = Roster(run.ranks(attempt.number))
+    control = Control(launcher.address, channel.port, secret)
+    _see_it_through(
+        charge, watch, channel, Launch(attempt, control, terms=charge.terms()), happenings
+    )
+    decision = _outcome(watch)
+    _close(ledger, attempt, decision, watch.ends)
+    return watch, decision
+
+
+def _see_it_through(
+    charge: Charge,
+    watch: Watch,
+    channel: Channel,
+    launch: Launch,
+    happenings: SimpleQueue[Happening],
+) -> None:
+    """Start the ranks, and act on what happens until the last of them is gone."""
+    roster = Roster(charge.run.ranks(launch.attempt.number))
     try:
-        control = Control(launcher.address, channel.port, secret)
-        launch = Launch(attempt, control, terms=charge.terms())
-        launcher.start(launch, charge.program, happenings.put)
-        if job is not None:
-            job.watch(happenings.put)
+        charge.launcher.start(launch, charge.program, happenings.put)
+        if charge.job is not None:
+            charge.job.watch(happenings.put)
         while not (watch.over() or insists(watch.signals) or charge.lease.lost):
             watch.take_in(happenings)
             watch.enforce()
             roster.update(channel.sightings())
     finally:
-        launcher.kill()
+        charge.launcher.kill()
         channel.close()
     charge.lease.check()  # or what follows would be written into somebody else's ledger
     watch.take_in(happenings, wait=False)
     roster.update(channel.sightings(), now=True)
-    decision = _outcome(watch)
-    _close(ledger, attempt, decision, watch.ends)
-    return watch, decision
 
 
 def _outcome(watch: Watch) -> Decision:
@@ -181,7 +193,8 @@ def _outcome(watch: Watch) -> Decision:
 
 
 def _failure(charge: Charge, watch: Watch, decision: Decision) -> Failure:
-    said = {end.rank: end.sentence.partition("\n")[0] for end in watch.ends}
+    # Where nobody saw it end, the sentence is not its own.
+    said = {e.rank: e.sentence.partition("\n")[0] for e in watch.ends if e.status is not None}
     raised = said.get(decision.culprit, "") if decision.culprit is not None else ""
     return Failure(
         # Of a rank that was killed the last report is old; the others' came as they left.

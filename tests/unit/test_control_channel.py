@@ -483,6 +483,16 @@ def test_a_file_that_is_not_a_ranks_own_admits_nobody(supervisor: Supervisor) ->
     assert supervisor.news.empty()
 
 
+def test_the_handshake_counts_as_a_word(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that took long to connect, because it imported, say, has not been left alone."""
+    monkeypatch.setattr(channel_module, "TICK", 1000.0)  # nothing else is said
+    rank = supervisor.link(0)
+    assert supervisor.expect(Joined).rank == 0
+    wait_until(lambda: rank.link._silence.times_broken, "a word")
+
+
 def test_silence_is_noticed_and_ends_when_somebody_speaks(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.logs import logger
 from kempner.run.messages import (
+    STALLED,
     DumpStacks,
     Event,
     FromSupervisor,
@@ -60,6 +61,9 @@ LAST_WORDS = 3.0
 """Seconds that a rank waits, at its end, for its last words to be heard; longer than a try to
 connect takes."""
 
+STALLED_TOLD = 100
+"""Connections that a rank tells of; a message has its limits."""
+
 _LISTEN = 0.1
 """Seconds between two looks whether the supervisor has answered."""
 
@@ -71,6 +75,7 @@ class Reactions:
     thread, and must not wait.
 
     `patience` seconds are given to a step, `grace` seconds to what is none, such as the last save.
+    `stalled` tells the near and far address of each connection of this node that delivers nothing.
     """
 
     stop: Callable[[Stop], None]
@@ -78,6 +83,7 @@ class Reactions:
     standstill: Callable[[float], None]
     patience: float
     grace: float
+    stalled: Callable[[], list[tuple[str, str]]] = list
 
 
 class Link:
@@ -238,6 +244,7 @@ class Link:
                 self._exit_at = time.monotonic() + PEER_LOST_GRACE
             case DumpStacks():
                 self._dump_stacks()
+                self._tell_of_stalled()
 
     def _dump_stacks(self) -> None:
         try:
@@ -245,6 +252,15 @@ class Link:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             logger().warning("the stacks cannot be written", reason=error.strerror)
+
+    def _tell_of_stalled(self) -> None:
+        try:
+            ends = self._react.stalled()
+        except OSError as error:
+            logger().warning("the connections cannot be looked at", reason=error.strerror)
+            return
+        if ends:
+            self.record(STALLED, {"ends": [list(pair) for pair in ends[:STALLED_TOLD]]})
 
     def _look_at_clocks(self) -> None:
         if self._silence.exceeds_limit():

@@ -47,6 +47,10 @@ in a preemption Slurm signals the ranks alone, and only the supervisor can ask h
 SUSPECT = "suspect"
 """The event that names a node not to be trusted, with the fields `node` and `reason`."""
 
+STALLED = "stalled"
+"""The event with which a rank answers `DumpStacks` if connections of its node deliver nothing:
+`ends` has the near and the far address of each."""
+
 
 class MessageError(ValueError):
     """What came, or was to be sent, is no message of this protocol."""
@@ -90,14 +94,16 @@ class Hello(_Message):
 class Report(_Message):
     """Rank to supervisor, about once a second: the last step done, and the phase under way.
 
-    `worked` and `waited` are seconds since the process joined; the two add up to all of them, and
-    `waited` is what it spent waiting for other ranks.
+    `worked` and `waited` are seconds from the start of the process to the end of that step; the two
+    add up to all of them, and `waited` is what it spent waiting for other ranks. `waiting` is what
+    it waits for others in at this moment: a collective, say; empty if it does not.
     """
 
     step: Natural
     phase: Phase
     worked: Seconds
     waited: Seconds
+    waiting: Name = ""
     kind: Literal["progress"] = "progress"
 
 

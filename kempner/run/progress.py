@@ -1,6 +1,6 @@
 """Where a rank is, for its supervisor to see: written by the loop, read by another thread.
 
-The loop pays for an attribute; nothing is locked and nothing is sent from here.
+The loop pays for a few attributes; nothing is locked and nothing is sent from here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,30 @@ class Progress:
     """The last step that is done, the phase under way, and the time spent waiting for others."""
 
     def __init__(self) -> None:
-        self.step = 0
         self.phase = Phase.START
         self.reached: dict[str, float] = {}
         """Seconds from the start of this process's line to each phase that was entered."""
         self._started = time.monotonic()
         self._waited = 0.0
-        self._waiting_since: float | None = None
+        self._waiting_for = ""
+        # One value, replaced as a whole: the thread that reads it must not see half of a step.
+        self._done = (0, 0.0, 0.0)
+
+    @property
+    def step(self) -> int:
+        """The last step that is done."""
+        return self._done[0]
+
+    @step.setter
+    def step(self, step: int) -> None:
+        worked = time.monotonic() - self._started - self._waited
+        self._done = (step, worked, self._waited)
+
+    def made(self, step: int) -> None:
+        """A step was made; the first one ends the phase in which kernels are compiled."""
+        self.step = step
+        if self.phase is Phase.COMPILE:
+            self.enter(Phase.STEP)
 
     def enter(self, phase: Phase) -> None:
         """From now on it is that phase, on the way to training."""
@@ -37,16 +54,14 @@ class Progress:
         self.phase = before
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """In this block the rank waits for others and does nothing itself."""
-        self._waiting_since = since = time.monotonic()
+    def waiting(self, what: str) -> Iterator[None]:
+        """In this block the rank waits for others, in `what`, and does nothing itself."""
+        since, self._waiting_for = time.monotonic(), what
         yield
         self._waited += time.monotonic() - since
-        self._waiting_since = None
+        self._waiting_for = ""
 
     def report(self) -> Report:
         """All of it, at this moment; may be called from any thread."""
-        now, since = time.monotonic(), self._waiting_since
-        waited = self._waited + (now - since if since is not None else 0.0)
-        worked = max(0.0, now - self._started - waited)
-        return Report(self.step, self.phase, round(worked, 3), round(waited, 3))
+        step, worked, waited = self._done
+        return Report(step, self.phase, round(worked, 3), round(waited, 3), self._waiting_for)

@@ -45,6 +45,7 @@ class Roster:
                 "phase": sighting.report.phase,
                 "worked": sighting.report.worked,
                 "waited": sighting.report.waited,
+                "waiting": sighting.report.waiting,
             }
             for rank, sighting in sorted(seen.items())
         ]

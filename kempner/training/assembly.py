@@ -38,6 +38,7 @@ from kempner.training.optimizer import build_optimizer
 from kempner.training.presence import Presence
 from kempner.training.shutdown import ShutdownHandler
 from kempner.training.telemetry import Telemetry, peak_flops
+from kempner.training.waits import time_collectives
 
 
 def build(
@@ -55,6 +56,8 @@ def build(
     vocab_size = _vocabulary(config, corpus)
     shape = Shape.of(config.model, vocab_size)
     model = build_model(config, vocab_size, ranks.device, ranks.mesh)
+    if ranks.device.type == "cpu":
+        time_collectives(model, presence.progress.waiting)
     optimizer = build_optimizer(model, config.optimizer)
     record = _recorder(presence, attempt)
     fence, identity = Fence(run.attempts, attempt), _identity(config, corpus, shape, ranks)

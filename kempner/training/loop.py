@@ -101,9 +101,10 @@ def train(run: Training) -> ExitCode:
                 seed=run.config.train.seed,
                 step=step,
                 data_rank=run.ranks.world.rank,
+                waiting=run.progress.waiting,
             )
         run.checkpoints.release_staging()
-        with run.progress.waiting():
+        with run.progress.waiting("the vote"):
             verdict = ballot.close()
         if verdict.void or batch is None or (verdict.diverged and verdict.stop):
             break  # a rank had no data, or nobody wants the step: it did not happen, on any rank
@@ -113,7 +114,7 @@ def train(run: Training) -> ExitCode:
         rate = run.rate(step)
         norm = update(run.model, run.optimizer, loss, rate, run.config.train.clip_grad_norm)
         run.position = advance(run, batch)
-        run.progress.step = step
+        run.progress.made(step)
         run.telemetry.record(run.position, loss, norm, rate, batch.samples)
         due = save_is_due(run, verdict)
         take_note(run, everything=due or leaving(run, verdict))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kempner.cluster.stalled import stalled_connections
 from kempner.cluster.world import World, discover
 from kempner.config.sections import Config, SuperviseSection
 from kempner.run.attempts import Attempt
@@ -102,6 +103,7 @@ def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler
         standstill=lambda seconds: _leave_in_silence(presence, seconds),
         patience=section.silence_limit,
         grace=section.stop_grace,
+        stalled=stalled_connections,
     )
     link = Link(launch, run, world.rank, progress, react)
     presence = Presence(world, run, launch, progress, link)

@@ -96,7 +96,7 @@ def run_rank(config: Config, presence: Presence, shutdown: ShutdownHandler) -> E
     progress.enter(Phase.LOAD)
     faults.strike(Phase.LOAD)
     training = build(config, presence, ranks, attempt, shutdown, faults)
-    progress.enter(Phase.STEP)
+    progress.enter(Phase.COMPILE)
     logger().info("ready", step=training.position.step, reached=progress.reached, **_place(ranks))
     try:
         return train(training)

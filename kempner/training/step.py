@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kempner.data.loader import IGNORE, MicroBatch
 from kempner.training.seeds import set_rng
+from kempner.training.waits import Waiting, untimed
 
 
 def accumulate(
@@ -21,6 +22,7 @@ def accumulate(
     seed: int,
     step: int,
     data_rank: int,
+    waiting: Waiting = untimed,
 ) -> Tensor:
     """Add the step's gradient to the parameters; return its loss, a scalar on `device`.
 
@@ -28,15 +30,19 @@ def accumulate(
     loss nor gradient depends on how the batch is split. Every rank passes the same number of micro
     batches; rows without a valid token weigh nothing. Gradients are reduced after every micro
     batch: kept whole until the last one, they would not fit for the models that need sharding.
+    `waiting` is entered while this rank waits for others.
     """
-    valid = sum_over_ranks(_valid_tokens(micro_batches).to(device)).clamp(min=1)
+    valid = _valid_tokens(micro_batches).to(device)
+    with waiting("the count of tokens"):
+        valid = sum_over_ranks(valid).clamp(min=1)
     total = torch.zeros((), device=device)
     for micro_step, micro_batch in enumerate(micro_batches):
         set_rng(seed, step, micro_step, data_rank)
         loss = summed_loss(model, micro_batch, device)
         (loss / valid).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
-    return sum_over_ranks(total) / valid
+    with waiting("the sum of losses"):
+        return sum_over_ranks(total) / valid
 
 
 def weightless(micro_steps: int, micro_batch_size: int, seq_len: int) -> list[MicroBatch]:

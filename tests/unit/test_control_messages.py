@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 from harness import Clock
@@ -223,12 +222,17 @@ def test_silence_is_told_once_and_a_suspended_process_did_not_listen(clock: Cloc
 def test_progress_tells_work_from_waiting_and_phases_end(clock: Clock) -> None:
     place = Progress()
     assert place.report() == Report(0, Phase.START, 0.0, 0.0)
-    place.phase, place.step = Phase.STEP, 7
+    place.enter(Phase.COMPILE)
     clock.now += 2
-    with place.waiting():
+    with place.waiting("the vote"):
         clock.now += 3
-        assert place.report() == Report(7, Phase.STEP, 2.0, 3.0)
+        assert place.report() == Report(0, Phase.COMPILE, 0.0, 0.0, "the vote")
+    place.made(7)
+    assert place.report() == Report(7, Phase.STEP, 2.0, 3.0)
     with place.during(Phase.EVAL):
         clock.now += 1
-        assert place.report() == Report(7, Phase.EVAL, 3.0, 3.0)
-    assert place.report() == replace(place.report(), phase=Phase.STEP)
+        assert place.report() == Report(7, Phase.EVAL, 2.0, 3.0)  # the time of a step, at its end
+    assert place.report() == Report(7, Phase.STEP, 2.0, 3.0)
+    place.made(8)
+    assert place.report() == Report(8, Phase.STEP, 3.0, 3.0)
+    assert place.reached == {Phase.COMPILE: 0.0, Phase.STEP: 5.0}

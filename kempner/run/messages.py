@@ -94,9 +94,9 @@ class Hello(_Message):
 class Report(_Message):
     """Rank to supervisor, about once a second: the last step done, and the phase under way.
 
-    `worked` and `waited` are seconds from the start of the process to the end of that step; the two
-    add up to all of them, and `waited` is what it spent waiting for other ranks. `waiting` is what
-    it waits for others in at this moment: a collective, say; empty if it does not.
+    `worked` and `waited` are seconds from the start of the process to the end of that step, without
+    those in evaluations and saves; `waited` is what it spent waiting for other ranks. `waiting` is
+    what it waits for others in at this moment: a collective, say; empty if it does not.
     """
 
     step: Natural

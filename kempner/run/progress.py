@@ -20,7 +20,7 @@ class Progress:
         self.reached: dict[str, float] = {}
         """Seconds from the start of this process's line to each phase that was entered."""
         self._started = time.monotonic()
-        self._waited = 0.0
+        self._waited = self._elsewhere = 0.0
         self._waiting_for = ""
         # One value, replaced as a whole: the thread that reads it must not see half of a step.
         self._done = (0, 0.0, 0.0)
@@ -32,7 +32,7 @@ class Progress:
 
     @step.setter
     def step(self, step: int) -> None:
-        worked = time.monotonic() - self._started - self._waited
+        worked = time.monotonic() - self._started - self._elsewhere - self._waited
         self._done = (step, worked, self._waited)
 
     def made(self, step: int) -> None:
@@ -48,9 +48,15 @@ class Progress:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """The block is that phase; afterwards it is what it was, unless the block raises."""
+        """The block is that phase; afterwards it is what it was, unless the block raises.
+
+        It is no part of a step: neither its work nor its waiting counts.
+        """
         before, self.phase = self.phase, phase
+        since, waited = time.monotonic(), self._waited
         yield
+        self._waited = waited
+        self._elsewhere += time.monotonic() - since
         self.phase = before
 
     @contextmanager

@@ -1,10 +1,26 @@
-"""What can be seen of a process from outside, even when it runs no code of ours any more."""
+"""What can be seen of a process from outside, even when it runs no code of ours any more.
+
+    python -m kempner.supervisor.evidence PID...
+
+says it of processes of this machine; that is how the supervisor asks another node.
+"""
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _FIELDS = ("State", "Threads", "VmRSS", "SigBlk")
+
+NODES_ASKED = 8
+"""Nodes that are asked about their processes; of the others the first few are typical."""
+
+_WITHIN = 15.0
+"""Seconds that a node gets to answer; a dead one never does."""
 
 
 def of_process(pid: int, proc: Path = Path("/proc")) -> str:
@@ -19,3 +35,40 @@ def of_process(pid: int, proc: Path = Path("/proc")) -> str:
         return f"process {pid} cannot be looked at: {error.strerror}"
     told = [" ".join(line.split()) for line in lines if line.split(":")[0] in _FIELDS]
     return f"process {pid}: {', '.join(told)}, waits in {waits_in}"
+
+
+def of_processes(where: Mapping[str, Sequence[int]], job: str | None) -> list[str]:
+    """Begin to look at processes, by host; the list grows as hosts answer.
+
+    Those of this host are in it at once. Others are reached through the Slurm `job`, if there is
+    one.
+    """
+    here = platform.node()
+    found = [of_process(pid) for pid in where.get(here, ())]
+    others = [host for host in where if host != here] if job is not None else []
+    for host in others[:NODES_ASKED]:
+        asked = (job, host, where[host], found)
+        threading.Thread(target=_ask, args=asked, name=f"ask {host}", daemon=True).start()
+    return found
+
+
+def _ask(job: str, node: str, pids: Sequence[int], found: list[str]) -> None:
+    step = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+    look = [sys.executable, "-m", "kempner.supervisor.evidence", *map(str, pids)]
+    try:
+        done = subprocess.run(
+            [*step, *look],
+            timeout=_WITHIN,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=True,
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        found.append(f"{node} does not answer: {error}")
+        return
+    found.extend(f"{node}: {line}" for line in done.stdout.splitlines())
+
+
+if __name__ == "__main__":
+    print(*(of_process(int(pid)) for pid in sys.argv[1:]), sep="\n")

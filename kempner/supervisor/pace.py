@@ -1,43 +1,89 @@
-"""How fast the run steps, as its reports show it."""
+"""How fast the run goes, as its reports show it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from kempner.checkpoint.durations import nearest_rank
 from kempner.run.messages import Phase
+from kempner.supervisor.habits import Habits, Usual, longer
 from kempner.supervisor.news import Sighting
 
 REMEMBERED = 100
 """Steps that count."""
 
+_TOLD_LITTLE = (Phase.SAVE, Phase.EXIT)
+"""Phases of which reports tell little: training waits for a save only if the next one is due, or it
+is the last. What saves take, their commits tell."""
+
+ENOUGH = 20
+"""Steps after which those of an earlier attempt count no more."""
+
 
 class Pace:
-    """The seconds between steps, of the rank that is ahead, to the resolution of its reports."""
+    """The seconds between steps and those that other phases take.
 
-    def __init__(self) -> None:
-        self._gaps: deque[float] = deque(maxlen=REMEMBERED)
-        self._last: tuple[int, float] | None = None
+    Of the rank that is ahead, to the resolution of its reports: what is over within a second may
+    never be seen. `before` is what earlier attempts came to; phases in `unlike` say nothing about
+    the next attempt, and are not learned.
+    """
+
+    def __init__(self, before: Habits | None = None, unlike: Collection[Phase] = ()) -> None:
+        self._before, self._unlike = before or {}, unlike
+        self._seen: dict[Phase, deque[float]] = {}
+        self._phase, self._step, self._since = Phase.START, 0, 0.0
 
     def see(self, sightings: Mapping[int, Sighting], now: float) -> None:
-        """Take note of new reports. Evaluations and saves are no steps, and do not count.
+        """Take note of new reports.
 
-        `now` is in seconds of a clock that stands still while suspended: no step takes a night.
+        `now` is in seconds of a clock that began with the attempt and stands still while suspended:
+        no step takes a night.
         """
         newest = max(sightings.values(), key=lambda seen: seen.report.step, default=None)
         if newest is None:
             return
-        step = newest.report.step
-        if newest.report.phase is not Phase.STEP:
-            self._last = None
-        elif self._last is None or step < self._last[0]:
-            self._last = (step, now)
-        elif step > self._last[0]:
-            since, started = self._last
-            self._gaps.extend([(now - started) / (step - since)] * min(step - since, REMEMBERED))
-            self._last = (step, now)
+        step, phase, took = newest.report.step, newest.report.phase, now - self._since
+        if (step, phase) == (self._step, self._phase):
+            return
+        made = step - self._step
+        if phase is not self._phase and self._phase not in (Phase.STEP, *_TOLD_LITTLE):
+            self.took(self._phase, took)
+        if phase is Phase.STEP and self._phase is Phase.STEP and made > 0:
+            self.took(Phase.STEP, took / made, min(made, REMEMBERED))
+        elif phase is Phase.STEP and self._phase is Phase.COMPILE and made > 1:
+            self.took(Phase.STEP, took / made)  # at most: the first step is in it
+        self._phase, self._step, self._since = phase, step, now
+
+    def took(self, phase: Phase, seconds: float, times: int = 1) -> None:
+        """A phase took so long."""
+        if phase not in self._unlike:
+            self._seen.setdefault(phase, deque(maxlen=REMEMBERED)).extend([seconds] * times)
+
+    def misjudged(self, phase: Phase, seconds: float) -> None:
+        """Standing still in a phase was taken for a hang.
+
+        It may have been none: the next attempt shall not fail for the same reason. Steps are
+        measured often enough to be sure.
+        """
+        if phase is not Phase.STEP:
+            self.took(phase, seconds)
 
     def quantile(self, fraction: float) -> float | None:
         """The seconds that `fraction` (0 to 1) of the last steps stayed within; None before any."""
-        return nearest_rank(self._gaps, fraction)
+        return nearest_rank(self._seen.get(Phase.STEP, ()), fraction)
+
+    def learned(self) -> dict[Phase, Usual]:
+        """What this attempt was like, and where it says nothing, what the ones before it were."""
+        return {**self._before, **self._own()}
+
+    def usual(self) -> dict[Phase, Usual]:
+        """What is to be expected of this attempt: of what is not yet sure, the longest seen."""
+        own = self._own()
+        if Phase.STEP in own and own[Phase.STEP].count >= ENOUGH:
+            return longer(own, {p: u for p, u in self._before.items() if p is not Phase.STEP})
+        return longer(own, self._before)
+
+    def _own(self) -> dict[Phase, Usual]:
+        summed = {phase: Usual.of(seconds) for phase, seconds in self._seen.items()}
+        return {phase: usual for phase, usual in summed.items() if usual is not None}

@@ -7,26 +7,38 @@ from dataclasses import dataclass
 
 from kempner.config.sections import ResilienceSection
 from kempner.run.messages import Phase
+from kempner.supervisor.habits import Habits
 from kempner.supervisor.news import Sighting
 
 SILENT = 5.0
 """Seconds without a report after which a rank is not merely waiting: they come once a second."""
 
+_ORDER = (
+    *(Phase.START, Phase.RENDEZVOUS, Phase.LOAD),
+    *(Phase.SAVE, Phase.EVAL, Phase.COMPILE, Phase.STEP, Phase.EXIT),
+)
+"""Phases as they follow each other after the same last step."""
+
 
 @dataclass(frozen=True)
 class Hang:
-    """Nothing moves. `laggard` is the rank that the others wait for, as far as can be told."""
+    """Nothing moves, in `phase` (of several the one that may take longest), for `still` seconds.
+
+    `laggard` is the rank that the others wait for, as far as can be told.
+    """
 
     sentence: str
     laggard: int | None
+    phase: Phase
+    still: float
 
 
 class Stillness:
     """Watches whether any rank moves: makes a step, or enters another phase.
 
     What is normal is learned from the run: `patience` is the configured multiple of the 95th
-    percentile of the time between its steps, and at least the configured floor. Whatever is no
-    step (start, load, evaluation, save) has the configured ceiling.
+    percentile of what the phase takes (a step: of the time between two), at least the configured
+    floor, and at most the phase's ceiling, which alone counts where nothing was learned.
     """
 
     def __init__(self, section: ResilienceSection, now: float) -> None:
@@ -35,41 +47,54 @@ class Stillness:
         self._moved_at = now
 
     def see(
-        self, sightings: Mapping[int, Sighting], now: float, clock: float, gap: float | None
+        self, sightings: Mapping[int, Sighting], now: float, clock: float, usual: Habits
     ) -> Hang | None:
         """Take a look; the hang, once there is one.
 
-        `now` and `gap` (between steps, None if unknown) are in seconds of a clock that stands still
-        while suspended, `clock` is the one on which sightings were made.
+        `now` is in seconds of a clock that stands still while suspended, `clock` is the one on
+        which sightings were made, `usual` what this run's phases take.
         """
         places = {rank: (s.report.step, s.report.phase) for rank, s in sightings.items()}
         if places != self._places:
             self._places, self._moved_at = places, now
-        still, patience = now - self._moved_at, self.patience(gap)
+        still, (patience, phase) = now - self._moved_at, self.patience(usual)
         if still <= patience:
             return None
-        laggard = self._laggard(sightings, clock)
+        laggard = behind_all_others(sightings, clock)
         who = "" if laggard is None else f"; rank {laggard} is behind all others"
         where = ", ".join(sorted({f"step {step} ({phase})" for step, phase in places.values()}))
         return Hang(
             f"no rank has moved for {still:.0f} s, where {patience:.0f} s are plenty: "
             f"{where or 'none has reported yet'}{who}",
             laggard,
+            phase,
+            still,
         )
 
-    def patience(self, gap: float | None) -> float:
-        """Seconds for which standing still is no hang."""
-        section = self._section
-        stepping = self._places and all(phase is Phase.STEP for _, phase in self._places.values())
-        if not stepping or gap is None:
-            return section.hang_ceiling
-        return min(section.hang_ceiling, max(section.hang_floor, section.hang_factor * gap))
+    def patience(self, usual: Habits) -> tuple[float, Phase]:
+        """Seconds for which standing still here is no hang, and the phase that needs them."""
+        phases = {phase for _, phase in self._places.values()} or {Phase.START}
+        return max((self._patience(phase, usual), phase) for phase in phases)
 
-    def _laggard(self, sightings: Mapping[int, Sighting], clock: float) -> int | None:
-        """The one rank that says nothing any more, or else the one with the fewest steps."""
-        silent = [rank for rank, seen in sightings.items() if clock - seen.at > SILENT]
-        if len(silent) == 1:
-            return silent[0]
-        steps = {rank: step for rank, (step, _) in self._places.items()}
-        behind = [rank for rank, step in steps.items() if step == min(steps.values())]
-        return behind[0] if len(behind) == 1 < len(steps) else None
+    def _patience(self, phase: Phase, usual: Habits) -> float:
+        section = self._section
+        ceiling = section.hang_ceilings.of(phase) or section.hang_ceiling
+        if phase not in usual:
+            return ceiling
+        return min(ceiling, max(section.hang_floor, section.hang_factor * usual[phase].long))
+
+
+def behind_all_others(sightings: Mapping[int, Sighting], clock: float) -> int | None:
+    """The rank that the others wait for; None if that cannot be told.
+
+    The one that says nothing any more; or else the one that is a step or a phase behind; or else,
+    among those, the one that does not itself wait for others.
+    """
+    silent = [rank for rank, seen in sightings.items() if clock - seen.at > SILENT]
+    if len(silent) == 1:
+        return silent[0]
+    places = {r: (s.report.step, _ORDER.index(s.report.phase)) for r, s in sightings.items()}
+    last = [rank for rank, place in places.items() if place == min(places.values())]
+    if len(last) > 1:
+        last = [rank for rank in last if not sightings[rank].report.waiting]
+    return last[0] if len(last) == 1 < len(places) else None

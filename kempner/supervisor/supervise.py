@@ -19,7 +19,7 @@ from kempner.run.launch import Control, Launch, Terms
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger, read_lines
 from kempner.run.logs import logger, open_log
-from kempner.run.messages import SUSPECT, Secret
+from kempner.run.messages import SUSPECT, Phase, Secret
 from kempner.run.signals import Received, SignalInbox
 from kempner.supervisor.admission import Membership, listen
 from kempner.supervisor.ailments import NO_ANSWER
@@ -27,8 +27,10 @@ from kempner.supervisor.channel import Channel
 from kempner.supervisor.checkup import choose_nodes
 from kempner.supervisor.file_channel import FileChannel
 from kempner.supervisor.giving_up import give_up
+from kempner.supervisor.habits import learned
 from kempner.supervisor.launcher import Launcher, Program
 from kempner.supervisor.lease import Lease
+from kempner.supervisor.pace import Pace
 from kempner.supervisor.parting import facts, part_from
 from kempner.supervisor.policy import Decision, RankExit, decide
 from kempner.supervisor.restarts import FAILURES, Failure, failures, judge
@@ -146,14 +148,18 @@ def _follow_attempt(charge: Charge) -> tuple[Watch, Decision]:
         happenings.put,
     )
     channel.start()
-    durations = Durations.from_ledger(read_lines(run.ledger))
+    past = list(read_lines(run.ledger))
+    # A start without a checkpoint says nothing about how long it takes to load one.
+    pace = Pace(learned(past, size), unlike=() if last_step(past) else (Phase.LOAD,))
+    durations = Durations.from_ledger(past)
     ours = charge.program.ours
-    watch = Watch(attempt, size, config, launcher, channel, ledger, durations, job, ours)
+    watch = Watch(attempt, size, config, launcher, channel, ledger, durations, job, pace, ours)
     control = Control(launcher.address, channel.port, secret)
     _see_it_through(
         charge, watch, channel, Launch(attempt, control, terms=charge.terms()), happenings
     )
     decision = _outcome(watch)
+    watch.notes.keep_habits()
     _close(ledger, attempt, decision, watch.ends)
     return watch, decision
 

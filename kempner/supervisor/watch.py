@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import time
 from collections.abc import Mapping
 from operator import itemgetter
 from queue import Empty, SimpleQueue
@@ -17,26 +15,18 @@ from kempner.run.clock import AwakeClock
 from kempner.run.exit_codes import ExitCode
 from kempner.run.ledger import Ledger
 from kempner.run.logs import logger
-from kempner.run.messages import (
-    SIGNALLED,
-    DumpStacks,
-    Event,
-    Outcome,
-    PeerLost,
-    Phase,
-    Stop,
-    shorten,
-)
+from kempner.run.messages import SIGNALLED, STALLED, Event, Outcome, PeerLost, Phase, Stop, shorten
 from kempner.run.signals import Received
 from kempner.supervisor.advice import advise, stop_lead
 from kempner.supervisor.channel import Channel
-from kempner.supervisor.evidence import of_process
+from kempner.supervisor.hangs import Hangs
 from kempner.supervisor.launcher import Launcher
 from kempner.supervisor.news import Heard, Joined, News, Parted, Sighting
+from kempner.supervisor.notes import Notes
 from kempner.supervisor.pace import Pace
 from kempner.supervisor.policy import RankExit, describe, failed
 from kempner.supervisor.slurm_job import JobSeen, SlurmJob
-from kempner.supervisor.stillness import Hang, Stillness
+from kempner.supervisor.stillness import Hang
 
 LOOK = 0.5
 """Seconds between looks at the clock; whatever happens ends the wait at once."""
@@ -48,9 +38,6 @@ from the last one."""
 
 EXIT_GRACE = 5.0
 """Seconds after the last word of the last rank that its process may take to be gone."""
-
-EVIDENCE = 3.0
-"""Seconds that the ranks of a hang get to write down their stacks, before they are killed."""
 
 Happening: TypeAlias = Received | RankExit | News | JobSeen
 
@@ -71,13 +58,14 @@ class Watch:
         ledger: Ledger,
         durations: Durations,
         job: SlurmJob | None,
+        pace: Pace | None = None,
         must_report: bool = True,
     ) -> None:
         self.attempt, self._size, self._section = attempt, size, config.supervise
         self._launcher, self._channel, self._ledger = launcher, channel, ledger
         self._durations, self._job = durations, job
         self._must_report = must_report
-        self._clock, self._pace = AwakeClock(), Pace()
+        self._clock, self._pace = AwakeClock(), pace or Pace()
         self._ends: dict[int, tuple[float, RankExit]] = {}
         self.job_at_first: JobState | None = None
         """The job as it was when the attempt began, if Slurm has said so yet."""
@@ -92,10 +80,20 @@ class Watch:
         self._parted: dict[int, float] = {}
         self._reached, self._reached_at = 0, 0.0
         self._joined: dict[int, Joined] = {}
-        self._stillness = Stillness(config.resilience, self._clock.now())
-        self._hung_at = 0.0
-        self.hang: Hang | None = None
+        self._hangs = Hangs(
+            attempt.number,
+            config.resilience,
+            channel,
+            ledger,
+            None if job is None else job.id,
+            self._clock.now(),
+        )
+        self.notes = Notes(attempt.number, size, config.resilience, ledger, self._pace)
+
+    @property
+    def hang(self) -> Hang | None:
         """What the attempt was ended for, if nothing moved any more."""
+        return self._hangs.found
 
     @property
     def ends(self) -> list[RankExit]:
@@ -114,7 +112,7 @@ class Watch:
         """
         seen = self._channel.sightings()
         reports = [seen[rank].report] if rank in seen else [s.report for s in seen.values()]
-        return max((r.step + (r.phase is Phase.STEP) for r in reports), default=0)
+        return max((r.step + (r.phase in (Phase.COMPILE, Phase.STEP)) for r in reports), default=0)
 
     def host_of(self, rank: int | None) -> str:
         """Where a rank ran, or nothing if it never joined."""
@@ -150,6 +148,7 @@ class Watch:
             self._end_a_hang(now, sightings)
         if self.furthest_step() > self._reached:
             self._reached, self._reached_at = self.furthest_step(), now
+        self.notes.see(now, sightings, self._joined)
         for rank, at in list(self._parted.items()):
             if now - max(at, self._reached_at) > RECONNECT:
                 self._note_end(RankExit(rank, None))
@@ -159,28 +158,14 @@ class Watch:
             self._launcher.kill()
 
     def _end_a_hang(self, now: float, sightings: Mapping[int, Sighting]) -> None:
-        """Take evidence of a hang, and end the attempt a little later."""
         if self._stop_asked_at is not None or self._failed_at is not None:
             return  # these have deadlines of their own
-        if self.hang is not None:
-            if now - self._hung_at > EVIDENCE:
-                self._launcher.kill()
-            return
-        gap = self._pace.quantile(0.95)
-        self.hang = self._stillness.see(sightings, now, time.monotonic(), gap)
-        if self.hang is None:
-            return
-        self._hung_at = now
-        self._channel.tell(DumpStacks())
-        here = [of_process(j.pid) for j in self._joined.values() if j.host == platform.node()]
-        logger().warning(self.hang.sentence)
-        self._ledger.record(
-            "hang",
-            attempt=self.attempt.number,
-            reason=self.hang.sentence,
-            laggard=self.hang.laggard,
-            processes=here,
-        )
+        known = self.hang is not None
+        self._hangs.see(now, sightings, self._joined, self._pace.usual())
+        if self.hang is not None and not known:
+            self._pace.misjudged(self.hang.phase, self.hang.still)
+        if self._hangs.over:
+            self._launcher.kill()
 
     def _act_on(self, happening: Happening) -> None:
         match happening:
@@ -198,6 +183,8 @@ class Watch:
                 logger().info("parted", rank=happening.rank, reason=happening.reason)
                 if happening.rank not in self._ends:
                     self._parted[happening.rank] = self._clock.now()
+            case Heard(rank, Event(name=name) as event) if name == STALLED:
+                self._hangs.hear(rank, event.fields["ends"])
             case Heard(_, Event() as event):
                 self._record(event)
             case Heard(rank, Outcome() as outcome):
@@ -206,7 +193,9 @@ class Watch:
     def _record(self, event: Event) -> None:
         self._ledger.record(event.name, **{"attempt": self.attempt.number, **event.fields})
         if event.name == COMMITTED:
-            self._durations = self._durations.with_another(SaveSeconds.from_fields(event.fields))
+            save = SaveSeconds.from_fields(event.fields)
+            self._durations = self._durations.with_another(save)
+            self._pace.took(Phase.SAVE, save.total)
         if event.name == SIGNALLED and self._job is not None:
             self._job.look()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from kempner.checkpoint.state import local_part
@@ -60,7 +61,7 @@ class Faults:
 
     def strike(self, phase: Phase, step: int | None = None) -> None:
         """Whatever is due in this phase of this step happens now."""
-        for fault in self._due(("kill", "stop", "hang", "crash", "oom"), phase, step):
+        for fault in self._due(("kill", "stop", "hang", "strand", "crash", "oom"), phase, step):
             match fault.kind:
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -68,6 +69,8 @@ class Faults:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "hang":
                     _hang()
+                case "strand":
+                    dist.recv(torch.empty(1))
                 case "crash":
                     raise RuntimeError(f"the fault that was asked for: {fault.text}")
                 case "oom":

@@ -131,7 +131,7 @@ class Survivor:
             ballot = self.council.open(self.wish())
             set_rng(self._seed, step, 0, self.ranks.world.rank)
             yield step
-            with self._progress.waiting():
+            with self._progress.waiting("the vote"):
                 verdict = ballot.close()
             self.position = replace(self.position, step=step, cursor=step)
             self._progress.step = step

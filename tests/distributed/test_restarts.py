@@ -111,22 +111,3 @@ def test_a_stop_during_a_restart_is_a_stop(run: Run) -> None:
     log = list(read_lines(run.record.ledger))
     assert log[-1]["event"] == "attempt_ended"
     assert log[-1]["code"] == 75
-
-
-def test_a_hang_is_noticed_named_and_healed(run: Run, reference: Run) -> None:
-    options = ("--train.max_steps=60", "--checkpoint.interval=10")
-    patience = ("--resilience.hang_floor=8.0", "--resilience.hang_factor=5.0")
-    job = run.supervise(3, *options, *patience, "--train.global_batch_size=6")
-    wait_until(lambda: run.committed(), "a commit", job=job)
-    victim = run.ready_pid(1, 1, job)
-    os.kill(victim, signal.SIGSTOP)
-    assert job.wait(150) == 0, job.output()
-    (hang,) = run.events("hang")
-    assert hang["laggard"] == 1
-    assert any(f"process {victim}: State: T (stopped)" in line for line in hang["processes"])
-    for rank in (0, 2):  # those that can run say where they are: in a collective
-        stacks = run.record.stacks(1, rank).read_text()
-        assert "most recent call first" in stacks
-    assert run.events("attempt_ended")[0]["code"] == 77
-    reference.complete(3, *options, "--train.global_batch_size=6")
-    assert run.steps() == reference.steps()

@@ -232,7 +232,9 @@ def test_progress_tells_work_from_waiting_and_phases_end(clock: Clock) -> None:
     with place.during(Phase.EVAL):
         clock.now += 1
         assert place.report() == Report(7, Phase.EVAL, 2.0, 3.0)  # the time of a step, at its end
-    assert place.report() == Report(7, Phase.STEP, 2.0, 3.0)
+        with place.waiting("a sum"):
+            clock.now += 1
+    clock.now += 4
     place.made(8)
-    assert place.report() == Report(8, Phase.STEP, 3.0, 3.0)
+    assert place.report() == Report(8, Phase.STEP, 6.0, 3.0)  # an evaluation is no part of a step
     assert place.reached == {Phase.COMPILE: 0.0, Phase.STEP: 5.0}

@@ -18,6 +18,7 @@ def seen(*reports: tuple[float, int, Phase]) -> Pace:
 
 
 STEP, EVAL, SAVE, LOAD = Phase.STEP, Phase.EVAL, Phase.SAVE, Phase.LOAD
+COMPILE = Phase.COMPILE
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,8 @@ STEP, EVAL, SAVE, LOAD = Phase.STEP, Phase.EVAL, Phase.SAVE, Phase.LOAD
         ([(0, 1, STEP), (2, 2, STEP), (3, 3, STEP), (7, 4, STEP)], 4.0),
         ([(0, 1, STEP), (2, 2, STEP), (50, 2, EVAL), (51, 2, STEP), (53, 3, STEP)], 2.0),
         ([(0, 1, STEP), (2, 2, STEP), (90, 3, SAVE), (91, 3, STEP), (93, 4, STEP)], 2.0),
+        ([(0, 7, COMPILE), (6, 19, STEP)], 0.5),  # at most
+        ([(0, 0, LOAD), (6, 19, STEP)], None),  # it may have gone on from step 18
         ([(0, 9, STEP), (1, 10, STEP), (60, 5, STEP), (61, 6, STEP)], 1.0),  # rolled back
     ],
 )

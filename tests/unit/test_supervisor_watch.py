@@ -199,9 +199,9 @@ def test_a_hang_is_ended_after_the_stacks_were_written(
     let(watch, clock, 4)
     assert hands.killed
     assert watch.hang is not None
-    (line,) = read_lines(tmp_path / "ledger.jsonl")
-    assert line["event"] == "hang"
+    (line,) = (e for e in read_lines(tmp_path / "ledger.jsonl") if e["event"] == "hang")
     assert "step 5 (step)" in line["reason"]
+    assert line["waiting"] == {"nothing": [0, 1, 2]}
 
 
 def test_a_signal_to_the_ranks_alone_has_slurm_asked_at_once(

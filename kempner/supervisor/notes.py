@@ -1,0 +1,64 @@
+"""What the supervisor notes in the ledger while all goes on: habits of the run, and who is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from kempner.config.sections import ResilienceSection
+from kempner.run.ledger import Ledger
+from kempner.run.logs import logger
+from kempner.run.messages import SUSPECT, Phase
+from kempner.supervisor.habits import LEARNED, to_fields
+from kempner.supervisor.news import Joined, Sighting
+from kempner.supervisor.pace import Pace
+from kempner.supervisor.slowness import Slowness, Straggler
+
+KEEP_HABITS = 600.0
+"""Seconds between two notes of how long the phases of the run take, in case this process dies."""
+
+
+class Notes:
+    """Of one attempt of `size` ranks, whose pace `pace` takes."""
+
+    def __init__(
+        self, attempt: int, size: int, section: ResilienceSection, ledger: Ledger, pace: Pace
+    ) -> None:
+        self._attempt, self._size, self._section = attempt, size, section
+        self._ledger, self._pace = ledger, pace
+        usual = pace.usual().get(Phase.STEP)
+        self._slowness = Slowness(section, None if usual is None else usual.median)
+        self._kept_at = 0.0
+
+    def see(
+        self, now: float, sightings: Mapping[int, Sighting], joined: Mapping[int, Joined]
+    ) -> None:
+        """Take a look; `now` is in seconds of the attempt."""
+        if now - self._kept_at > KEEP_HABITS:
+            self._kept_at = now
+            self.keep_habits()
+        found = self._slowness.see(sightings, now, self._size)
+        if found.straggler is not None:
+            self._name(found.straggler, joined)
+        if found.slow is not None:
+            logger().warning(found.slow.sentence)
+            self._record("slow_down", reason=found.slow.sentence, **asdict(found.slow))
+        for what in found.recovered:
+            self._record("recovered", of=what)
+
+    def keep_habits(self) -> None:
+        """Note how long the phases of this run take."""
+        if habits := self._pace.learned():
+            self._record(LEARNED, ranks=self._size, phases=to_fields(habits))
+
+    def _name(self, straggler: Straggler, joined: Mapping[int, Joined]) -> None:
+        there = joined.get(straggler.rank)
+        node = None if there is None else there.host
+        reason = f"rank {straggler.rank}{f' on {node}' if node else ''} {straggler.sentence}"
+        logger().warning(reason)
+        self._record("straggler", node=node, reason=reason, **asdict(straggler))
+        if self._section.straggler_is_suspect and node is not None:
+            self._record(SUSPECT, node=node, reason=reason)
+
+    def _record(self, event: str, **fields: object) -> None:
+        self._ledger.record(event, attempt=self._attempt, **fields)

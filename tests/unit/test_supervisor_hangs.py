@@ -1,0 +1,96 @@
+"""What is taken as evidence of a hang, and what it is taken for."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import wait_until
+
+from kempner.cluster.stalled import stalled_connections
+from kempner.run.messages import Phase, Report
+from kempner.supervisor.evidence import of_process, of_processes
+from kempner.supervisor.hangs import by_what_they_wait_for, cut_off_from_others, worth_a_look
+from kempner.supervisor.news import Joined, Sighting
+from kempner.supervisor.stillness import Hang
+
+HERE = platform.node()
+
+
+def seen(at: float, waiting: str = "") -> Sighting:
+    return Sighting(Report(7, Phase.STEP, 0.0, 0.0, waiting), at)
+
+
+def test_a_stopped_process_is_seen_from_outside() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        os.kill(child.pid, signal.SIGSTOP)
+        wait_until(lambda: "State: T (stopped)" in of_process(child.pid), "it is stopped")
+        (here,) = of_processes({HERE: [child.pid], "elsewhere": [1]}, job=None)
+        assert "State: T (stopped)" in here
+        command = [sys.executable, "-m", "kempner.supervisor.evidence", str(child.pid)]
+        assert "T (stopped)" in subprocess.check_output(command, text=True)
+    finally:
+        child.kill()
+        child.communicate()
+    assert "cannot be looked at" in of_process(child.pid)
+
+
+def test_whom_to_look_at() -> None:
+    joined = {0: Joined(0, HERE, 10), 1: Joined(1, "b", 11), 2: Joined(2, "b", 12)}
+    joined |= {3: Joined(3, "c", 13), 4: Joined(4, "d", 14)}
+    sightings = {0: seen(99.0), 1: seen(99.0), 2: seen(80.0), 3: seen(99.0)}
+    found = worth_a_look(Hang("", 3, Phase.STEP, 60.0), sightings, joined, clock=100.0)
+    assert found == {HERE: [10], "b": [12], "c": [13], "d": [14]}
+
+
+def test_who_waits_for_what() -> None:
+    told = by_what_they_wait_for({1: seen(0, "the vote"), 0: seen(0, "the vote"), 2: seen(0)})
+    assert told == {"the vote": [0, 1], "nothing": [2]}
+
+
+A, B, C = "10.10.0.11", "10.10.0.12", "10.10.0.13"
+
+
+@pytest.mark.parametrize(
+    ("stalled", "cut_off"),
+    [
+        ({}, None),
+        ({0: [(A, B)]}, None),  # of two ends, either may be the one
+        ({0: [(A, B)], 1: [(B, A)]}, None),
+        ({0: [(A, B)], 1: [(B, C), (B, A)], 2: [(C, B)]}, 1),
+        ({0: [(A, B)], 1: [(B, C)]}, 1),
+        ({1: [(B, C), (B, A)]}, 1),
+        ({0: [(A, B), (A, C)], 1: [(B, C)]}, None),  # everything is broken
+        ({3: [(A, B)], 1: [(B, C)], 2: [(B, C)]}, 1),  # ranks of one node see the same
+    ],
+)
+def test_the_node_that_every_stalled_connection_has_in_common(
+    stalled: dict[int, list[tuple[str, str]]], cut_off: int | None
+) -> None:
+    assert cut_off_from_others(stalled) == cut_off
+
+
+TABLE = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0B000A0A:A1B3 0C000A0A:C350 01 00000010:00000000 01:00000014 00000004     0        0 1 1
+   1: 0B000A0A:A1B4 0D000A0A:C350 01 00000010:00000000 01:00000014 00000001     0        0 1 1
+   2: 0100007F:A1B5 0100007F:C350 01 00000000:00000000 00:00000000 00000000     0        0 1 1
+"""
+TABLE_6 = """\
+  sl  local_address                         remote_address                        st ...
+   0: 0000000000000000FFFF00000B000A0A:1 0000000000000000FFFF00000C000A0A:2 01 0:0 1:1 00000002 0
+"""
+
+
+def test_connections_that_deliver_nothing(tmp_path: Path) -> None:
+    (tmp_path / "tcp").write_text(TABLE)
+    (tmp_path / "tcp6").write_text(TABLE_6)
+    found = stalled_connections((tmp_path / "tcp", tmp_path / "tcp6"))
+    assert found == [("10.10.0.11", "10.10.0.12")] * 2
+    assert all("." in near or ":" in near for near, _ in stalled_connections())  # this machine's

@@ -112,7 +112,14 @@ def train(run: Training) -> ExitCode:
             roll_back(run)
             continue
         rate = run.rate(step)
-        norm = update(run.model, run.optimizer, loss, rate, run.config.train.clip_grad_norm)
+        norm = update(
+            run.model,
+            run.optimizer,
+            loss,
+            rate,
+            run.config.train.clip_grad_norm,
+            run.progress.waiting,
+        )
         run.position = advance(run, batch)
         run.progress.made(step)
         run.telemetry.record(run.position, loss, norm, rate, batch.samples)

@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 from kempner.config.sections import OptimizerSection
 from kempner.training.muon import GuardedMuon, MuonAndAdamW
 from kempner.training.sgd import GuardedSGD
+from kempner.training.waits import Waiting, untimed
 
 T = TypeVar("T")
 
@@ -78,30 +79,38 @@ def _given(value: T | None, otherwise: T) -> T:
     return otherwise if value is None else value
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+def clip_gradients(model: nn.Module, max_norm: float, waiting: Waiting = untimed) -> Tensor:
     """Scale the gradients to a global norm of at most `max_norm` (0: leave them); return the norm.
 
-    The norm is over all ranks' shards, a scalar on the model's device.
+    The norm is over all ranks' shards, a scalar on the model's device. `waiting` is entered while
+    this rank waits for others.
     """
     parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    with waiting("the gradient norm"):
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
     if max_norm > 0:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
 def update(
-    model: nn.Module, optimizer: Optimizer, loss: Tensor, rate: float, max_norm: float
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Tensor,
+    rate: float,
+    max_norm: float,
+    waiting: Waiting = untimed,
 ) -> Tensor:
     """One optimizer step, every group's at learning rate `rate`; the norm before clipping.
 
     If `loss`, of all ranks, or that norm is not finite, nothing changes: neither parameters nor
     optimizer state, counters included. The device decides that, and the host does not wait for it;
-    both numbers are sums over all ranks, so every rank decides alike.
+    both numbers are sums over all ranks, so every rank decides alike. `waiting` is entered while
+    this rank waits for others.
     """
-    norm = clip_gradients(model, max_norm).detach()
+    norm = clip_gradients(model, max_norm, waiting).detach()
     for group in optimizer.param_groups:
         group["lr"] = rate
     finite = torch.isfinite(loss) & torch.isfinite(norm)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import KEMPNER, Run
+from harness import KEMPNER, Run, wait_until
+
+from kempner.cluster.cgroup import MemoryGroup, memory_group
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -70,6 +72,27 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Iterator[Callable[[int], MemoryGroup]]:
+    """Makes a real control group that may have so many bytes, below that of this process."""
+    own = memory_group()
+    if own is None or not os.access(own.path, os.W_OK):
+        pytest.skip("a control group with a limit needs root, and cgroups that can be written to")
+    group = MemoryGroup(own.path / f"{tmp_path.parent.name}-{tmp_path.name}")
+
+    def make(limit: int) -> MemoryGroup:
+        group.path.mkdir()
+        files = (group.path / name for name in ("memory.max", "memory.limit_in_bytes"))
+        next(file for file in files if file.exists()).write_text(str(limit))
+        return group
+
+    yield make
+    if group.path.exists():
+        processes = group.path / "cgroup.procs"
+        wait_until(lambda: not processes.read_text(), "the group to be empty")
+        group.path.rmdir()
 
 
 def end_jobs(run: Run) -> None:

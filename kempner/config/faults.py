@@ -26,6 +26,7 @@ KINDS = {
     "strand": ("step", "load", "eval", "save"),
     "crash": _ANYWHERE,
     "oom": _ANYWHERE,
+    "hog": _ANYWHERE,
     "nan": ("step",),
     "nan_gradients": ("step",),
     "spike": ("step",),
@@ -34,11 +35,12 @@ KINDS = {
 }
 """What can be asked for, and in which phases; the first one is meant where none is named.
 
-kill: SIGKILL to itself. stop: SIGSTOP to itself. hang: a loop in Python. strand: waits in
-a collective for what nobody sends. crash: an exception. oom:
-asks for more memory than there is. nan: the rank's logits, hence loss and gradients. nan_gradients:
-one gradient of the rank. spike: the rank's logits `by` times as large. slow: the step takes `by`
-times as long. disk_full: the rank cannot write a file beyond 64 KiB until the save has failed.
+kill: SIGKILL to itself. stop: SIGSTOP to itself. hang: a loop in Python. strand: waits in a
+collective for what nobody sends. crash: an exception. oom: asks for more memory than there is. hog:
+takes the host's memory bit by bit until the kernel kills it. nan: the rank's logits, hence loss and
+gradients. nan_gradients: one gradient of the rank. spike: the rank's logits `by` times as large.
+slow: the step takes `by` times as long. disk_full: the rank cannot write a file beyond 64 KiB until
+the save has failed.
 """
 
 _SENTENCE = re.compile(

@@ -268,6 +268,10 @@ class ResilienceSection(Section):
     slowdown_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 1.5
     """A step takes so many times as long as it used to: then the run has become slow."""
 
+    memory_reserve: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """A node that has less than this share of its memory left, or of what the job may have there,
+    is named, with its largest rank."""
+
     spike_window: Annotated[int, Field(ge=16)] = 128
     """Losses of the last sound steps that a new loss is compared with."""
     spike_threshold: PositiveFloat = 10.0

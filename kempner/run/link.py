@@ -14,7 +14,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -31,7 +31,9 @@ from kempner.run.messages import (
     Noted,
     Outcome,
     PeerLost,
+    Report,
     Stop,
+    Vitals,
     decode_from_supervisor,
     shorten,
 )
@@ -44,6 +46,9 @@ from kempner.run.wire import MessageFile, Wire
 
 BEAT = 1.0
 """Seconds between two reports."""
+
+VITALS_BEAT = 10.0
+"""Seconds between two measurements of what the process uses of its node."""
 
 RETRY = (0.1, 2.0)
 """Seconds until the second try to connect, and the most between two tries."""
@@ -75,7 +80,8 @@ class Reactions:
     thread, and must not wait.
 
     `patience` seconds are given to a step, `grace` seconds to what is none, such as the last save.
-    `stalled` tells the near and far address of each connection of this node that delivers nothing.
+    `stalled` tells the near and far address of each connection of this node that delivers nothing,
+    `measure` what this process uses of its node, or None if that cannot be seen.
     """
 
     stop: Callable[[Stop], None]
@@ -84,6 +90,7 @@ class Reactions:
     patience: float
     grace: float
     stalled: Callable[[], list[tuple[str, str]]] = list
+    measure: Callable[[], Vitals | None] = lambda: None
 
 
 class Link:
@@ -98,7 +105,7 @@ class Link:
         self._own_file = MessageFile(run.messages(number, rank))
         self._their_file = MessageFile(run.messages(number, None))
         self._by_file = False
-        self._report_at = 0.0
+        self._report_at = self._vitals_at = 0.0
         self._outbox, self._sent = Outbox(), 0
         self._silence = Silence(react.patience)
         self._standstill = Standstill(progress, react.patience, react.grace)
@@ -201,10 +208,19 @@ class Link:
         if time.monotonic() >= self._report_at:
             self._report_at = time.monotonic() + BEAT
             if not wire.sending:  # a reader that is behind gets only what must not be lost
-                wire.send(self._progress.report())
+                for news in self._news():
+                    wire.send(news)
         for message in self._outbox.after(self._sent):
             wire.send(message)
             self._sent = message.number
+
+    def _news(self) -> Iterator[Report | Vitals]:
+        """What is due, and can be lost."""
+        yield self._progress.report()
+        if time.monotonic() >= self._vitals_at:
+            self._vitals_at = time.monotonic() + VITALS_BEAT
+            if (vitals := self._react.measure()) is not None:
+                yield vitals
 
     def _wait_alone(self, seconds: float) -> None:
         """Wait until it is time to try again; talk by file if that takes long."""
@@ -225,7 +241,8 @@ class Link:
             self._by_file, self._report_at = True, 0.0
         if time.monotonic() >= self._report_at:
             self._report_at = time.monotonic() + FILE_BEAT
-            self._own_file.append(self._progress.report())
+            for news in self._news():
+                self._own_file.append(news)
         for message in self._outbox.after(0) if not self._silence.noticed else []:
             self._own_file.append(message)
             self._outbox.heard(message.number)
@@ -241,6 +258,7 @@ class Link:
                 self._react.stop(message)
             case PeerLost() if self.peer_lost is None:
                 self.peer_lost = message
+                self._report_at = self._vitals_at = 0.0  # if memory ran out, it shows on this node
                 self._exit_at = time.monotonic() + PEER_LOST_GRACE
             case DumpStacks():
                 self._dump_stacks()

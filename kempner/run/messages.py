@@ -108,6 +108,27 @@ class Report(_Message):
 
 
 @dataclass(frozen=True)
+class Vitals(_Message):
+    """Rank to supervisor, now and then: what it uses of its node.
+
+    Sizes are in bytes. `available` of `total` is what the node has left, or the control group that
+    limits the job there (`group`, a folder; empty if there is none); `oom_kills` counts the
+    processes in it that were killed for want of memory.
+    """
+
+    rss: Natural
+    children: Natural
+    children_rss: Natural
+    files: Natural
+    files_limit: Natural
+    available: Natural
+    total: Natural
+    group: Words
+    oom_kills: Natural
+    kind: Literal["vitals"] = "vitals"
+
+
+@dataclass(frozen=True)
 class Event(_Message):
     """Rank to supervisor: a line for the ledger. `number` counts what must not be lost, from 1."""
 
@@ -184,7 +205,7 @@ class Alive(_Message):
     kind: Literal["alive"] = "alive"
 
 
-FromRank: TypeAlias = Hello | Report | Event | Outcome
+FromRank: TypeAlias = Hello | Report | Vitals | Event | Outcome
 FromSupervisor: TypeAlias = Challenge | Welcome | Noted | Stop | PeerLost | DumpStacks | Alive
 
 _FROM_RANK: TypeAdapter[FromRank] = TypeAdapter(Annotated[FromRank, Field(discriminator="kind")])

@@ -1,4 +1,4 @@
-"""What the supervisor notes in the ledger while all goes on: habits of the run, and who is slow."""
+"""What the supervisor notes in the ledger while all goes on: habits, who is slow, who swells."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import asdict
 from kempner.config.sections import ResilienceSection
 from kempner.run.ledger import Ledger
 from kempner.run.logs import logger
-from kempner.run.messages import SUSPECT, Phase
+from kempner.run.messages import SUSPECT, Phase, Vitals
 from kempner.supervisor.habits import LEARNED, to_fields
+from kempner.supervisor.memory import MemoryWatch
 from kempner.supervisor.news import Joined, Sighting
 from kempner.supervisor.pace import Pace
 from kempner.supervisor.slowness import Slowness, Straggler
@@ -28,10 +29,15 @@ class Notes:
         self._ledger, self._pace = ledger, pace
         usual = pace.usual().get(Phase.STEP)
         self._slowness = Slowness(section, None if usual is None else usual.median)
+        self._memory = MemoryWatch(section)
         self._kept_at = 0.0
 
     def see(
-        self, now: float, sightings: Mapping[int, Sighting], joined: Mapping[int, Joined]
+        self,
+        now: float,
+        sightings: Mapping[int, Sighting],
+        vitals: Mapping[int, Vitals],
+        joined: Mapping[int, Joined],
     ) -> None:
         """Take a look; `now` is in seconds of the attempt."""
         if now - self._kept_at > KEEP_HABITS:
@@ -45,6 +51,11 @@ class Notes:
             self._record("slow_down", reason=found.slow.sentence, **asdict(found.slow))
         for what in found.recovered:
             self._record("recovered", of=what)
+        hosts = {rank: there.host for rank, there in joined.items()}
+        for trouble in self._memory.see(vitals, hosts, now):
+            node = hosts.get(trouble.rank)
+            logger().warning(f"rank {trouble.rank} on {node}: {trouble.reason}")
+            self._record(trouble.event, rank=trouble.rank, node=node, reason=trouble.reason)
 
     def keep_habits(self) -> None:
         """Note how long the phases of this run take."""

@@ -20,6 +20,7 @@ from kempner.run.signals import Received
 from kempner.supervisor.advice import advise, stop_lead
 from kempner.supervisor.channel import Channel
 from kempner.supervisor.hangs import Hangs
+from kempner.supervisor.killed import explained
 from kempner.supervisor.launcher import Launcher
 from kempner.supervisor.news import Heard, Joined, News, Parted, Sighting
 from kempner.supervisor.notes import Notes
@@ -98,7 +99,9 @@ class Watch:
     @property
     def ends(self) -> list[RankExit]:
         """How ranks ended, in the order of the first sign of it."""
-        return [end for _, end in sorted(self._ends.values(), key=itemgetter(0))]
+        vitals = self._channel.vitals()
+        in_order = sorted(self._ends.values(), key=itemgetter(0))
+        return [explained(end, vitals, self._joined) for _, end in in_order]
 
     def furthest_step(self) -> int:
         """The last step that any rank reported."""
@@ -148,7 +151,7 @@ class Watch:
             self._end_a_hang(now, sightings)
         if self.furthest_step() > self._reached:
             self._reached, self._reached_at = self.furthest_step(), now
-        self.notes.see(now, sightings, self._joined)
+        self.notes.see(now, sightings, self._channel.vitals(), self._joined)
         for rank, at in list(self._parted.items()):
             if now - max(at, self._reached_at) > RECONNECT:
                 self._note_end(RankExit(rank, None))

@@ -61,7 +61,9 @@ class Faults:
 
     def strike(self, phase: Phase, step: int | None = None) -> None:
         """Whatever is due in this phase of this step happens now."""
-        for fault in self._due(("kill", "stop", "hang", "strand", "crash", "oom"), phase, step):
+        for fault in self._due(
+            ("kill", "stop", "hang", "strand", "crash", "oom", "hog"), phase, step
+        ):
             match fault.kind:
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -75,6 +77,8 @@ class Faults:
                     raise RuntimeError(f"the fault that was asked for: {fault.text}")
                 case "oom":
                     _ask_for_too_much()
+                case "hog":
+                    _take_all()
 
     @contextmanager
     def during_step(self, step: int, model: nn.Module) -> Iterator[None]:
@@ -123,6 +127,12 @@ def _ask_for_too_much() -> None:
     if torch.cuda.is_available():
         torch.empty(2 * torch.cuda.mem_get_info()[1], dtype=torch.uint8, device="cuda")
     bytearray(1 << 60)
+
+
+def _take_all() -> None:
+    hoard = []
+    while True:
+        hoard.append(bytearray(1 << 24))
 
 
 def _scaling(factor: float) -> Callable[[nn.Module, object, Tensor], Tensor]:

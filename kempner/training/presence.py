@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from kempner.cluster.stalled import stalled_connections
 from kempner.cluster.world import World, discover
 from kempner.config.sections import Config, SuperviseSection
@@ -24,11 +26,12 @@ from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger
 from kempner.run.link import Link, Reactions
 from kempner.run.logs import logger
-from kempner.run.messages import SIGNALLED, Stop
+from kempner.run.messages import SIGNALLED, Stop, Vitals
 from kempner.run.progress import Progress
 from kempner.run.signals import Received, follow_parent, inbox, leave_alone
 from kempner.training.orphan import RESUMABLE, hand_back
 from kempner.training.shutdown import ShutdownHandler, StopReason
+from kempner.training.vitals import measure
 
 HASTE = 0.5
 """Seconds that a rank which leaves before training waits for its last words to be heard."""
@@ -104,12 +107,22 @@ def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler
         patience=section.silence_limit,
         grace=section.stop_grace,
         stalled=stalled_connections,
+        measure=_measure,
     )
     link = Link(launch, run, world.rank, progress, react)
     presence = Presence(world, run, launch, progress, link)
     link.start()
     inbox().react_with(partial(_leave_alone, link))
     return presence
+
+
+def _measure() -> Vitals | None:
+    """What this rank uses of its node, unless the kernel does not show it."""
+    try:
+        return measure()
+    except (OSError, psutil.Error) as error:
+        logger().debug("no measurement of memory", reason=str(error))
+        return None
 
 
 def _print_to(file: Path) -> None:

@@ -146,9 +146,9 @@ def test_what_is_found_is_in_the_ledger_and_the_node_suspect_if_asked_for(tmp_pa
     notes = Notes(4, 3, section, ledger, Pace({Phase.STEP: Usual(0.2, 0.0, 9)}))
     joined = {rank: Joined(rank, f"node{rank}", 1) for rank in range(3)}
     for now in ranks.train(60.0, lambda rank: 3.0 if rank == 1 else 1.0):
-        notes.see(now, ranks.sightings(), joined)
+        notes.see(now, ranks.sightings(), {}, joined)
     for now in ranks.train(60.0, lambda rank: 1.0):
-        notes.see(now, ranks.sightings(), joined)
+        notes.see(now, ranks.sightings(), {}, joined)
     straggler, suspect, slow, over = read_lines(tmp_path / "ledger.jsonl")
     assert (straggler["event"], straggler["node"], straggler["attempt"]) == (
         "straggler",

@@ -26,6 +26,7 @@ from kempner.run.messages import (
     Phase,
     Report,
     Stop,
+    Vitals,
 )
 from kempner.run.signals import Received
 from kempner.supervisor.news import Heard, Joined, Parted, Sighting
@@ -44,6 +45,7 @@ class Hands:
         self.asked_to_stop = self.killed = 0
         self.living = True
         self.seen: dict[int, Sighting] = {}
+        self.used: dict[int, Vitals] = {}
 
     def start(
         self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
@@ -60,6 +62,9 @@ class Hands:
 
     def sightings(self) -> dict[int, Sighting]:
         return self.seen
+
+    def vitals(self) -> dict[int, Vitals]:
+        return self.used
 
     def tell(self, message: FromSupervisor, rank: int | None = None) -> None:
         self.told.append(message)

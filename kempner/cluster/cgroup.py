@@ -1,0 +1,87 @@
+"""The control group that limits the memory of a process, in either version of cgroups.
+
+Files and keys: the kernel's admin-guide/cgroup-v2 ("Memory") and cgroup-v1/memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED = 1 << 60
+"""Bytes; v1 writes no limit as a number that no machine has."""
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A folder of the memory controller: of a Slurm job as a whole, or else the process's own."""
+
+    path: Path
+
+    def oom_kills(self) -> int:
+        """Processes in it that the kernel has killed for want of memory. Raises `OSError`.
+
+        In v2 a group counts for those below it, in v1 each for itself.
+        """
+        if (self.path / "memory.events").exists():
+            return _entries(self.path / "memory.events")["oom_kill"]
+        files = [*self.path.rglob("memory.oom_control")] if _is_job(self.path.name) else []
+        return sum(_kills_v1(file) for file in files or [self.path / "memory.oom_control"])
+
+    def limit(self) -> int | None:
+        """The most bytes that it may have; None for no limit. Raises `OSError`."""
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            if (self.path / name).exists():
+                text = (self.path / name).read_text().strip()
+                return int(text) if text.isdecimal() and int(text) < _UNLIMITED else None
+        return None
+
+    def used(self) -> int:
+        """Bytes that it has and that cannot be taken back, as a cache could. Raises `OSError`."""
+        stat = _entries(self.path / "memory.stat")
+        return stat["total_rss"] if "total_rss" in stat else stat["anon"]
+
+
+def memory_group(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> MemoryGroup | None:
+    """The group of the process whose `/proc/PID/cgroup` is given; None if there is none to see."""
+    for folder in _folders(groups.read_text(), root):
+        # A container may see the whole path, and as its root what is mounted there.
+        for path in (folder, root / "memory", root):
+            if any((path / name).exists() for name in ("memory.events", "memory.oom_control")):
+                return MemoryGroup(_of_job(path))
+    return None
+
+
+def _folders(groups: str, root: Path) -> Iterator[Path]:
+    """Where the memory controller may be, by lines of the form `ID:CONTROLLERS:PATH`."""
+    lines = [line.split(":", 2) for line in groups.splitlines()]
+    for _, controllers, path in lines:
+        if "memory" in controllers.split(","):
+            yield root / "memory" / path.lstrip("/")
+    for number, _, path in lines:
+        if number == "0":
+            yield root / path.lstrip("/")
+
+
+def _of_job(path: Path) -> Path:
+    """The group of the Slurm job that this one is a part of, or `path`."""
+    return next((each for each in (path, *path.parents) if _is_job(each.name)), path)
+
+
+def _is_job(name: str) -> bool:
+    return name.startswith("job_") and name.removeprefix("job_").isdecimal()
+
+
+def _kills_v1(file: Path) -> int:
+    try:
+        return _entries(file).get("oom_kill", 0)
+    except FileNotFoundError:
+        return 0  # the group of a step that has just ended
+
+
+def _entries(file: Path) -> dict[str, int]:
+    """A file of lines `KEY NUMBER`."""
+    return {key: int(number) for key, number in map(str.split, file.read_text().splitlines())}

@@ -260,7 +260,7 @@ class ResilienceSection(Section):
     hang_ceilings: HangCeilings = HangCeilings()
     """Other ceilings for single phases."""
 
-    straggler_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    straggler_share: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """A rank is a straggler if its own work per step takes longer than that of the others, by their
     median, by so large a share of the step: that much of the run's time is lost to it."""
     straggler_is_suspect: bool = False

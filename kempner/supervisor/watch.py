@@ -161,9 +161,9 @@ class Watch:
             self._launcher.kill()
 
     def _end_a_hang(self, now: float, sightings: Mapping[int, Sighting]) -> None:
-        if self._stop_asked_at is not None or self._failed_at is not None:
-            return  # these have deadlines of their own
         known = self.hang is not None
+        if not known and (self._stop_asked_at is not None or self._failed_at is not None):
+            return  # these have deadlines of their own
         self._hangs.see(now, sightings, self._joined, self._pace.usual())
         if self.hang is not None and not known:
             self._pace.misjudged(self.hang.phase, self.hang.still)

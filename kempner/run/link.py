@@ -33,7 +33,7 @@ from kempner.run.messages import (
     PeerLost,
     Report,
     Stop,
-    Vitals,
+    Usage,
     decode_from_supervisor,
     shorten,
 )
@@ -47,7 +47,7 @@ from kempner.run.wire import MessageFile, Wire
 BEAT = 1.0
 """Seconds between two reports."""
 
-VITALS_BEAT = 10.0
+USAGE_BEAT = 10.0
 """Seconds between two measurements of what the process uses of its node."""
 
 RETRY = (0.1, 2.0)
@@ -90,7 +90,7 @@ class Reactions:
     patience: float
     grace: float
     stalled: Callable[[], list[tuple[str, str]]] = list
-    measure: Callable[[], Vitals | None] = lambda: None
+    measure: Callable[[], Usage | None] = lambda: None
 
 
 class Link:
@@ -105,7 +105,7 @@ class Link:
         self._own_file = MessageFile(run.messages(number, rank))
         self._their_file = MessageFile(run.messages(number, None))
         self._by_file = False
-        self._report_at = self._vitals_at = 0.0
+        self._report_at = self._usage_at = 0.0
         self._outbox, self._sent = Outbox(), 0
         self._silence = Silence(react.patience)
         self._standstill = Standstill(progress, react.patience, react.grace)
@@ -214,13 +214,13 @@ class Link:
             wire.send(message)
             self._sent = message.number
 
-    def _news(self) -> Iterator[Report | Vitals]:
+    def _news(self) -> Iterator[Report | Usage]:
         """What is due, and can be lost."""
         yield self._progress.report()
-        if time.monotonic() >= self._vitals_at:
-            self._vitals_at = time.monotonic() + VITALS_BEAT
-            if (vitals := self._react.measure()) is not None:
-                yield vitals
+        if time.monotonic() >= self._usage_at:
+            self._usage_at = time.monotonic() + USAGE_BEAT
+            if (usage := self._react.measure()) is not None:
+                yield usage
 
     def _wait_alone(self, seconds: float) -> None:
         """Wait until it is time to try again; talk by file if that takes long."""
@@ -258,7 +258,7 @@ class Link:
                 self._react.stop(message)
             case PeerLost() if self.peer_lost is None:
                 self.peer_lost = message
-                self._report_at = self._vitals_at = 0.0  # if memory ran out, it shows on this node
+                self._report_at = self._usage_at = 0.0  # if memory ran out, it shows on this node
                 self._exit_at = time.monotonic() + PEER_LOST_GRACE
             case DumpStacks():
                 self._dump_stacks()

@@ -108,7 +108,7 @@ class Report(_Message):
 
 
 @dataclass(frozen=True)
-class Vitals(_Message):
+class Usage(_Message):
     """Rank to supervisor, now and then: what it uses of its node.
 
     Sizes are in bytes. `available` of `total` is what the node has left, or the control group that
@@ -125,7 +125,7 @@ class Vitals(_Message):
     total: Natural
     group: Words
     oom_kills: Natural
-    kind: Literal["vitals"] = "vitals"
+    kind: Literal["usage"] = "usage"
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class Alive(_Message):
     kind: Literal["alive"] = "alive"
 
 
-FromRank: TypeAlias = Hello | Report | Vitals | Event | Outcome
+FromRank: TypeAlias = Hello | Report | Usage | Event | Outcome
 FromSupervisor: TypeAlias = Challenge | Welcome | Noted | Stop | PeerLost | DumpStacks | Alive
 
 _FROM_RANK: TypeAdapter[FromRank] = TypeAdapter(Annotated[FromRank, Field(discriminator="kind")])

@@ -30,7 +30,7 @@ from kempner.run.messages import (
     PeerLost,
     Report,
     Stop,
-    Vitals,
+    Usage,
     Welcome,
     decode_from_rank,
     new_nonce,
@@ -72,7 +72,7 @@ class Channel:
     """Listens to the ranks of one attempt and talks to them.
 
     `post` is called from the channel's thread with everything that the supervisor must act on;
-    reports and vitals are only kept, the newest of each rank.
+    reports and usage are only kept, the newest of each rank.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Channel:
         listener.setblocking(False)
         self._listener, self._members, self._files, self._post = listener, members, files, post
         self._seen: dict[int, Sighting] = {}
-        self._vitals: dict[int, Vitals] = {}
+        self._usage: dict[int, Usage] = {}
         self._strangers: dict[_Peer, None] = {}  # a set that knows who came first
         self._ranks: dict[int, _Peer] = {}
         self._noted: dict[int, int] = {}
@@ -123,9 +123,9 @@ class Channel:
         """The newest report of every rank that has sent one."""
         return dict(self._seen)
 
-    def vitals(self) -> dict[int, Vitals]:
+    def usage(self) -> dict[int, Usage]:
         """What every rank last said that it uses of its node."""
-        return dict(self._vitals)
+        return dict(self._usage)
 
     def close(self) -> None:
         """Take in what is still coming from ranks that have ended, then hang up."""
@@ -223,8 +223,8 @@ class Channel:
     def _take_in(self, rank: int, message: FromRank) -> None:
         if isinstance(message, Report):
             self._seen[rank] = Sighting(message, time.monotonic())
-        elif isinstance(message, Vitals):
-            self._vitals[rank] = message
+        elif isinstance(message, Usage):
+            self._usage[rank] = message
         elif isinstance(message, Hello):
             raise MessageError("it says hello twice")
         elif message.number > self._noted.get(rank, 0):  # not one that is sent again

@@ -37,15 +37,20 @@ def of_process(pid: int, proc: Path = Path("/proc")) -> str:
     return f"process {pid}: {', '.join(told)}, waits in {waits_in}"
 
 
-def of_processes(where: Mapping[str, Sequence[int]], job: str | None) -> list[str]:
-    """Begin to look at processes, by host; the list grows as hosts answer.
+def is_here(host: str) -> bool:
+    """Whether a host or node of that name is this one."""
+    here = platform.node()
+    return host in (here, here.partition(".")[0])
 
-    Those of this host are in it at once. Others are reached through the Slurm `job`, if there is
+
+def of_processes(where: Mapping[str, Sequence[int]], job: str | None) -> list[str]:
+    """Begin to look at processes, by node; the list grows as nodes answer.
+
+    Those of this node are in it at once. Others are reached through the Slurm `job`, if there is
     one.
     """
-    here = platform.node()
-    found = [of_process(pid) for pid in where.get(here, ())]
-    others = [host for host in where if host != here] if job is not None else []
+    found = [of_process(pid) for host, pids in where.items() if is_here(host) for pid in pids]
+    others = [host for host in where if not is_here(host)] if job is not None else []
     for host in others[:NODES_ASKED]:
         asked = (job, host, where[host], found)
         threading.Thread(target=_ask, args=asked, name=f"ask {host}", daemon=True).start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from kempner.run.ledger import Ledger
 from kempner.run.logs import logger
 from kempner.run.messages import SUSPECT, DumpStacks
 from kempner.supervisor.channel import Channel
-from kempner.supervisor.evidence import of_processes
+from kempner.supervisor.evidence import is_here, of_processes
 from kempner.supervisor.habits import Habits
 from kempner.supervisor.news import Joined, Sighting
 from kempner.supervisor.stillness import SILENT, Hang, Stillness
@@ -100,7 +99,7 @@ def worth_a_look(
     found: defaultdict[str, list[int]] = defaultdict(list)
     for rank, there in sorted(joined.items()):
         silent = rank not in sightings or clock - sightings[rank].at > SILENT
-        if silent or rank == hang.laggard or there.host == platform.node():
+        if silent or rank == hang.laggard or is_here(there.host):
             found[there.host].append(there.pid)
     return dict(found)
 

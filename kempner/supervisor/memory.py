@@ -1,6 +1,6 @@
 """Knows a node that runs short of memory, a rank that grows without end, and an out-of-memory kill.
 
-All from the `Vitals` that ranks send, without looking at anything itself.
+All from the `Usage` that ranks send, without looking at anything itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kempner.config.sections import ResilienceSection
-from kempner.run.messages import Vitals
+from kempner.run.messages import Usage
 
 SPAN = 300.0
 """Seconds of which the least use counts: what comes and goes within them is no growth."""
@@ -67,26 +67,26 @@ class MemoryWatch:
         self._told: set[tuple[int, str]] = set()
 
     def see(
-        self, vitals: Mapping[int, Vitals], hosts: Mapping[int, str], now: float
+        self, usage: Mapping[int, Usage], hosts: Mapping[int, str], now: float
     ) -> list[Trouble]:
-        """Take a look at the newest vitals, by rank; `hosts` says where each is."""
-        return [*self._shortages(vitals, hosts), *self._growing(vitals, now)]
+        """Take a look at the newest usage, by rank; `hosts` says where each is."""
+        return [*self._shortages(usage, hosts), *self._growing(usage, now)]
 
-    def _shortages(self, vitals: Mapping[int, Vitals], hosts: Mapping[int, str]) -> list[Trouble]:
+    def _shortages(self, usage: Mapping[int, Usage], hosts: Mapping[int, str]) -> list[Trouble]:
         """Nodes that have less left than the reserve, each with its largest rank."""
         largest: dict[str, int] = {}
-        for rank, seen in vitals.items():
+        for rank, seen in usage.items():
             host = hosts.get(rank, "")
             if seen.available < self._reserve * seen.total and (
-                host not in largest or _size(seen) > _size(vitals[largest[host]])
+                host not in largest or _size(seen) > _size(usage[largest[host]])
             ):
                 largest[host] = rank
         new = [rank for host, rank in largest.items() if host not in self._short]
         self._short = set(largest)
-        return [Trouble("memory_low", rank, describe(vitals[rank])) for rank in new]
+        return [Trouble("memory_low", rank, describe(usage[rank])) for rank in new]
 
-    def _growing(self, vitals: Mapping[int, Vitals], now: float) -> Iterator[Trouble]:
-        for rank, seen in vitals.items():
+    def _growing(self, usage: Mapping[int, Usage], now: float) -> Iterator[Trouble]:
+        for rank, seen in usage.items():
             for what, value, room in (
                 ("memory", _size(seen), seen.available),
                 ("open files", seen.files, seen.files_limit - seen.files),
@@ -103,7 +103,7 @@ class MemoryWatch:
                 yield Trouble("growth", rank, reason)
 
 
-def explain_kill(last: Vitals, kills: int) -> str:
+def explain_kill(last: Usage, kills: int) -> str:
     """Why a rank was killed that said `last` of itself; empty if not for want of memory.
 
     `kills` is the number of out-of-memory kills in its control group since.
@@ -117,7 +117,7 @@ def explain_kill(last: Vitals, kills: int) -> str:
     )
 
 
-def describe(seen: Vitals) -> str:
+def describe(seen: Usage) -> str:
     """The numbers, for a person to read."""
     with_children = f" and its {seen.children} processes {_gib(seen.children_rss)}"
     return (
@@ -126,7 +126,7 @@ def describe(seen: Vitals) -> str:
     )
 
 
-def _size(seen: Vitals) -> int:
+def _size(seen: Usage) -> int:
     return seen.rss + seen.children_rss
 
 

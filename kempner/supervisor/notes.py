@@ -8,7 +8,7 @@ from dataclasses import asdict
 from kempner.config.sections import ResilienceSection
 from kempner.run.ledger import Ledger
 from kempner.run.logs import logger
-from kempner.run.messages import SUSPECT, Phase, Vitals
+from kempner.run.messages import SUSPECT, Phase, Usage
 from kempner.supervisor.habits import LEARNED, to_fields
 from kempner.supervisor.memory import MemoryWatch
 from kempner.supervisor.news import Joined, Sighting
@@ -36,7 +36,7 @@ class Notes:
         self,
         now: float,
         sightings: Mapping[int, Sighting],
-        vitals: Mapping[int, Vitals],
+        usage: Mapping[int, Usage],
         joined: Mapping[int, Joined],
     ) -> None:
         """Take a look; `now` is in seconds of the attempt."""
@@ -52,7 +52,7 @@ class Notes:
         for what in found.recovered:
             self._record("recovered", of=what)
         hosts = {rank: there.host for rank, there in joined.items()}
-        for trouble in self._memory.see(vitals, hosts, now):
+        for trouble in self._memory.see(usage, hosts, now):
             node = hosts.get(trouble.rank)
             logger().warning(f"rank {trouble.rank} on {node}: {trouble.reason}")
             self._record(trouble.event, rank=trouble.rank, node=node, reason=trouble.reason)

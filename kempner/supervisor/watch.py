@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from kempner.checkpoint.durations import COMMITTED, Durations, SaveSeconds
+from kempner.cluster.hosts import node_of
 from kempner.cluster.job import JobState
 from kempner.config.sections import Config
 from kempner.run.attempts import Attempt
@@ -99,9 +101,9 @@ class Watch:
     @property
     def ends(self) -> list[RankExit]:
         """How ranks ended, in the order of the first sign of it."""
-        vitals = self._channel.vitals()
+        usage = self._channel.usage()
         in_order = sorted(self._ends.values(), key=itemgetter(0))
-        return [explained(end, vitals, self._joined) for _, end in in_order]
+        return [explained(end, usage, self._joined) for _, end in in_order]
 
     def furthest_step(self) -> int:
         """The last step that any rank reported."""
@@ -151,7 +153,7 @@ class Watch:
             self._end_a_hang(now, sightings)
         if self.furthest_step() > self._reached:
             self._reached, self._reached_at = self.furthest_step(), now
-        self.notes.see(now, sightings, self._channel.vitals(), self._joined)
+        self.notes.see(now, sightings, self._channel.usage(), self._joined)
         for rank, at in list(self._parted.items()):
             if now - max(at, self._reached_at) > RECONNECT:
                 self._note_end(RankExit(rank, None))
@@ -181,7 +183,8 @@ class Watch:
             case Joined():
                 logger().info("joined", rank=happening.rank, host=happening.host, pid=happening.pid)
                 self._parted.pop(happening.rank, None)
-                self._joined[happening.rank] = happening
+                node = node_of(happening.host, self._launcher.nodes)
+                self._joined[happening.rank] = replace(happening, host=node)
             case Parted():
                 logger().info("parted", rank=happening.rank, reason=happening.reason)
                 if happening.rank not in self._ends:

@@ -26,12 +26,12 @@ from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger
 from kempner.run.link import Link, Reactions
 from kempner.run.logs import logger
-from kempner.run.messages import SIGNALLED, Stop, Vitals
+from kempner.run.messages import SIGNALLED, Stop, Usage
 from kempner.run.progress import Progress
 from kempner.run.signals import Received, follow_parent, inbox, leave_alone
 from kempner.training.orphan import RESUMABLE, hand_back
 from kempner.training.shutdown import ShutdownHandler, StopReason
-from kempner.training.vitals import measure
+from kempner.training.usage import measure
 
 HASTE = 0.5
 """Seconds that a rank which leaves before training waits for its last words to be heard."""
@@ -116,7 +116,7 @@ def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler
     return presence
 
 
-def _measure() -> Vitals | None:
+def _measure() -> Usage | None:
     """What this rank uses of its node, unless the kernel does not show it."""
     try:
         return measure()

@@ -15,15 +15,15 @@ from harness import wait_until
 
 from kempner.cluster.cgroup import MemoryGroup, memory_group
 from kempner.config.sections import ResilienceSection
-from kempner.run.messages import Vitals
+from kempner.run.messages import Usage
 from kempner.supervisor.killed import explained
 from kempner.supervisor.memory import SPAN, SPANS, Growth, MemoryWatch, explain_kill
 from kempner.supervisor.news import Joined
 from kempner.supervisor.policy import RankExit
-from kempner.training.vitals import measure
+from kempner.training.usage import measure
 
 GIB = 1 << 30
-CALM = Vitals(
+CALM = Usage(
     rss=4 * GIB,
     children=2,
     children_rss=GIB,
@@ -123,8 +123,8 @@ def test_an_out_of_memory_kill_is_explained() -> None:
 )
 def test_who_fell_to_the_kernel(end: RankExit, seen_by_others: int, explained_so: bool) -> None:
     joined = {r: Joined(r, "a" if r < 2 else "b", 1) for r in range(4)}
-    vitals = dict.fromkeys(range(3), CALM) | {3: replace(CALM, oom_kills=seen_by_others)}
-    assert explained(end, vitals, joined).sentence.startswith("out of memory") == explained_so
+    usage = dict.fromkeys(range(3), CALM) | {3: replace(CALM, oom_kills=seen_by_others)}
+    assert explained(end, usage, joined).sentence.startswith("out of memory") == explained_so
 
 
 def write(folder: Path, **files: str) -> Path:

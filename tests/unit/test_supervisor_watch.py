@@ -26,7 +26,7 @@ from kempner.run.messages import (
     Phase,
     Report,
     Stop,
-    Vitals,
+    Usage,
 )
 from kempner.run.signals import Received
 from kempner.supervisor.news import Heard, Joined, Parted, Sighting
@@ -39,13 +39,14 @@ class Hands:
     """Stands for launcher and channel: keeps what it is asked to do."""
 
     address = "127.0.0.1"
+    nodes: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.told: list[FromSupervisor] = []
         self.asked_to_stop = self.killed = 0
         self.living = True
         self.seen: dict[int, Sighting] = {}
-        self.used: dict[int, Vitals] = {}
+        self.used: dict[int, Usage] = {}
 
     def start(
         self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
@@ -63,7 +64,7 @@ class Hands:
     def sightings(self) -> dict[int, Sighting]:
         return self.seen
 
-    def vitals(self) -> dict[int, Vitals]:
+    def usage(self) -> dict[int, Usage]:
         return self.used
 
     def tell(self, message: FromSupervisor, rank: int | None = None) -> None:

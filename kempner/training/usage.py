@@ -7,10 +7,10 @@ import resource
 import psutil
 
 from kempner.cluster.cgroup import MemoryGroup, memory_group
-from kempner.run.messages import Vitals
+from kempner.run.messages import Usage
 
 
-def measure() -> Vitals:
+def measure() -> Usage:
     """Of this process, those that it has started, and its node at this moment.
 
     Raises `OSError` or `psutil.Error` if the kernel does not show it.
@@ -20,7 +20,7 @@ def measure() -> Vitals:
     files_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     group = memory_group()
     room, total = _room(group, host.available, host.total)
-    return Vitals(
+    return Usage(
         rss=process.memory_info().rss,
         children=len(children),
         children_rss=sum(children),

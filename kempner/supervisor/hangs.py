@@ -94,12 +94,12 @@ def worth_a_look(
     hang: Hang, sightings: Mapping[int, Sighting], joined: Mapping[int, Joined], clock: float
 ) -> dict[str, list[int]]:
     """Processes to look at from outside, by host: all of this one, and elsewhere those of ranks
-    that say nothing, or are behind.
+    that say nothing, or are behind; all of them if that could be anyone.
     """
     found: defaultdict[str, list[int]] = defaultdict(list)
     for rank, there in sorted(joined.items()):
         silent = rank not in sightings or clock - sightings[rank].at > SILENT
-        if silent or rank == hang.laggard or is_here(there.host):
+        if silent or hang.laggard in (rank, None) or is_here(there.host):
             found[there.host].append(there.pid)
     return dict(found)
 

@@ -10,8 +10,9 @@ from kempner.run.messages import Phase
 from kempner.supervisor.habits import Habits
 from kempner.supervisor.news import Sighting
 
-SILENT = 5.0
-"""Seconds without a report after which a rank is not merely waiting: they come once a second."""
+SILENT = 7.5
+"""Seconds without a report after which a rank is not merely waiting: they come once a second, and
+where they go by file, within seven."""
 
 _ORDER = (
     *(Phase.START, Phase.RENDEZVOUS, Phase.LOAD),

@@ -47,6 +47,8 @@ def test_whom_to_look_at() -> None:
     sightings = {0: seen(99.0), 1: seen(99.0), 2: seen(80.0), 3: seen(99.0)}
     found = worth_a_look(Hang("", 3, Phase.STEP, 60.0), sightings, joined, clock=100.0)
     assert found == {HERE: [10], "b": [12], "c": [13], "d": [14]}
+    found = worth_a_look(Hang("", None, Phase.STEP, 60.0), sightings, joined, clock=100.0)
+    assert found == {HERE: [10], "b": [11, 12], "c": [13], "d": [14]}
 
 
 def test_who_waits_for_what() -> None:

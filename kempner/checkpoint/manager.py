@@ -60,7 +60,8 @@ class CheckpointManager:
     """Saves and restores a model and its optimizer below one folder.
 
     `identity` says what a checkpoint must have in common with the run, `fence` which attempt is
-    writing, `group` is a Gloo group of its own over all ranks.
+    writing, `group` is a Gloo group of its own over all ranks, `reached` is told how far the save
+    of a step is, as `saver.Reached` says.
     """
 
     def __init__(
@@ -77,11 +78,12 @@ class CheckpointManager:
         background: bool = True,
         record: Recorder = lambda event, **fields: None,
         durations: Durations = Durations(),  # noqa: B008 - frozen
+        reached: Callable[[str, int], None] = lambda part, step: None,
     ) -> None:
         self._folder = CheckpointFolder(folder)
         self._model, self._optimizer = model, optimizer
         self._identity, self._fence, self._group = identity, fence, group
-        self._background, self._record = background, record
+        self._background, self._record, self._reached = background, record, reached
         self._rank = dist.get_rank(group)
         self._pruner = retention.Pruner(
             self._folder, retention.Keep(keep_last, keep_every), self._fence
@@ -148,7 +150,7 @@ class CheckpointManager:
         path = self._folder.path / name
         started = time.monotonic()
         route = self._find_route()
-        staged = route.stage(self._stager)
+        staged = route.stage(self._stager, lambda part: self._reached(part, position.step))
         committed = self._writer.submit(self._write, path, route.layout, staged, position, started)
         self._in_flight = _Save(position, path, started, staged, committed)
         if not self._background:
@@ -232,7 +234,10 @@ class CheckpointManager:
         def commit(files: Mapping[str, FileEntry]) -> None:
             self._commit(path, position, files, started, staged_at)
 
-        write_and_commit(path, layout, staged, self._group, commit)
+        def reached(part: str) -> None:
+            self._reached(part, position.step)
+
+        write_and_commit(path, layout, staged, self._group, commit, reached)
 
     def _commit(
         self,

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,11 @@ from kempner.run.attempts import SupersededError
 from kempner.run.files import join_directory, write_durable
 
 _HALF = 1 << 63
+
+Reached: TypeAlias = Callable[[str], None]
+"""Told how far a save is on this rank, in the thread that does it: `stage`, before the copy;
+`write`, after the data and before its checksums; `commit`, when the rank has written all its part.
+"""
 
 
 class SaveFailedError(Exception):
@@ -108,11 +114,12 @@ class Route:
             pairs[key in binding.buffers].append((view, local_part(binding.table[key])))
         return cls(binding, layout, steady=pairs[False], volatile=pairs[True])
 
-    def stage(self, stager: Stager) -> Future[None]:
+    def stage(self, stager: Stager, reached: Reached = lambda part: None) -> Future[None]:
         """Start to copy the state; nothing may write parameters or optimizer state until done."""
         for view, tensor in self.volatile:
             view.copy_(tensor)
-        return stager.copy([view for view, _ in self.steady], [part for _, part in self.steady])
+        views, parts = [view for view, _ in self.steady], [part for _, part in self.steady]
+        return stager.copy(views, parts, first=partial(reached, "stage"))
 
 
 @dataclass(frozen=True)
@@ -143,6 +150,7 @@ def write_and_commit(
     staged: Future[None],
     group: dist.ProcessGroup,
     commit: Callable[[Mapping[str, FileEntry]], None],
+    reached: Reached = lambda part: None,
 ) -> None:
     """Write the image below `path` once it is `staged`; once all have, rank 0 may `commit`.
 
@@ -150,8 +158,9 @@ def write_and_commit(
     """
     rank = dist.get_rank(group)
     planned = _Note(ok=True, plan=layout.digest)
-    note, error = _attempt(lambda: _write(path, layout, staged, planned, rank), planned)
+    note, error = _attempt(lambda: _write(path, layout, staged, planned, rank, reached), planned)
     notes = _tell_rank_0(note, group)
+    reached("commit")
     if rank == 0 and _agreed(notes):
         note, error = _attempt(lambda: _commit(commit, notes, layout.described_entry), note)
     committed = torch.tensor([note.ok and _agreed(notes)], dtype=torch.int64)
@@ -168,11 +177,14 @@ def _attempt(work: Callable[[], _Note], note: _Note) -> tuple[_Note, Exception |
         return replace(note, ok=False), error
 
 
-def _write(path: Path, layout: Layout, staged: Future[None], note: _Note, rank: int) -> _Note:
+def _write(
+    path: Path, layout: Layout, staged: Future[None], note: _Note, rank: int, reached: Reached
+) -> _Note:
     staged.result()
     join_directory(path)
     name = data_file(rank)
     sums = write_stream(path / name, layout.image.content)
+    reached("write")
     sidecar = encode_sidecar({name: sums})
     write_durable(path / sidecar_name(rank), sidecar)
     if rank == 0:  # at hundreds of ranks it is no small file

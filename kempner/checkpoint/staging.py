@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import psutil
@@ -21,10 +21,23 @@ class Stager:
             else None
         )
 
-    def copy(self, buffers: Sequence[Tensor], tensors: Sequence[Tensor]) -> Future[None]:
-        """Start to copy each tensor into its buffer, as of now; nothing may write it until done."""
+    def copy(
+        self,
+        buffers: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        first: Callable[[], None] = lambda: None,
+    ) -> Future[None]:
+        """Start to copy each tensor into its buffer, as of now; nothing may write it until done.
+
+        `first` is called before, in the thread that copies.
+        """
         ready = torch.cuda.current_stream().record_event() if self._stream else None
-        return self._thread.submit(self._copy, list(buffers), list(tensors), ready)
+
+        def work() -> None:
+            first()
+            self._copy(list(buffers), list(tensors), ready)
+
+        return self._thread.submit(work)
 
     def close(self) -> None:
         """End the thread."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _BEFORE_STEPS = ("start", "load")
-_ANYWHERE = ("step", "start", "load", "eval", "save")
+_ANYWHERE = ("step", "start", "load", "eval", "save", "stage", "write", "commit")
 
 KINDS = {
     "kill": _ANYWHERE,
@@ -33,7 +33,8 @@ KINDS = {
     "slow": ("step",),
     "disk_full": ("save",),
 }
-"""What can be asked for, and in which phases; the first one is meant where none is named.
+"""What can be asked for, and in which phases; the first one is meant where none is named. `stage`,
+`write` and `commit` are in the threads of a save: before the copy, after the data, after all files.
 
 kill: SIGKILL to itself. stop: SIGSTOP to itself. hang: a loop in Python. strand: waits in a
 collective for what nobody sends. crash: an exception. oom: asks for more memory than there is. hog:

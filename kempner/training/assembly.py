@@ -61,7 +61,9 @@ def build(
     optimizer = build_optimizer(model, config.optimizer)
     record = _recorder(presence, attempt)
     fence, identity = Fence(run.attempts, attempt), _identity(config, corpus, shape, ranks)
-    checkpoints = _open_checkpoints(config, run, ranks, model, optimizer, identity, fence, record)
+    checkpoints = _open_checkpoints(
+        config, run, ranks, model, optimizer, identity, fence, record, faults
+    )
     if ranks.world.rank == 0:
         _snapshot_config(config, run, attempt)
     if faults.planned:
@@ -97,6 +99,7 @@ def _open_checkpoints(
     identity: Identity,
     fence: Fence,
     record: Recorder,
+    faults: Faults,
 ) -> CheckpointManager:
     section = config.checkpoint
     events = read_lines(run.ledger) if ranks.world.rank == 0 else ()
@@ -112,6 +115,7 @@ def _open_checkpoints(
         background=section.async_save,
         record=record,
         durations=Durations.from_ledger(events),
+        reached=faults.strike,
     )
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,9 +59,10 @@ class Faults:
         self.planned = [fault.text for fault in planned]
         """All that is asked for, of any rank."""
         self._armed = [f for f in planned if f.rank == rank and f.attempt == attempt]
+        self._lock = threading.Lock()
 
-    def strike(self, phase: Phase, step: int | None = None) -> None:
-        """Whatever is due in this phase of this step happens now."""
+    def strike(self, phase: str, step: int | None = None) -> None:
+        """Whatever is due in this phase, or part of a save, of this step happens now."""
         for fault in self._due(
             ("kill", "stop", "hang", "strand", "crash", "oom", "hog"), phase, step
         ):
@@ -109,10 +111,11 @@ class Faults:
             yield
         self.strike(Phase.SAVE, step)
 
-    def _due(self, kinds: Sequence[str], phase: Phase, step: int | None) -> list[Fault]:
+    def _due(self, kinds: Sequence[str], phase: str, step: int | None) -> list[Fault]:
         """What is due, each said aloud; what happens once is over with that."""
-        due = [f for f in self._armed if f.kind in kinds and f.covers(phase, step)]
-        self._armed = [f for f in self._armed if f not in due or f.lasting]
+        with self._lock:  # a save has threads of its own
+            due = [f for f in self._armed if f.kind in kinds and f.covers(phase, step)]
+            self._armed = [f for f in self._armed if f not in due or f.lasting]
         for fault in due:
             logger().warning("a fault that was asked for happens now", fault=fault.text, step=step)
         return due

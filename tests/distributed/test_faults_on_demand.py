@@ -31,6 +31,24 @@ def test_a_rank_dies_where_it_was_asked_to(
     assert f"a fault that was asked for happens now (fault {fault}" in job.output()
 
 
+@pytest.mark.parametrize("part", ["stage", "write", "commit"])
+def test_a_rank_dies_in_the_part_of_a_save_that_was_named(run: Run, part: str) -> None:
+    job = run.train(KEMPNER_FAULTS=f"kill rank 0 at step 20 in {part}")
+    assert job.wait() == -signal.SIGKILL, job.output()
+    assert run.committed() == [10]
+    files = sorted(path.name for path in run.checkpoints.glob(".step-00000020.*/*"))
+    written = {"stage": [], "write": ["__0_0.distcp"], "commit": [".metadata", "__0_0.distcp"]}
+    assert files == written[part] + (["sums-00000.json"] if part == "commit" else [])
+
+
+def test_a_save_that_raises_is_made_again(run: Run) -> None:
+    faults = "crash rank 0 at step 10 in stage; crash rank 0 at step 20 in write"
+    job = run.train("--train.max_steps=25", KEMPNER_FAULTS=faults)
+    assert job.wait() == 0, job.output()
+    assert [e["step"] for e in run.events("checkpoint_failed")] == [10, 20]
+    assert max(run.committed()) == 25
+
+
 def test_a_rank_that_stops_itself_can_go_on_and_a_restart_is_healed(run: Run) -> None:
     fault = '--resilience.faults=["stop rank 0 at step 5", "hang rank 0 at step 9"]'
     job = run.train(fault, "--train.max_steps=12")

@@ -20,6 +20,7 @@ from kempner.config.faults import KINDS, Fault, parse_faults
         ("stop rank 2 in start attempt 3", ("stop", 2, "start", None, False, 3.0, 3)),
         ("disk_full rank 0 from step 1", ("disk_full", 0, "save", 1, True, 3.0, 1)),
         ("oom rank 0 at step 2 in eval", ("oom", 0, "eval", 2, False, 3.0, 1)),
+        ("kill rank 1 at step 4 in commit", ("kill", 1, "commit", 4, False, 3.0, 1)),
     ],
 )
 def test_plain_words(text: str, expected: tuple[object, ...]) -> None:
@@ -37,7 +38,7 @@ def test_plain_words(text: str, expected: tuple[object, ...]) -> None:
         ("kill rank 1 in save at step 2", "is no fault; write"),
         ("nuke rank 1 at step 2", "the kinds are kill, stop"),
         ("nan rank 1 at step 2 in save", "nan can happen in step only"),
-        ("kill rank 1 at step 2 in bed", "kill can happen in step, start, load, eval, save only"),
+        ("kill rank 1 at step 2 in bed", "kill can happen in step, start, load, eval, save, stage"),
         ("disk_full rank 1 at step 2 in step", "disk_full can happen in save only"),
         ("kill rank 1", "step needs a step; name one"),
         ("hang rank 1 in save", "save needs a step; name one"),

@@ -1,45 +1,27 @@
-"""What the drills share: how much of each is done, their raw record, and traced runs."""
+"""What the drills share: the smallest run, and traced runs."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from drilling import SMALLEST_MODEL
 from harness import Job, Run, wait_until
 from tracer import Call, Tracer
 
-ALL = os.environ.get("KEMPNER_DRILLS") == "all"
-"""Everything (`make drills`), or a subset with a fixed seed that fits beside the other tests."""
-
-SEED = int(os.environ.get("KEMPNER_DRILLS_SEED", "20"))
-
 SMALLEST = (
-    "--model.dim=8",
-    "--model.n_layers=1",
-    "--model.n_heads=1",
-    "--model.ffn_dim=8",
-    "--train.seq_len=16",
+    *SMALLEST_MODEL,
     "--train.global_batch_size=2",
     "--train.micro_batch_size=1",
     "--checkpoint.keep_last=2",
 )
 """Overrides for a checkpoint of few bytes, and of as many files as any."""
-
-
-def note(drill: str, **facts: object) -> None:
-    """Add a line to the raw record, if one is asked for."""
-    if record := os.environ.get("KEMPNER_DRILLS_RECORD"):
-        line = {"drill": drill, "time": round(time.time(), 1), "seed": SEED, **facts}
-        with open(record, "a") as file:
-            file.write(json.dumps(line) + "\n")
 
 
 def ranks(run: Run, job: Job, world: int) -> list[int]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from drill import SEED, SMALLEST, note, resume_each
+from drill import SMALLEST, resume_each
+from drilling import SEED, note
 from harness import Run
 
 from kempner.checkpoint.layout import CheckpointFolder

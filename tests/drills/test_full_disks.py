@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from drill import note
+from drilling import note
 from harness import Job, Run, wait_until
 
 from kempner.checkpoint.layout import CheckpointFolder

@@ -12,7 +12,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from drill import ALL, SEED, SMALLEST, Moment, Saving, attach, note, ranks, reported
+from drill import SMALLEST, Moment, Saving, attach, ranks, reported
+from drilling import ALL, SEED, note
 from harness import Run
 from promises import broken, resumable
 from tracer import Call, supported

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from drill import ALL, note
+from drilling import ALL, note
 from harness import launch
 
 pytestmark = pytest.mark.timeout(900 if ALL else 200)

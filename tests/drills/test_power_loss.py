@@ -17,7 +17,8 @@ from random import Random
 
 import pytest
 from disk import Disk, Tree, digest, look, put
-from drill import ALL, SEED, SMALLEST, Trace, note, reported, resume_each, trace
+from drill import SMALLEST, Trace, reported, resume_each, trace
+from drilling import ALL, SEED, note
 from harness import Run
 from planted_bugs import BUGS
 from promises import broken, resumable

@@ -7,7 +7,8 @@ import signal
 from random import Random
 
 import pytest
-from drill import ALL, SEED, SMALLEST, Saving, attach, note
+from drill import SMALLEST, Saving, attach
+from drilling import ALL, SEED, note
 from harness import Run
 from promises import broken
 from tracer import Call, supported

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drill import note
+from drilling import note
 from harness import launch
 
 

@@ -1,0 +1,165 @@
+"""A run whose ranks are killed again and again: the plan, and what must hold in the end.
+
+Each attempt has one kill, by a fault on demand: SIGKILL of one rank, at one moment. The plan goes
+forward: between two kills beyond the first step there is at least one commit, and no two kills
+before it follow each other, so that the run is not given up.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import cycle, islice
+from random import Random
+
+from drilling import SMALLEST_MODEL, note
+from harness import Run
+
+from kempner.run.ledger import read_lines
+
+EARLY = ("start", "load")
+SAVING = ("stage", "write", "commit")
+MOMENTS = (*EARLY, "step", *SAVING)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL to `rank` at a moment of an attempt; of the step, where there is one."""
+
+    attempt: int
+    rank: int
+    moment: str
+    step: int | None
+
+    @property
+    def fault(self) -> str:
+        """As it is asked for."""
+        at = "" if self.step is None else f"at step {self.step} "
+        return f"kill rank {self.rank} {at}in {self.moment} attempt {self.attempt}"
+
+
+def plan_kills(count: int, world: int, interval: int, seed: int) -> list[Kill]:
+    """So many kills, spread evenly over `MOMENTS`, in a run that saves every `interval` steps."""
+    random, step = Random(seed), 0
+    kills: list[Kill] = []
+    for moment in _order(count, random):
+        if moment in SAVING:
+            step = (step // interval + 2) * interval
+        elif moment == "step":
+            step += 2 * interval + random.randint(1, interval)
+        at = None if moment in EARLY else step
+        kills.append(Kill(len(kills) + 1, random.randrange(world), moment, at))
+    return kills
+
+
+def _order(count: int, random: Random) -> Iterator[str]:
+    """Shuffled, with a later moment between any two early ones."""
+    moments = list(islice(cycle(MOMENTS), count))
+    random.shuffle(moments)
+    early = iter([moment for moment in moments if moment in EARLY])
+    late = [moment for moment in moments if moment not in EARLY]
+    before = set(random.sample(range(len(late)), count - len(late)))
+    for place, moment in enumerate(late):
+        if place in before:
+            yield next(early)
+        yield moment
+
+
+def overrides(kills: Sequence[Kill], world: int, interval: int) -> list[str]:
+    """For a run in which all of them happen, with a commit after the last."""
+    steps = max(kill.step or 0 for kill in kills) + 2 * interval
+    return [
+        *SMALLEST_MODEL,
+        f"--train.max_steps={steps}",
+        f"--train.global_batch_size={world}",
+        "--train.micro_batch_size=1",
+        f"--checkpoint.interval={interval}",
+    ]
+
+
+def assert_healed(run: Run, reference: Run, kills: Sequence[Kill], output: str) -> None:
+    """Every kill happened, was laid to the rank that it hit, and cost what came after the last
+    commit at most; weights, losses and samples are those of the undisturbed run.
+    """
+    said = output + "".join(path.read_text() for path in run.record.attempts.glob("*/rank-*.out"))
+    ended = run.events("attempt_ended")
+    assert [event["culprit"] for event in ended] == [*(kill.rank for kill in kills), None]
+    for kill in kills:
+        assert f"happens now (fault {kill.fault}" in said
+    for attempt in range(2, len(kills) + 2):
+        assert _first_step(run, attempt) in (None, _resumed(run, attempt) + 1)
+        assert _resumed(run, attempt) >= _committed(run, before=attempt)
+    assert run.steps() == reference.steps()
+    assert run.samples() == reference.samples()
+    taken = [sample for step in run.samples().values() for sample in step]
+    assert sorted(taken) == list(range(len(taken)))
+    assert _weights(run) == _weights(reference) != {}
+
+
+def note_healing(drill: str, run: Run, kills: Sequence[Kill], plain: Sequence[float]) -> None:
+    """Record each kill with the time from the first sign of it to the next new step, which is
+    None where the next kill came before, and beside them the seconds that plain starts took.
+    """
+    times = [_seconds_to_new_step(run, kill) for kill in kills]
+    for kill, seconds in zip(kills, times, strict=True):
+        again = _furthest(run, kill.attempt) - _resumed(run, kill.attempt + 1)
+        note(drill, **vars(kill), steps_made_again=again, seconds_to_new_step=seconds)
+    known = [seconds for seconds in times if seconds is not None]
+    note(
+        f"{drill}s",
+        kills={moment: sum(k.moment == moment for k in kills) for moment in MOMENTS},
+        steps_alike=len(run.steps()),
+        median_seconds_to_new_step=round(statistics.median(known), 2),
+        longest=max(known),
+        plain_starts=plain,
+    )
+
+
+def plain_start(run: Run) -> float:
+    """Seconds from the start of the ranks, in the first attempt, to the first step."""
+    started = run.events("attempt_started")[0]["time"]
+    return round(next(run.metrics())["time"] - started, 2)
+
+
+def _seconds_to_new_step(run: Run, kill: Kill) -> float | None:
+    before = _furthest(run, kill.attempt)
+    first = next(line for line in run.metrics() if line["step"] > before)
+    if first["attempt"] > kill.attempt + 1:
+        return None
+    return round(first["time"] - _noticed_at(run, kill), 2)
+
+
+def _noticed_at(run: Run, kill: Kill) -> float:
+    """When the supervisor saw the first sign of a kill, in seconds since the epoch."""
+    log = read_lines(run.record.supervisor_log(kill.attempt))
+    signs = (e for e in log if e["event"] in ("parted", "ended") and e["rank"] == kill.rank)
+    return datetime.fromisoformat(next(signs)["timestamp"]).timestamp()
+
+
+def _furthest(run: Run, attempt: int) -> int:
+    """The last step that any attempt up to this one made."""
+    return max((m["step"] for m in run.metrics() if m["attempt"] <= attempt), default=0)
+
+
+def _first_step(run: Run, attempt: int) -> int | None:
+    return next((line["step"] for line in run.metrics() if line["attempt"] == attempt), None)
+
+
+def _resumed(run: Run, attempt: int) -> int:
+    """The step from which an attempt went on; of one killed before it loaded, the next that did."""
+    steps = (e["step"] for e in run.events("resumed") if e["attempt"] >= attempt)
+    return next(steps) if _committed(run, attempt) else next(steps, 0)
+
+
+def _committed(run: Run, before: int) -> int:
+    """The last step that was committed before an attempt, as far as rank 0 could tell of it."""
+    events = run.events("checkpoint_committed")
+    return max((e["step"] for e in events if e["attempt"] < before), default=0)
+
+
+def _weights(run: Run) -> dict[str, bytes]:
+    """The checksums of every block of the last checkpoint's data, by file."""
+    folder = run.checkpoints / f"step-{max(run.committed()):08}"
+    return {path.name: path.read_bytes() for path in folder.glob("sums-*.json")}

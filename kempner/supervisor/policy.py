@@ -14,13 +14,19 @@ class RankExit:
     """How a rank ended: its exit status, or minus the number of the signal that killed it.
 
     None says that nobody saw it end: its connection broke off. `ended_by_us` says that the
-    supervisor killed it, `sentence` is what the rank said last.
+    supervisor killed it, `sentence` is what the rank said last, or the launcher of one
+    that is gone.
     """
 
     rank: int
     status: int | None
     ended_by_us: bool = False
     sentence: str = ""
+
+    @property
+    def raised(self) -> str:
+        """The first line of what the rank itself said; empty if it is gone without a word."""
+        return "" if self.status is None else self.sentence.partition("\n")[0]
 
 
 @dataclass(frozen=True)

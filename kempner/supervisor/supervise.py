@@ -199,9 +199,8 @@ def _outcome(watch: Watch) -> Decision:
 
 
 def _failure(charge: Charge, watch: Watch, decision: Decision) -> Failure:
-    # Where nobody saw it end, the sentence is not its own.
-    said = {e.rank: e.sentence.partition("\n")[0] for e in watch.ends if e.status is not None}
-    raised = said.get(decision.culprit, "") if decision.culprit is not None else ""
+    culprit = next((end for end in watch.ends if end.rank == decision.culprit), None)
+    raised = culprit.raised if culprit is not None else ""
     return Failure(
         # Of a rank that was killed the last report is old; the others' came as they left.
         step=watch.step_of(decision.culprit if raised else None),

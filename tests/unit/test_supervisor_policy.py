@@ -62,6 +62,13 @@ def test_the_last_words_of_the_first_to_fail_are_repeated() -> None:
     assert decision.culprit == 1
 
 
+def test_only_a_rank_itself_can_say_what_it_raised() -> None:
+    """What srun says of a rank that was killed from outside is no fault of the program."""
+    assert RankExit(1, 1, sentence="KeyError: 0\nat step 5").raised == "KeyError: 0"
+    assert RankExit(1, KILL).raised == ""
+    assert RankExit(1, None, sentence="srun ended with 137").raised == ""
+
+
 def test_completed_and_stopped_ranks_do_not_end_the_others() -> None:
     assert not failed(RankExit(0, 0))
     assert not failed(RankExit(0, 75))

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from drilling import ALL
 from harness import KEMPNER, Run, wait_until
 
 from kempner.cluster.cgroup import MemoryGroup, memory_group
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-ALL = os.environ.get("KEMPNER_DRILLS") == "all"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -149,8 +149,9 @@ def _first_step(run: Run, attempt: int) -> int | None:
 
 def _resumed(run: Run, attempt: int) -> int:
     """The step from which an attempt went on; of one killed before it loaded, the next that did."""
-    steps = (e["step"] for e in run.events("resumed") if e["attempt"] >= attempt)
-    return next(steps) if _committed(run, attempt) else next(steps, 0)
+    begun = {event["attempt"]: 0 for event in run.events("started")}
+    begun |= {event["attempt"]: event["step"] for event in run.events("resumed")}
+    return begun[min(number for number in begun if number >= attempt)]
 
 
 def _committed(run: Run, before: int) -> int:

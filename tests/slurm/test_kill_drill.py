@@ -1,0 +1,34 @@
+"""SIGKILL of a rank at moments of every kind, over eight nodes: healed within one job.
+
+Eight ranks start fifty times; `make test` has a kill of each kind on one machine, in
+tests/drills/test_kills_and_restarts.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from drilling import SEED
+from kills import assert_healed, note_healing, overrides, plain_start, plan_kills
+from lab import Cluster
+from submitting import Project
+
+pytestmark = [pytest.mark.timeout(7200), pytest.mark.drill]
+
+NODES, INTERVAL, KILLS = 8, 3, 50
+
+
+def test_kills_over_eight_nodes_heal_within_the_job(
+    project: Project, cluster: Cluster, tmp_path: Path, corpus: Path
+) -> None:
+    kills = plan_kills(KILLS, NODES, INTERVAL, SEED)
+    options = [*overrides(kills, NODES, INTERVAL), "--train.threads=1", "--train.log_samples=true"]
+    undisturbed = Project.make(cluster, tmp_path / "undisturbed", corpus)
+    undisturbed.end(undisturbed.train(*options, nodes=NODES), deadline=300)
+    faults = "; ".join(kill.fault for kill in kills)
+    job = project.train(*options, nodes=NODES, options=("--time=180",), KEMPNER_FAULTS=faults)
+    project.end(job, deadline=6600)
+    project.assert_states(job, "COMPLETED")
+    assert_healed(project.run, undisturbed.run, kills, project.log(job))
+    note_healing("kill on the cluster", project.run, kills, plain=[plain_start(undisturbed.run)])

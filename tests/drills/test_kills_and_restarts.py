@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from drilling import ALL, SEED
 from harness import Run
@@ -12,7 +14,9 @@ pytestmark = pytest.mark.timeout(3600 if ALL else 240)
 WORLD, INTERVAL, KILLS = 4, 3, 50 if ALL else 6
 
 
-def test_kills_at_any_moment_heal_in_place(run: Run, reference: Run) -> None:
+def test_kills_at_any_moment_heal_in_place(
+    run: Run, reference: Run, tmp_path: Path, corpus: Path
+) -> None:
     kills = plan_kills(KILLS, WORLD, INTERVAL, SEED)
     options = overrides(kills, WORLD, INTERVAL)
     reference.complete(WORLD, *options)
@@ -20,4 +24,8 @@ def test_kills_at_any_moment_heal_in_place(run: Run, reference: Run) -> None:
     job = run.supervise(WORLD, *options, KEMPNER_FAULTS=faults)
     assert job.wait(3000 if ALL else 180) == 0, job.output()
     assert_healed(run, reference, kills, job.output())
-    note_healing("kill and restart", run, kills, plain=[plain_start(reference)])
+    plain = [reference]
+    if ALL:  # the machine may have got slower since
+        plain.append(Run(tmp_path / "again", corpus))
+        plain[-1].complete(WORLD, *options)
+    note_healing("kill and restart", run, kills, plain=[plain_start(one) for one in plain])

@@ -1,14 +1,14 @@
 """A run whose ranks are killed again and again: the plan, and what must hold in the end.
 
-Each attempt has one kill, by a fault on demand: SIGKILL of one rank, at one moment. The plan goes
-forward: between two kills beyond the first step there is at least one commit, and no two kills
-before it follow each other, so that the run is not given up.
+Each attempt has one kill: SIGKILL of one rank, at one moment, from outside or by a fault on demand.
+The plan goes forward: between two kills beyond the first step there is at least one commit, and no
+two kills before it follow each other, so that the run is not given up.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import cycle, islice
@@ -26,12 +26,16 @@ MOMENTS = (*EARLY, "step", *SAVING)
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to `rank` at a moment of an attempt; of the step, where there is one."""
+    """SIGKILL to `rank` at a moment of an attempt; of the step, where there is one.
+
+    `after` is for whoever kills in `start` from outside: seconds since the process is there.
+    """
 
     attempt: int
     rank: int
     moment: str
     step: int | None
+    after: float | None
 
     @property
     def fault(self) -> str:
@@ -50,7 +54,8 @@ def plan_kills(count: int, world: int, interval: int, seed: int) -> list[Kill]:
         elif moment == "step":
             step += 2 * interval + random.randint(1, interval)
         at = None if moment in EARLY else step
-        kills.append(Kill(len(kills) + 1, random.randrange(world), moment, at))
+        after = round(random.random(), 2) if moment == "start" else None
+        kills.append(Kill(len(kills) + 1, random.randrange(world), moment, at, after))
     return kills
 
 
@@ -79,15 +84,19 @@ def overrides(kills: Sequence[Kill], world: int, interval: int) -> list[str]:
     ]
 
 
-def assert_healed(run: Run, reference: Run, kills: Sequence[Kill], output: str) -> None:
-    """Every kill happened, was laid to the rank that it hit, and cost what came after the last
-    commit at most; weights, losses and samples are those of the undisturbed run.
-    """
+def assert_on_demand(run: Run, kills: Iterable[Kill], output: str) -> None:
+    """Each of these was a fault on demand, and happened."""
     said = output + "".join(path.read_text() for path in run.record.attempts.glob("*/rank-*.out"))
-    ended = run.events("attempt_ended")
-    assert [event["culprit"] for event in ended] == [*(kill.rank for kill in kills), None]
     for kill in kills:
         assert f"happens now (fault {kill.fault}" in said
+
+
+def assert_healed(run: Run, reference: Run, kills: Sequence[Kill]) -> None:
+    """Every kill was laid to the rank that it hit, and cost what came after the last commit at
+    most; weights, losses and samples are those of the undisturbed run.
+    """
+    ended = run.events("attempt_ended")
+    assert [event["culprit"] for event in ended] == [*(kill.rank for kill in kills), None]
     for attempt in range(2, len(kills) + 2):
         assert _first_step(run, attempt) in (None, _resumed(run, attempt) + 1)
         assert _resumed(run, attempt) >= _committed(run, before=attempt)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from drilling import ALL, SEED
-from harness import Run
-from kills import assert_healed, note_healing, overrides, plain_start, plan_kills
+from harness import Job, Run, wait_until
+from kills import (
+    Kill,
+    assert_healed,
+    assert_on_demand,
+    note_healing,
+    overrides,
+    plain_start,
+    plan_kills,
+)
 
 pytestmark = pytest.mark.timeout(3600 if ALL else 240)
 
 WORLD, INTERVAL, KILLS = 4, 3, 50 if ALL else 6
+PATIENCE = 3000.0 if ALL else 180.0
 
 
 def test_kills_at_any_moment_heal_in_place(
@@ -20,12 +34,37 @@ def test_kills_at_any_moment_heal_in_place(
     kills = plan_kills(KILLS, WORLD, INTERVAL, SEED)
     options = overrides(kills, WORLD, INTERVAL)
     reference.complete(WORLD, *options)
-    faults = "; ".join(kill.fault for kill in kills)
+    on_demand = [kill for kill in kills if kill.moment != "start"]
+    faults = "; ".join(kill.fault for kill in on_demand)
     job = run.supervise(WORLD, *options, KEMPNER_FAULTS=faults)
-    assert job.wait(3000 if ALL else 180) == 0, job.output()
-    assert_healed(run, reference, kills, job.output())
+    for kill in kills:
+        if kill.moment == "start":
+            kill_from_outside(run, job, kill)
+    assert job.wait(PATIENCE) == 0, job.output()
+    assert_on_demand(run, on_demand, job.output())
+    assert_healed(run, reference, kills)
     plain = [reference]
     if ALL:  # the machine may have got slower since
         plain.append(Run(tmp_path / "again", corpus))
         plain[-1].complete(WORLD, *options)
     note_healing("kill and restart", run, kills, plain=[plain_start(one) for one in plain])
+
+
+def kill_from_outside(run: Run, job: Job, kill: Kill) -> None:
+    """Kill a rank some time after its process is there: as Python starts, or imports torch."""
+    wait_until(lambda: run.attempt() == kill.attempt, "the attempt", PATIENCE, job, interval=0.05)
+    pid = wait_until(lambda: find(job, kill), "the rank's process", job=job, interval=0.05)
+    time.sleep(kill.after or 0.0)
+    os.kill(pid, signal.SIGKILL)
+    assert not run.record.log(kill.attempt, kill.rank).exists(), "it had met the others already"
+
+
+def find(job: Job, kill: Kill) -> int | None:
+    """The process id of the rank to be killed, once it is there."""
+    for child in psutil.Process(job.process.pid).children():
+        with suppress(psutil.Error):  # it may be about to become a rank
+            environ = child.environ()
+            place = (environ.get("KEMPNER_ATTEMPT"), environ.get("RANK"))
+            if place == (str(kill.attempt), str(kill.rank)):
+                return child.pid
+    return None

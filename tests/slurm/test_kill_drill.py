@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from drilling import SEED
-from kills import assert_healed, note_healing, overrides, plain_start, plan_kills
+from kills import assert_healed, assert_on_demand, note_healing, overrides, plain_start, plan_kills
 from lab import Cluster
 from submitting import Project
 
@@ -30,7 +30,8 @@ def test_kills_over_eight_nodes_heal_within_the_job(
     job = project.train(*options, nodes=NODES, options=("--time=180",), KEMPNER_FAULTS=faults)
     project.end(job, deadline=6600)
     project.assert_states(job, "COMPLETED")
-    assert_healed(project.run, undisturbed.run, kills, project.log(job))
+    assert_on_demand(project.run, kills, project.log(job))
+    assert_healed(project.run, undisturbed.run, kills)
     again.end(again.train(*options, nodes=NODES), deadline=300)  # the machine may be slower by now
     plain = [plain_start(one.run) for one in (undisturbed, again)]
     note_healing("kill on the cluster", project.run, kills, plain)

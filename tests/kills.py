@@ -108,20 +108,29 @@ def assert_healed(run: Run, reference: Run, kills: Sequence[Kill]) -> None:
 
 
 def note_healing(drill: str, run: Run, kills: Sequence[Kill], plain: Sequence[float]) -> None:
-    """Record each kill with the time from the first sign of it to the next new step, which is
-    None where the next kill came before, and beside them the seconds that plain starts took.
+    """Record each kill with the seconds from the first sign of it to the next start of the ranks
+    and to the next new step, None where the next kill came before; and what plain starts took.
     """
-    times = [_seconds_to_new_step(run, kill) for kill in kills]
-    for kill, seconds in zip(kills, times, strict=True):
-        again = _furthest(run, kill.attempt) - _resumed(run, kill.attempt + 1)
-        note(drill, **vars(kill), steps_made_again=again, seconds_to_new_step=seconds)
-    known = [seconds for seconds in times if seconds is not None]
+    started = {event["attempt"]: event["time"] for event in run.events("attempt_started")}
+    known: list[float] = []
+    restarts: list[float] = []
+    for kill in kills:
+        restarts.append(round(started[kill.attempt + 1] - _noticed_at(run, kill), 2))
+        seconds = _seconds_to_new_step(run, kill)
+        known += [seconds] if seconds is not None else []
+        note(
+            drill,
+            **vars(kill),
+            steps_made_again=_furthest(run, kill.attempt) - _resumed(run, kill.attempt + 1),
+            seconds_to_restart=restarts[-1],
+            seconds_to_new_step=seconds,
+        )
     note(
         f"{drill}s",
         kills={moment: sum(k.moment == moment for k in kills) for moment in MOMENTS},
         steps_alike=len(run.steps()),
-        median_seconds_to_new_step=round(statistics.median(known), 2),
-        longest=max(known),
+        seconds_to_restart={"median": statistics.median(restarts), "longest": max(restarts)},
+        seconds_to_new_step={"median": statistics.median(known), "longest": max(known)},
         plain_starts=plain,
     )
 

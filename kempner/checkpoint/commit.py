@@ -15,6 +15,7 @@ from typing import Protocol
 
 from kempner.checkpoint.layout import MANIFEST, CheckpointFolder
 from kempner.checkpoint.manifest import Manifest, encode
+from kempner.checkpoint.selection import left_behind
 from kempner.run.attempts import Attempt
 from kempner.run.files import fsync_directory, holds, rename, write_durable
 
@@ -41,18 +42,19 @@ def commit(
 ) -> Path:
     """Turn `written`, whose data files are durable, into the newest checkpoint; return its path.
 
-    A checkpoint of the same step that is already there was left by a branch that a fallback
-    abandoned: it is set aside first, and `report` gets a sentence. Raises `SupersededError` if a
-    newer attempt owns the run, and `OSError`.
+    Checkpoints up to that step that `latest` does not reach were left by a branch that a rollback
+    or a fallback abandoned: they are set aside first, and `report` gets a sentence for each.
+    Otherwise they would be taken for the live branch's once `latest` has passed them. Raises
+    `SupersededError` if a newer attempt owns the run, and `OSError`.
     """
     step, attempt = manifest.position.step, fence.attempt
     place, content = folder.step(manifest.position.step), encode(manifest)
     write_durable(written / MANIFEST, content)
     fsync_directory(written)
     fence.check()
-    if place.exists():
-        aside = folder.set_aside(step, "abandoned", attempt.number)
-        report(f"step {step} was committed before; the earlier checkpoint is now {aside.name}")
+    for left in left_behind(folder.committed(), folder.latest(), step):
+        aside = folder.set_aside(left, "abandoned", attempt.number)
+        report(f"step {left} was committed before; the earlier checkpoint is now {aside.name}")
     rename(written, place, arrived=lambda: holds(place / MANIFEST, content))
     fsync_directory(folder.path)
     fence.check()

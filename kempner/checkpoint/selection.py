@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: a pure choice, made by rank 0 for all."""
+"""Which checkpoint a run resumes from, and which it leaves behind: pure choices of rank 0."""
 
 from __future__ import annotations
 
@@ -14,3 +14,12 @@ def choose(committed: Sequence[int], latest: int | None) -> int | None:
         return max(committed, default=None)
     on_branch = [step for step in committed if step <= latest]
     return max(on_branch, default=max(committed, default=None))
+
+
+def left_behind(committed: Sequence[int], latest: int | None, step: int) -> list[int]:
+    """The steps that are to be set aside before `step` is committed, ascending.
+
+    Those beyond `latest` are no part of the live branch, and would seem to be once it has passed
+    them; `step` itself is made again.
+    """
+    return [s for s in committed if s == step or (s < step and (latest is None or s > latest))]

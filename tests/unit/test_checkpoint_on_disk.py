@@ -29,7 +29,7 @@ from kempner.checkpoint.manifest import (
     whole_sum,
 )
 from kempner.checkpoint.reading import Readers
-from kempner.checkpoint.selection import choose
+from kempner.checkpoint.selection import choose, left_behind
 from kempner.checkpoint.verify import verify
 from kempner.run.attempts import Fence, SupersededError, begin_attempt
 from kempner.run.exit_codes import DataError
@@ -140,6 +140,28 @@ def test_a_step_reached_again_sets_the_earlier_checkpoint_aside(store: Store) ->
     assert all(verify(store.folder.path / name) == [] for name in names)
     assert len(store.reports) == 2
     assert "step 10 was committed before" in store.reports[0]
+
+
+def test_what_an_abandoned_branch_left_never_joins_the_live_one(store: Store) -> None:
+    for step in (10, 20, 30):
+        store.commit(step)
+    store.folder.point_latest(10, unique="rollback")
+    store.commit(25)  # a stop, say: no step of the branch that was left
+    assert store.folder.committed() == [10, 25, 30]
+    store.commit(35)
+    assert store.folder.committed() == [10, 25, 35]
+    names = {p.name for p in store.folder.path.glob("*.abandoned-*")}
+    assert names == {"step-00000020.abandoned-a1", "step-00000030.abandoned-a1"}
+
+
+@pytest.mark.parametrize(
+    ("latest", "step", "left"),
+    [(None, 40, [10, 20, 30]), (None, 20, [10, 20]), (10, 25, [20]), (30, 40, []), (30, 30, [30])],
+)
+def test_what_latest_does_not_reach_is_left_behind(
+    latest: int | None, step: int, left: list[int]
+) -> None:
+    assert left_behind([10, 20, 30], latest, step) == left
 
 
 def test_a_superseded_attempt_commits_nothing(store: Store) -> None:

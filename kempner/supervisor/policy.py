@@ -51,6 +51,9 @@ def decide(exits: Sequence[RankExit], stop_requested: bool) -> Decision:
         return Decision(ExitCode.COMPLETED, "completed")
     if causes:
         first = causes[0]
+        if stop_requested and _from_outside(first):
+            said = f"rank {first.rank} {describe(first)} while it stopped; start again to go on"
+            return Decision(ExitCode.STOPPED, said, first.rank)
         return Decision(_code(first), f"rank {first.rank} {describe(first)}", first.rank)
     if any(e.status == ExitCode.STOPPED for e in exits) or stop_requested:
         return Decision(ExitCode.STOPPED, "stopped on request; start again to go on")
@@ -85,6 +88,11 @@ def _harmless(exit_: RankExit, stop_requested: bool) -> bool:
         return True  # asked to stop before its interpreter could trap the signal
     follow = (ExitCode.COMPLETED, ExitCode.STOPPED, ExitCode.PEERS_LOST)
     return exit_.status in follow or exit_.ended_by_us
+
+
+def _from_outside(exit_: RankExit) -> bool:
+    """A lost node or SIGKILL: it says nothing about the program, and spoils no more than a stop."""
+    return exit_.status in (None, -signal.SIGKILL)
 
 
 def _code(exit_: RankExit) -> ExitCode:

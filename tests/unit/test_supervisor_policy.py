@@ -41,7 +41,10 @@ def ends(*statuses: int | None, ours: tuple[int, ...] = ()) -> list[RankExit]:
         (ends(KILL, 75, ours=(0,)), True, ExitCode.STOPPED, "start again"),
         (ends(0, 1), False, ExitCode.CRASHED, "rank 1"),
         (ends(None, 76), False, ExitCode.CRASHED, "rank 0 is gone without a word"),
-        (ends(None, 75), True, ExitCode.CRASHED, "rank 0 is gone without a word"),
+        (ends(None, 75), True, ExitCode.STOPPED, "rank 0 is gone without a word while it stopped"),
+        (ends(76, KILL), True, ExitCode.STOPPED, "rank 1 was killed by SIGKILL while it stopped"),
+        (ends(76, SEGV), True, ExitCode.CRASHED, "rank 1 was killed by SIGSEGV"),
+        (ends(1, 76), True, ExitCode.CRASHED, "rank 0 ended with exit code 1 (crashed)"),
         (ends(None, KILL, ours=(0,)), False, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
     ],
 )

@@ -10,6 +10,9 @@ from typing import Any, Self
 COMMITTED = "checkpoint_committed"
 """The ledger's event that carries a save's durations."""
 
+RESUMED = "resumed"
+"""The ledger's event of a start from a commit, with its step."""
+
 REMEMBERED = 20
 """Saves that count: enough for a 95th percentile, few enough to follow a storage that changes."""
 
@@ -74,6 +77,14 @@ class Durations:
 
 
 def last_step(events: Iterable[Mapping[str, Any]]) -> int | None:
-    """The step of the newest commit that the ledger tells of; None if there is none."""
-    steps = [event["step"] for event in events if event.get("event") == COMMITTED]
-    return steps[-1] if steps else None
+    """The step of the newest commit that the ledger tells of; None if there is none.
+
+    Of one whose rank died before it could say so the next resume tells. A resume from an older one
+    is no commit.
+    """
+    newest: int | None = None
+    for event in events:
+        name, step = event.get("event"), event.get("step")
+        if name == COMMITTED or (name == RESUMED and step > (newest or 0)):
+            newest = step
+    return newest

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from kempner.checkpoint import commit, retention, state
 from kempner.checkpoint.compatibility import judge
-from kempner.checkpoint.durations import COMMITTED, Durations, SaveSeconds
+from kempner.checkpoint.durations import COMMITTED, RESUMED, Durations, SaveSeconds
 from kempner.checkpoint.image import describe
 from kempner.checkpoint.layout import MANIFEST, CheckpointFolder, in_progress_name
 from kempner.checkpoint.loading import fill
@@ -109,7 +109,7 @@ class CheckpointManager:
         """
         self._told_by_rank_0(self._prepare_folder)
         if (position := self._load_newest(self._choose, accept)) is not None:
-            self._record("resumed", step=position.step)
+            self._record(RESUMED, step=position.step)
             return position
         if link := self._told_by_rank_0(self._folder.latest):
             raise DataError(

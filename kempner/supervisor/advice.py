@@ -19,6 +19,10 @@ UNMEASURED_SHARE = 0.25
 """Of the job's whole time, the most that is kept free as long as nothing was measured: a short job
 would otherwise be stopped before it has begun."""
 
+LARGEST_SHARE = 0.5
+"""Of the job's whole time, the most that is ever kept free: after one save that took for ever,
+every job would be stopped as it begins, and no other save would be measured."""
+
 EXIT_MARGIN = 10.0
 """Seconds for the processes to leave, and for the job to be put back into the queue."""
 
@@ -70,7 +74,8 @@ def stop_lead(durations: Durations, longest_gap: float | None, limit: float | No
     save = durations.quantile(0.95)
     if save is None or longest_gap is None:
         return UNMEASURED_LEAD if limit is None else min(UNMEASURED_LEAD, UNMEASURED_SHARE * limit)
-    return 2 * longest_gap + 2 * save + EXIT_MARGIN
+    lead = 2 * longest_gap + 2 * save + EXIT_MARGIN
+    return lead if limit is None else min(lead, LARGEST_SHARE * limit)
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ def part(
     """Whether to put the job back into the queue; `first` is the job as it was at the beginning.
 
     Only a job that still runs: asked to requeue one that was cancelled, Slurm brings it back to
-    life. `fruitless` counts the times in a row that it came back and made no step.
+    life. `fruitless` counts the times in a row that it came back and made no step; for a preemption
+    it is never too often.
     """
     if decision.code is not ExitCode.STOPPED and not decision.bad_nodes:
         return Parting(False, decision.reason)
@@ -109,7 +115,7 @@ def part(
         return Parting(
             False, "the job was submitted with --no-requeue: submit it again, and it goes on"
         )
-    if fruitless >= FRUITLESS:
+    if fruitless >= FRUITLESS and job.preempt_time is None:
         return Parting(
             False,
             f"the job came back {fruitless} times and made no new step: it is stopped too soon. "
@@ -124,7 +130,9 @@ def part(
 def fruitless_requeues(events: Iterable[Mapping[str, Any]], job: str, step: int | None) -> int:
     """How many of the last requeues of `job`, in a row, found the run at `step`, where it is.
 
-    Those of an earlier job do not count: somebody has submitted it again, and hopes for better.
+    Those of an earlier job do not count: somebody has submitted it again, and hopes for better. Nor
+    does a preemption, which the run can do nothing about.
     """
-    requeues = [e for e in events if e.get("event") == "requeued" and e.get("job") == job]
+    mine = [e for e in events if e.get("event") == "requeued" and e.get("job") == job]
+    requeues = [event for event in mine if not event.get("preempted")]
     return sum(1 for _ in takewhile(lambda e: e["step"] == step, reversed(requeues)))

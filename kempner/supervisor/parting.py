@@ -37,8 +37,10 @@ def part_from(
             job.ask_for_all()  # Slurm itself brings it back, as small as it has become
         return
     # Written first: Slurm ends this process with the job's others.
-    why = parting.reason
-    ledger.record("requeued", attempt=attempt, step=step, reason=why, **facts(job))
+    why, preempted = parting.reason, state is not None and state.preempt_time is not None
+    ledger.record(
+        "requeued", attempt=attempt, step=step, reason=why, preempted=preempted, **facts(job)
+    )
     logger().warning(parting.reason)
     if refusal := job.requeue(without=decision.bad_nodes):
         ledger.record("requeue_refused", attempt=attempt, reason=refusal)

@@ -90,7 +90,9 @@ def saves(*seconds: float) -> Durations:
         (saves(40.0), None, 86_400.0, 120.0),
         (saves(), 3.0, 86_400.0, 120.0),
         (saves(40.0), 3.0, 86_400.0, 2 * 3 + 2 * 40 + 10),
-        (saves(40.0), 3.0, 120.0, 2 * 3 + 2 * 40 + 10),
+        (saves(40.0), 3.0, 200.0, 2 * 3 + 2 * 40 + 10),
+        (saves(40.0), 3.0, 120.0, 60.0),
+        (saves(800.0), 3.0, 900.0, 450.0),
         (saves(40.0), 3.0, None, 2 * 3 + 2 * 40 + 10),
         (saves(*[1.0] * 19, 90.0), 3.0, None, 2 * 3 + 2 * 1 + 10),
         (saves(*[1.0] * 18, 90.0, 90.0), 3.0, None, 2 * 3 + 2 * 90 + 10),
@@ -115,6 +117,7 @@ CRASHED = Decision(ExitCode.CRASHED, "rank 3 was killed by SIGSEGV", 3)
         (STOPPED, job(state="SIGNALING"), True, 0, True, "back into the queue"),
         (STOPPED, RUNNING, True, FRUITLESS - 1, True, "back into the queue"),
         (STOPPED, RUNNING, True, FRUITLESS, False, "came back 3 times and made no new step"),
+        (STOPPED, PREEMPTED, True, FRUITLESS, True, "takes the nodes"),
         (STOPPED, RUNNING, False, 0, False, "the allocation is yours"),
         (STOPPED, None, True, 0, False, "Slurm does not answer: submit the same command again"),
         (STOPPED, job(may_requeue=False), True, 0, False, "--no-requeue: submit it again"),
@@ -150,8 +153,8 @@ def test_a_job_that_was_never_seen_before_is_judged_by_itself() -> None:
     assert "cancelled" in part(STOPPED, None, COMPLETING, True, 0).reason
 
 
-def requeued(step: int | None, of: str = "7") -> dict[str, Any]:
-    return {"event": "requeued", "step": step, "job": of}
+def requeued(step: int | None, of: str = "7", preempted: bool = False) -> dict[str, Any]:
+    return {"event": "requeued", "step": step, "job": of, "preempted": preempted}
 
 
 @pytest.mark.parametrize(
@@ -168,6 +171,7 @@ def requeued(step: int | None, of: str = "7") -> dict[str, Any]:
         ([requeued(7), {"event": "checkpoint_committed", "step": 8}, requeued(7)], 7, 2),
         ([requeued(7, of="6"), requeued(7)], 7, 1),
         ([requeued(7, of="6")] * FRUITLESS, 7, 0),
+        ([requeued(7), requeued(7, preempted=True), requeued(7)], 7, 2),
     ],
 )
 def test_requeues_without_a_new_step_are_counted(
@@ -180,6 +184,10 @@ def committed(step: int) -> dict[str, Any]:
     return {"event": "checkpoint_committed", "step": step}
 
 
+def resumed(step: int) -> dict[str, Any]:
+    return {"event": "resumed", "step": step}
+
+
 @pytest.mark.parametrize(
     ("events", "step"),
     [
@@ -187,6 +195,9 @@ def committed(step: int) -> dict[str, Any]:
         ([{"event": "stopped", "step": 5}], None),
         ([committed(10), committed(20), {"event": "stopped", "step": 25}], 20),
         ([committed(100), committed(60)], 60),  # after a fallback to an earlier one
+        ([committed(10), resumed(20)], 20),  # whoever committed it died before it could say so
+        ([resumed(20)], 20),
+        ([committed(100), resumed(60)], 100),  # to go back is no commit
     ],
 )
 def test_the_newest_commit_is_the_last_that_was_made(

@@ -84,7 +84,7 @@ def last_step(events: Iterable[Mapping[str, Any]]) -> int | None:
     """
     newest: int | None = None
     for event in events:
-        name, step = event.get("event"), event.get("step")
-        if name == COMMITTED or (name == RESUMED and step > (newest or 0)):
-            newest = step
+        name = event.get("event")
+        if name == COMMITTED or (name == RESUMED and event["step"] > (newest or 0)):
+            newest = event["step"]
     return newest

@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 from drilling import ALL
 from harness import KEMPNER, Run, wait_until
+from hypothesis import settings
 
 from kempner.cluster.cgroup import MemoryGroup, memory_group
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run, and no opinion about how fast the machine is.
+settings.register_profile("kempner", derandomize=True, deadline=None)
+settings.load_profile("kempner")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -46,7 +46,7 @@ def is_fit_to_print(sentence: str | None) -> bool:
     return sentence is None or 0 < len(sentence) < 800
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(table=TABLES)
 def test_any_table(path: Path, table: dict[str, object]) -> None:
     path.write_text(tomli_w.dumps(table), encoding="utf-8")
@@ -54,7 +54,7 @@ def test_any_table(path: Path, table: dict[str, object]) -> None:
     assert is_fit_to_print(refusal(path))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(content=st.binary() | st.text(string.printable).map(str.encode))
 @example(b"[train]\nmax_steps = 0x" + b"f" * 6000)
 @example(b"x = 1979-13-45")
@@ -65,7 +65,7 @@ def test_any_bytes(path: Path, content: bytes) -> None:
     assert is_fit_to_print(refusal(path))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(
     key=st.sampled_from(known_keys()) | st.text(),
     text=st.text(st.characters(codec=None)) | st.text("[]{}\"'=,.0123456789 \n#eE-+_truefalsnai"),

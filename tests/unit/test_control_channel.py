@@ -262,7 +262,7 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
 
 
 @given(st.lists(st.binary(max_size=200) | st.just(b"\n"), max_size=5), st.booleans())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_no_bytes_whatsoever_disturb_it(
     lasting: Supervisor, chunks: list[bytes], abruptly: bool
 ) -> None:

@@ -62,7 +62,7 @@ def test_larger_sizes_are_bijections(n: int) -> None:
 
 
 @given(n=st.integers(SHUFFLE_BELOW, 10**6), seed=st.integers(0, 2**64 - 1))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_sampled_sizes_are_bijections(n: int, seed: int) -> None:
     assert is_bijection(epoch_of(n, seed, epoch=2))
 
@@ -72,7 +72,7 @@ def test_sampled_sizes_are_bijections(n: int, seed: int) -> None:
     seed=st.integers(0, 2**64 - 1),
     start=st.integers(0, 2**60),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_one_at_a_time_equals_many_at_a_time(n: int, seed: int, start: int) -> None:
     order = Order(n, seed)
     positions = np.arange(start, start + 9)
@@ -83,7 +83,7 @@ def test_one_at_a_time_equals_many_at_a_time(n: int, seed: int, start: int) -> N
 
 
 @given(n=st.integers(1, 300), keys=st.tuples(*[st.integers(0, 2**64 - 1)] * 6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_network_one_at_a_time_equals_many_at_a_time(n: int, keys: tuple[int, ...]) -> None:
     network = Network.keyed(n, keys)
     many = network.permute_many(np.arange(n)).tolist()

@@ -128,8 +128,6 @@ def test_what_is_dumped_loads_to_an_equal_configuration(write: Any) -> None:
 
 @settings(
     max_examples=50,
-    deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(

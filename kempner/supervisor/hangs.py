@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from pydantic import JsonValue, TypeAdapter
 
-from kempner.config.sections import ResilienceSection
+from kempner.config.resilience import ResilienceSection
 from kempner.run.ledger import Ledger
 from kempner.run.logs import logger
 from kempner.run.messages import SUSPECT, DumpStacks

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kempner.config.sections import ResilienceSection
+from kempner.config.resilience import ResilienceSection
 from kempner.run.messages import Usage
 
 SPAN = 300.0

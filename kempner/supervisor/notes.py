@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from kempner.config.sections import ResilienceSection
+from kempner.config.resilience import ResilienceSection
 from kempner.run.ledger import Ledger
 from kempner.run.logs import logger
 from kempner.run.messages import SUSPECT, Phase, Usage

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Generic, TypeVar
 
-from kempner.config.sections import ResilienceSection
+from kempner.config.resilience import ResilienceSection
 from kempner.run.messages import Phase, Report
 from kempner.supervisor.news import Sighting
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kempner.config.sections import ResilienceSection
+from kempner.config.resilience import ResilienceSection
 from kempner.run.messages import Phase
 from kempner.supervisor.habits import Habits
 from kempner.supervisor.news import Sighting

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from kempner.checkpoint.manifest import Position, Rollback
-from kempner.config.sections import ResilienceSection
+from kempner.config.resilience import ResilienceSection
 
 ROLLED_BACK = "rolled_back"
 """The ledger's event of a rollback, with the fields of `Rollback`."""

@@ -14,7 +14,7 @@ import pytest
 from harness import wait_until
 
 from kempner.cluster.cgroup import MemoryGroup, memory_group
-from kempner.config.sections import ResilienceSection
+from kempner.config.resilience import ResilienceSection
 from kempner.run.messages import Usage
 from kempner.supervisor.killed import explained
 from kempner.supervisor.memory import SPAN, SPANS, Growth, MemoryWatch, explain_kill

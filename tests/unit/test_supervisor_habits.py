@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from kempner.config.sections import ResilienceSection
+from kempner.config.resilience import ResilienceSection
 from kempner.run.ledger import Ledger, read_lines
 from kempner.run.messages import Phase, Report
 from kempner.supervisor.habits import LEARNED, Habits, Usual, learned, longer, to_fields

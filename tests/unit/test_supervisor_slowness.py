@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.config.sections import ResilienceSection
+from kempner.config.resilience import ResilienceSection
 from kempner.run.ledger import Ledger, read_lines
 from kempner.run.messages import Phase, Report
 from kempner.supervisor.habits import Usual

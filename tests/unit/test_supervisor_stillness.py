@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kempner.config.sections import HangCeilings, ResilienceSection
+from kempner.config.resilience import HangCeilings, ResilienceSection
 from kempner.run.messages import Phase, Report
 from kempner.supervisor.habits import Habits, Usual
 from kempner.supervisor.news import Sighting

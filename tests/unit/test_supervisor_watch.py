@@ -11,7 +11,8 @@ import pytest
 from harness import Clock
 
 from kempner.checkpoint.durations import Durations
-from kempner.config.sections import Config, ResilienceSection, SuperviseSection
+from kempner.config.resilience import ResilienceSection
+from kempner.config.sections import Config, SuperviseSection
 from kempner.run import clock as awake
 from kempner.run.attempts import Attempt
 from kempner.run.launch import Launch

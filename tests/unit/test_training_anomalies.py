@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from kempner.checkpoint.manifest import Position, Rollback
-from kempner.config.sections import ResilienceSection
+from kempner.config.resilience import ResilienceSection
 from kempner.training.anomalies import (
     FEWEST_LOSSES,
     Health,

@@ -121,7 +121,7 @@ class Survivor:
 
     def __iter__(self) -> Iterator[int]:
         self._progress.step = self.position.step
-        self._progress.enter(Phase.STEP)
+        self._progress.enter(Phase.COMPILE)
         if self.position.step:
             self._say(f"resumed at step {self.position.step}")
         logger().info("ready", step=self.position.step, pid=os.getpid())
@@ -134,7 +134,7 @@ class Survivor:
             with self._progress.waiting("the vote"):
                 verdict = ballot.close()
             self.position = replace(self.position, step=step, cursor=step)
-            self._progress.step = step
+            self._progress.made(step)
             if self._save_is_due(verdict):
                 with self._progress.during(Phase.SAVE):
                     self.checkpoints.save(self.position)

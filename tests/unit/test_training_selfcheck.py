@@ -1,13 +1,19 @@
-"""A device that computes wrong is found by one element of a product."""
+"""A device that computes wrong is found by one element of a product, and its node is named."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from kempner.cluster.world import discover
+from kempner.run.layout import RunDirectory
+from kempner.run.progress import Progress
+from kempner.training.presence import Presence
+from kempner.training.rank import check_node
 from kempner.training.selfcheck import UnfitDeviceError, check_device
 
 CPU = torch.device("cpu")
@@ -30,3 +36,27 @@ def test_a_device_that_computes_right_passes() -> None:
 def test_one_wrong_element_is_enough() -> None:
     with Flaky(), pytest.raises(UnfitDeviceError, match="cpu of node2 computes wrong: 1 of"):
         check_device(CPU, "node2")
+
+
+class Told:
+    """Stands for the link: keeps what the supervisor is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, object]]] = []
+
+    def record(self, event: str, fields: dict[str, object]) -> None:
+        self.events.append((event, fields))
+
+
+def test_the_supervisor_is_told_which_node_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "node2")
+    link = Told()
+    run = RunDirectory(tmp_path)
+    presence = Presence(discover({}), run, None, Progress(), link)  # type: ignore[arg-type]
+    check_node(presence)
+    assert link.events == []
+    with Flaky(), pytest.raises(UnfitDeviceError) as raised:
+        check_node(presence)
+    assert link.events == [("suspect", {"node": "node2", "reason": str(raised.value)})]

@@ -14,6 +14,7 @@ from lab import Cluster
 from submitting import LONG, STEPS, Project, assert_like
 
 from kempner.cluster.hosts import expand_hosts
+from kempner.run.ledger import read_lines
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -84,3 +85,21 @@ def test_with_neither_the_job_is_requeued_without_the_node(
     assert not {"node2", "node8"} & set(expand_hosts(after["NodeList"]))
     assert "gres/gpu=2" in after["TRES"]
     assert_like(project.run, undisturbed)
+
+
+@pytest.mark.drill
+def test_a_node_that_only_the_supervisor_cannot_reach_is_not_lost(
+    patient: Cluster, project: Project
+) -> None:
+    project.slow()
+    job = project.train("--train.max_steps=60", nodes=2)
+    project.reach(job, 5)
+    patient.cut("node2", "em4", "silent")
+    log = project.run.record.supervisor_log(1)
+    parted = lambda: any(e["event"] == "parted" for e in read_lines(log))  # noqa: E731
+    project.wait_until(job, parted, "the connection is given up")
+    project.reach(job, max(project.run.steps()) + 10)
+    patient.heal("node2", "em4")
+    project.hurry()
+    project.end(job)
+    assert project.run.attempt() == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.cluster.hosts import expand_counts, expand_hosts
+from kempner.cluster.hosts import expand_counts, expand_hosts, node_of
 from kempner.cluster.job import (
     Event,
     classify,
@@ -436,3 +436,33 @@ def test_outside_of_a_job_there_is_no_id() -> None:
 def test_the_first_run_of_a_job_has_no_restart_count() -> None:
     assert restart_count(SEEN["sbatch 2x4"]) == 0
     assert restart_count({"SLURM_RESTART_COUNT": "2"}) == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "node"),
+    [
+        ("node1", "node1"),
+        ("node1.cluster.example", "node1"),
+        ("node10", "node10"),
+        ("node12.cluster.example", "node12.cluster.example"),
+        ("", ""),
+    ],
+)
+def test_a_host_is_the_node_of_that_name_with_or_without_a_domain(host: str, node: str) -> None:
+    assert node_of(host, ["node1", "node10"]) == node
+
+
+@pytest.mark.parametrize(
+    ("nodes", "excluded", "expected"),
+    [
+        ("2", "(null)", (2, "")),
+        ("1-1", "node[2,8]", (1, "node[2,8]")),
+        ("3", "node4", (3, "node4")),
+    ],
+)
+def test_how_many_nodes_a_job_has_or_asks_for_and_which_not(
+    nodes: str, excluded: str, expected: tuple[int, str]
+) -> None:
+    fields = {"JobId": "7", "JobState": "PENDING", "NumNodes": nodes, "ExcNodeList": excluded}
+    job = parse_job(fields)
+    assert (job.nodes, job.excluded) == expected

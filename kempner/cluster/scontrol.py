@@ -80,8 +80,11 @@ def launches(job: str) -> list[str]:
 
 
 def submit_line(job: str) -> str:
-    """The command by which a job was submitted, as the accounting keeps it. Raises `SlurmError`."""
-    return _run(["sacct", "-X", "-n", "-P", "-j", job, "--format=SubmitLine"]).strip()
+    """The command by which a job was submitted, as the accounting keeps it: once more for each time
+    that it lost nodes. Raises `SlurmError`.
+    """
+    told = _run(["sacct", "-X", "-n", "-P", "-j", job, "--format=SubmitLine"]).splitlines()
+    return told[-1] if told else ""
 
 
 def write_script(job: str, file: Path) -> None:

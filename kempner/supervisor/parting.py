@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from kempner.checkpoint.durations import last_step
 from kempner.cluster.job import restart_count
@@ -14,7 +15,7 @@ from kempner.run.logs import logger
 from kempner.supervisor.advice import fruitless_requeues, part
 from kempner.supervisor.policy import Decision
 from kempner.supervisor.resubmit import resubmit
-from kempner.supervisor.slurm_job import SlurmJob
+from kempner.supervisor.slurm_job import SlurmJob, excluded
 from kempner.supervisor.watch import Watch
 
 
@@ -44,14 +45,18 @@ def part_from(
     logger().warning(parting.reason)
     if refusal := job.requeue(without=decision.bad_nodes):
         ledger.record("requeue_refused", attempt=attempt, reason=refusal)
-        logger().error(f"{refusal}; {_go_on(job, run, ledger, attempt)}")
+        # Only lost nodes matter: what its user has excluded, the new job is submitted with anyway.
+        without = excluded(state, decision.bad_nodes) if decision.bad_nodes else []
+        logger().error(f"{refusal}; {_go_on(job, run, ledger, attempt, without)}")
 
 
-def _go_on(job: SlurmJob, run: RunDirectory, ledger: Ledger, attempt: int) -> str:
+def _go_on(
+    job: SlurmJob, run: RunDirectory, ledger: Ledger, attempt: int, without: Sequence[str]
+) -> str:
     """What becomes of a run that Slurm did not take back: submitted again, or what to type."""
     if job.arguments is not None:
         try:
-            new = resubmit(job.id, job.arguments, run.attempt(attempt))
+            new = resubmit(job.id, job.arguments, run.attempt(attempt), without)
         except (SlurmError, ValueError) as error:
             return f"slurm.resubmit does not help: {error}; submit the same command again to go on"
         ledger.record("resubmitted", attempt=attempt, job=job.id, as_job=new)

@@ -9,8 +9,10 @@ from pathlib import Path
 from kempner.cluster import scontrol
 
 
-def same_again(submit_line: str, arguments: Sequence[str], script: Path) -> list[str]:
-    """The command that submits `script` as `submit_line` did its own.
+def same_again(
+    submit_line: str, arguments: Sequence[str], script: Path, without: Sequence[str] = ()
+) -> list[str]:
+    """The command that submits `script` as `submit_line` did its own, but not to some nodes.
 
     Slurm keeps that line without its quotes: what follows the script must be the `arguments` that
     reached kempner. Raises `ValueError` with a sentence if it is not, or in a job array.
@@ -21,11 +23,14 @@ def same_again(submit_line: str, arguments: Sequence[str], script: Path) -> list
         raise ValueError(f"`{submit_line}` does not hand its arguments on to kempner as they are")
     if any(word.partition("=")[0] in ("-a", "--array") for word in command):
         raise ValueError(f"`{submit_line}` would submit all elements of the array again")
-    return [*command[:-1], str(script), *arguments]
+    excluded = [f"--exclude={','.join(without)}"] if without else []
+    return [*command[:-1], *excluded, str(script), *arguments]
 
 
-def resubmit(job: str, arguments: Sequence[str], folder: Path) -> str:
+def resubmit(job: str, arguments: Sequence[str], folder: Path, without: Sequence[str]) -> str:
     """Submit the job's script again, with the resources and arguments that it had; the new id.
+
+    It will not run on the nodes `without` which it is to go on.
 
     The script is kept in the attempt's `folder`, so that an attempt does this once at most. Raises
     `SlurmError` or `ValueError` with a sentence.
@@ -33,7 +38,7 @@ def resubmit(job: str, arguments: Sequence[str], folder: Path) -> str:
     script = folder / "batch.sh"
     if script.exists():
         raise ValueError(f"{script} was submitted already")
-    command = same_again(scontrol.submit_line(job), arguments, script)
+    command = same_again(scontrol.submit_line(job), arguments, script, without)
     scontrol.write_script(job, script)
     # Without its own variables, which the new job would take for its own (a restart count, say).
     clean = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}

@@ -28,6 +28,11 @@ class JobSeen:
     kill_wait: float
 
 
+def excluded(job: JobState | None, lost: Sequence[str]) -> list[str]:
+    """Where a job is not to run: what its user has excluded, and the nodes that it has lost."""
+    return [*([job.excluded] if job is not None and job.excluded else []), *lost]
+
+
 class SlurmJob:
     """Asks about the job now and then, and at once where there is a reason to."""
 
@@ -83,9 +88,8 @@ class SlurmJob:
         state = self.state()
         if state is None or self._nodes is None or (state.nodes == self._nodes and not without):
             return
-        excluded = [*([state.excluded] if state.excluded else []), *without]
         try:
-            scontrol.ask_for(self.id, nodes=self._nodes, without=excluded)
+            scontrol.ask_for(self.id, nodes=self._nodes, without=excluded(state, without))
         except SlurmError as error:
             logger().warning(
                 f"the job may come back with fewer than {self._nodes} nodes", reason=str(error)

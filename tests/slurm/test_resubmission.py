@@ -10,12 +10,13 @@ from harness import Run, wait_until
 from lab import Cluster
 from submitting import LONG, Project, assert_like
 
+from kempner.cluster.hosts import expand_hosts
+
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_a_job_that_may_not_be_requeued_is_submitted_again(
-    cluster: Cluster, project: Project, undisturbed: Run
-) -> None:
+def refusing(project: Project) -> str:
+    """The PATH of such a site."""
     shim = project.folder / "bin" / "scontrol"
     shim.parent.mkdir()
     shim.write_text(
@@ -23,8 +24,13 @@ def test_a_job_that_may_not_be_requeued_is_submitted_again(
         f'exec {shutil.which("scontrol")} "$@"\n'
     )
     shim.chmod(0o755)
-    path = f"{shim.parent}:{os.environ['PATH']}"
-    job = project.train(*LONG, "--slurm.resubmit=true", PATH=path)
+    return f"{shim.parent}:{os.environ['PATH']}"
+
+
+def test_a_job_that_may_not_be_requeued_is_submitted_again(
+    cluster: Cluster, project: Project, undisturbed: Run
+) -> None:
+    job = project.train(*LONG, "--slurm.resubmit=true", PATH=refusing(project))
     project.reach(job, 5)
     project.warn(job)
     (told,) = wait_until(lambda: project.events("resubmitted"), "it is submitted again", 60)
@@ -33,4 +39,20 @@ def test_a_job_that_may_not_be_requeued_is_submitted_again(
     again = cluster.job(told["as_job"])
     assert (again["NumNodes"], again["CPUs/Task"], again["Restarts"]) == ("2", "2", "0")
     assert len(project.events("resubmitted")) == 1
+    assert_like(project.run, undisturbed)
+
+
+@pytest.mark.drill
+def test_after_a_lost_node_it_is_submitted_again_without_that_node(
+    cluster: Cluster, project: Project, undisturbed: Run
+) -> None:
+    cluster.configure(slurmd_timeout=300)
+    options = ("--slurm.resubmit=true", *LONG)
+    job = project.train(*options, options=("--exclude=node8",), PATH=refusing(project))
+    project.reach(job, 31)
+    cluster.crash("node2")
+    (told,) = wait_until(lambda: project.events("resubmitted"), "it is submitted again", 120)
+    project.end(told["as_job"])
+    excluded = cluster.job(told["as_job"])["ExcNodeList"]
+    assert set(expand_hosts(excluded)) == {"node2", "node8"}
     assert_like(project.run, undisturbed)

@@ -18,6 +18,11 @@ def test_options_and_arguments_stay_as_they_were() -> None:
     assert command == [*options, "/run/batch.sh", "c.toml", "--data.dataset_path=my tokens"]
 
 
+def test_lost_nodes_are_excluded_after_whatever_the_user_excluded() -> None:
+    command = same_again("sbatch -x n1 run.sh c.toml", ["c.toml"], COPY, ["n1", "n2"])
+    assert command == ["sbatch", "-x", "n1", "--exclude=n1,n2", "/run/batch.sh", "c.toml"]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

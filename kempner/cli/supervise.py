@@ -53,7 +53,7 @@ def supervise(
     context: typer.Context,
     file: Annotated[
         str | None,
-        typer.Argument(metavar="[CONFIG]", help="Configuration in TOML; not needed for a COMMAND."),
+        typer.Argument(metavar="CONFIG", help="Configuration in TOML; not needed for a COMMAND."),
     ] = None,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Ranks on this machine (local; 1 when left out).")

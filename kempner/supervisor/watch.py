@@ -39,6 +39,10 @@ RECONNECT = 3.0
 lives tries again after a tenth of a second. While steps are made, every rank is there: they count
 from the last one."""
 
+JOIN = 120.0
+"""Seconds after another has joined within which a rank joins, or it is gone: srun does not tell
+when one of its tasks has ended. A rank joins before it imports torch."""
+
 EXIT_GRACE = 5.0
 """Seconds after the last word of the last rank that its process may take to be gone."""
 
@@ -83,6 +87,7 @@ class Watch:
         self._parted: dict[int, float] = {}
         self._reached, self._reached_at = 0, 0.0
         self._joined: dict[int, Joined] = {}
+        self._joined_at = 0.0
         self._hangs = Hangs(
             attempt.number,
             config.resilience,
@@ -157,6 +162,9 @@ class Watch:
         for rank, at in list(self._parted.items()):
             if now - max(at, self._reached_at) > RECONNECT:
                 self._note_end(RankExit(rank, None))
+        if self._must_report and self._joined and now - self._joined_at > JOIN:
+            for rank in set(range(self._size)) - self._joined.keys():
+                self._note_end(RankExit(rank, None, sentence="it has never joined"))
         overdue = self._stop_asked_at is not None and now - self._stop_asked_at > section.stop_grace
         orphaned = self._failed_at is not None and now - self._failed_at > section.crash_grace
         if overdue or orphaned:
@@ -185,6 +193,7 @@ class Watch:
                 self._parted.pop(happening.rank, None)
                 node = node_of(happening.host, self._launcher.nodes)
                 self._joined[happening.rank] = replace(happening, host=node)
+                self._joined_at = self._clock.now()
             case Parted():
                 logger().info("parted", rank=happening.rank, reason=happening.reason)
                 if happening.rank not in self._ends:

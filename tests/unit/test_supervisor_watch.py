@@ -33,7 +33,7 @@ from kempner.run.signals import Received
 from kempner.supervisor.news import Heard, Joined, Parted, Sighting
 from kempner.supervisor.policy import RankExit, decide
 from kempner.supervisor.slurm_job import SlurmJob
-from kempner.supervisor.watch import EXIT_GRACE, RECONNECT, Happening, Watch
+from kempner.supervisor.watch import EXIT_GRACE, JOIN, RECONNECT, Happening, Watch
 
 
 class Hands:
@@ -134,6 +134,18 @@ def test_a_connection_that_comes_back_is_no_end(watch: Watch, hands: Hands, cloc
     let(watch, clock, RECONNECT + 0.1)
     assert watch.ends == [RankExit(1, None)]
     assert hands.told == [PeerLost(1, "is gone without a word")]
+
+
+def test_a_rank_that_never_joins_is_missed(watch: Watch, hands: Hands, clock: Clock) -> None:
+    let(watch, clock, 2 * JOIN)  # none has: the machines may still be starting
+    feed(watch, Joined(0, "host", 7))
+    let(watch, clock, JOIN - 1)
+    feed(watch, Joined(1, "other", 8))
+    let(watch, clock, JOIN - 1)
+    assert watch.ends == []
+    let(watch, clock, 2)
+    assert decide(watch.ends, stop_requested=False).culprit == 2
+    assert hands.told == [PeerLost(2, "is gone without a word: it has never joined")]
 
 
 def test_who_stays_after_a_stop_is_killed_in_the_end(

@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -30,9 +29,9 @@ from kempner.data.tokens import Corpus
 from kempner.model.sharding import build_model
 from kempner.run import logs
 from kempner.run.exit_codes import ExitCode
-from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.signals import inbox
+from kempner.supervisor.launcher import Program
 from kempner.supervisor.local import LocalLauncher
 from kempner.supervisor.supervise import supervise
 from kempner.training import assembly, loop, rank
@@ -196,23 +195,14 @@ def be_plain(file: Path, program: str, place: int, size: int) -> None:
     os._exit(0)
 
 
-class Launcher(LocalLauncher):
-    """Starts this file in place of `kempner train`."""
-
-    def _spawn(
-        self, rank: int, launch: Launch, port: int, command: Sequence[str]
-    ) -> subprocess.Popen[bytes]:
-        own = [sys.executable, __file__, "rank", command[-1]]
-        return super()._spawn(rank, launch, port, own)
-
-
 def be_supervisor(file: Path, size: int) -> None:
-    """What `kempner supervise --nproc size` does."""
+    """What `kempner supervise --nproc size` does, with this file in place of `kempner train`."""
     inbox().install()
     logs.configure()
     config = load(file, [])
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
-    sys.exit(supervise(run, Launcher(run, size), [str(file)], config, inbox()))
+    ranks = Program((sys.executable, __file__, "rank", str(file)), ours=True)
+    sys.exit(supervise(run, LocalLauncher(run, size), ranks, config, inbox()))
 
 
 def main() -> None:

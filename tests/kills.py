@@ -129,8 +129,8 @@ def note_healing(drill: str, run: Run, kills: Sequence[Kill], plain: Sequence[fl
         f"{drill}s",
         kills={moment: sum(k.moment == moment for k in kills) for moment in MOMENTS},
         steps_alike=len(run.steps()),
-        seconds_to_restart={"median": statistics.median(restarts), "longest": max(restarts)},
-        seconds_to_new_step={"median": statistics.median(known), "longest": max(known)},
+        seconds_to_restart=_middle_and_longest(restarts),
+        seconds_to_new_step=_middle_and_longest(known),
         plain_starts=plain,
     )
 
@@ -139,6 +139,10 @@ def plain_start(run: Run) -> float:
     """Seconds from the start of the ranks, in the first attempt, to the first step."""
     started = run.events("attempt_started")[0]["time"]
     return round(next(run.metrics())["time"] - started, 2)
+
+
+def _middle_and_longest(seconds: Sequence[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(seconds), 2), "longest": max(seconds)}
 
 
 def _seconds_to_new_step(run: Run, kill: Kill) -> float | None:

@@ -1,0 +1,232 @@
+"""The supervisor in a simulated job: the order of `kempner.supervisor.supervise` and `watch`.
+
+Every decision is the real one; what is modelled is when it hears of what.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from kempner.checkpoint.durations import Durations, last_step
+from kempner.cluster.allocation import Allocation, without
+from kempner.cluster.job import JobState
+from kempner.run.exit_codes import ExitCode
+from kempner.supervisor import advice, policy, restarts
+from kempner.supervisor.pace import Pace
+from kempner.supervisor.policy import Decision, RankExit
+from kempner.supervisor.restarts import Failure
+from kempner.supervisor.stillness import Hang, Stillness
+from simulated.engine import Process, Steps
+from simulated.ranks import Ranks
+
+if TYPE_CHECKING:
+    from simulated.slurm import Job
+    from simulated.world import World
+
+ASK_EVERY = 10.0
+"""Seconds between two questions to the controller."""
+
+PROBE = 15.0
+"""Seconds that a node gets to answer."""
+
+
+class Daemon:
+    """One supervisor, the batch process of `job`."""
+
+    def __init__(self, world: World, job: Job) -> None:
+        self._world, self._job = world, job
+        self.life = job.life
+        setting = world.setting
+        self._allocation = Allocation(
+            job=job.id,
+            nodes=tuple(map(str, job.nodes[: setting.nodes])),
+            tasks_per_node=setting.per_node,
+            cpus_per_task=None,
+            gpus_per_node=0,
+            batch=True,
+            spare=tuple(map(str, job.nodes[setting.nodes :])),
+        )
+        self.host = job.nodes[0]
+        self.ranks: Ranks | None = None
+        self.main = Process(world.engine, self.life, self._live())
+
+    def signal(self) -> None:
+        """A stop signal has come."""
+        self._warned = True
+        self._ask_slurm()
+        self._ask_to_stop(self._world.config.supervise.stop_grace, "SIGTERM")
+
+    def _live(self) -> Steps:
+        while True:
+            earlier = restarts.failures(self._world.ledger)
+            self._world.oracle.began(self._job.id)
+            self._begin()
+            decision = yield from self._follow()
+            if decision.code in restarts.HEALED_BY_A_RESTART and self.stop_reason is None:
+                failure = self._failure(decision)
+                budget = self._world.config.supervise.fruitless_restarts
+                verdict = restarts.judge(decision, failure, earlier, budget)
+                self._world.record("attempt_failed", **asdict(failure))
+                self._world.oracle.failed(self._job.id, failure.step, failure.raised)
+                gone: tuple[str, ...] = ()
+                if verdict.again:
+                    gone = yield from self._probe()
+                    left = without(self._allocation, gone)
+                    least = self._world.setting.least or len(self._allocation.nodes)
+                    if len(left.nodes) >= least:
+                        self._allocation = left
+                        self._world.oracle.starting_again(self._job.id)
+                        continue
+                    decision = replace(decision, bad_nodes=gone)
+                else:
+                    self._world.record("gave_up")
+                    self._world.oracle.gave_up(self._job.id)
+            self._part(decision)
+            return
+
+    def _begin(self) -> None:
+        """What `Watch` starts with; and the ranks."""
+        world, now = self._world, self._awake()
+        self._ends: dict[int, tuple[float, RankExit]] = {}
+        self.stop_reason: str | None = None
+        self._stop_asked_at: float | None = None
+        self._stop_by: float | None = None
+        self._failed_at: float | None = None
+        self._hung_at = 0.0
+        self._hang: Hang | None = None
+        self._warned = self.foreseen = False
+        self._pace, self._stillness = Pace(), Stillness(world.config.resilience, now)
+        self._asked_at = -ASK_EVERY
+        self._first: JobState | None = None
+        self._seen: JobState | None = None
+        self._job_ends: float | None = None
+        self._durations = Durations.from_ledger(world.ledger)
+        attempt = world.begin_attempt()
+        hosts = [int(n) for n in self._allocation.nodes for _ in range(world.setting.per_node)]
+        self.ranks = self._job.ranks = Ranks(world, attempt, hosts, self._hear)
+        world.launched(self.ranks)
+
+    def _follow(self) -> Steps:  # type: ignore[misc]  # a generator with a result
+        ranks = self.ranks
+        assert ranks is not None
+        while len(self._ends) < ranks.size:
+            self._enforce(ranks)
+            yield self._world.setting.looks
+        ranks.kill()
+        if self._hang is not None and self.stop_reason is None:
+            return Decision(ExitCode.HUNG, self._hang.sentence, self._hang.laggard)
+        return policy.decide(self._exits(), self.stop_reason is not None)
+
+    def _enforce(self, ranks: Ranks) -> None:
+        now, section = self._awake(), self._world.config.supervise
+        sightings = ranks.sightings()
+        self._pace.see(sightings, now)
+        if self._world.engine.now - self._asked_at >= ASK_EVERY:
+            self._ask_slurm()
+        self._heed_the_job()
+        if self._stop_asked_at is None and self._failed_at is None:
+            if self._hang is None:
+                gap = self._pace.quantile(0.95)
+                self._hang = self._stillness.see(sightings, now, self._world.engine.now, gap)
+                self._hung_at = now
+            elif now > self._hung_at:
+                ranks.kill()
+        overdue = self._stop_asked_at is not None and now - self._stop_asked_at > section.stop_grace
+        orphaned = self._failed_at is not None and now - self._failed_at > section.crash_grace
+        if overdue or orphaned:
+            ranks.kill()
+
+    def _ask_slurm(self) -> None:
+        self._asked_at = self._world.engine.now
+        if (seen := self._world.slurm.show(self._job)) is not None:
+            self._first = self._first or seen
+            self._seen = seen
+            left = None if seen.end_time is None else seen.end_time - self._world.engine.now
+            self._job_ends = None if left is None else self._awake() + left
+
+    def _heed_the_job(self) -> None:
+        if self._first is None or self._seen is None:
+            return
+        self._durations = self.ranks.saves.durations if self.ranks else self._durations
+        found = advice.advise(
+            self._first,
+            self._seen,
+            self._world.setting.kill_wait,
+            left=None if self._job_ends is None else self._job_ends - self._awake(),
+            lead=advice.stop_lead(
+                self._durations, self._pace.quantile(0.95), self._seen.time_limit
+            ),
+            warned=self._warned,
+        )
+        if found is not None:
+            self._ask_to_stop(found.seconds_left, found.reason)
+
+    def _ask_to_stop(self, seconds_left: float, reason: str) -> None:
+        now = self._awake()
+        if self._stop_by is not None and now + seconds_left > self._stop_by - 1.0:
+            return
+        self._stop_asked_at = now if self._stop_asked_at is None else self._stop_asked_at
+        self._stop_by, self.stop_reason = now + seconds_left, reason
+        self.foreseen = reason.endswith("of the job's time")
+        if self.ranks is not None:
+            self.ranks.ask(seconds_left)
+
+    def _exits(self) -> list[RankExit]:
+        """In the order of their first signs."""
+        return [end for _, end in sorted(self._ends.values(), key=itemgetter(0))]
+
+    def _hear(self, ranks: Ranks, end: RankExit, sign: float) -> None:
+        if ranks is not self.ranks or not self.life.alive or end.rank in self._ends:
+            return
+        self._ends[end.rank] = sign, end
+        if policy.failed(end) and self._failed_at is None:
+            self._failed_at = self._awake()
+            self._world.engine.call(1.0, lambda: ranks.peers_leave(told=True))
+        if end.status == ExitCode.STOPPED and self._stop_asked_at is None:
+            self._ask_to_stop(self._world.config.supervise.stop_grace, "a rank was asked")
+        self.main.wake()
+
+    def _failure(self, decision: Decision) -> Failure:
+        assert self.ranks is not None
+        culprit = next((end for end in self._exits() if end.rank == decision.culprit), None)
+        return Failure(
+            step=self.ranks.position.step,
+            committed=last_step(self._world.ledger),
+            raised=culprit.sentence if culprit is not None else "",
+        )
+
+    def _probe(self) -> Steps:  # type: ignore[misc]  # a generator with a result
+        """Ask the hosts of ranks that are gone without a word whether they are there."""
+        assert self.ranks is not None
+        lost = {e.rank for e in self._exits() if e.status is None and not e.ended_by_us}
+        hosts = sorted({self.ranks.hosts[rank] for rank in lost})
+        gone = tuple(str(host) for host in hosts if not self._world.slurm.up[host])
+        yield 1.0 + PROBE * len(gone)
+        return gone
+
+    def _part(self, decision: Decision) -> None:
+        world, job = self._world, self._job
+        state, step = world.slurm.show(job), last_step(world.ledger)
+        fruitless = advice.fruitless_requeues(world.ledger, job.id, step)
+        parting = advice.part(decision, self._first, state, True, fruitless)
+        refusal = ""
+        if parting.requeue:
+            preempted = state is not None and state.preempt_time is not None
+            world.record("requeued", step=step, job=job.id, preempted=preempted)
+            refusal = world.slurm.requeue(job, tuple(map(int, decision.bad_nodes)))
+        else:
+            world.oracle.parted(job.id, decision, state)
+        if refusal:
+            world.record("requeue_refused")
+            world.oracle.refused()
+        if decision.code is ExitCode.COMPLETED:
+            world.oracle.completed(world.setting.max_steps)
+            world.complete = True
+        self.life.end()
+        world.slurm.batch_over(job)
+
+    def _awake(self) -> float:
+        """The clock that stands still while suspended."""
+        return self._world.engine.now - self._job.asleep

@@ -1,0 +1,206 @@
+"""Saves, loads and deletions of a simulated attempt, with kempner's own commit and retention."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from kempner.checkpoint import commit, retention, selection
+from kempner.checkpoint.durations import COMMITTED, RESUMED, Durations, SaveSeconds
+from kempner.checkpoint.layout import MANIFEST, CheckpointFolder, in_progress_name
+from kempner.checkpoint.manifest import Position
+from kempner.checkpoint.retention import Keep
+from kempner.run.attempts import Fence, SupersededError
+from kempner.run.exit_codes import DataError
+from simulated.engine import Process, Steps
+
+if TYPE_CHECKING:
+    from simulated.ranks import Ranks
+    from simulated.world import World
+
+MANY = 100
+"""Checkpoints that a load may find damaged; there are never so many."""
+
+_NOBODY_READS = SimpleNamespace(are_reading=lambda step: False)
+
+
+class Died(BaseException):
+    """The process that was about to change something on disk is killed."""
+
+
+class Saves:
+    """What `CheckpointManager` is to the ranks, in simulated time."""
+
+    def __init__(self, ranks: Ranks, world: World) -> None:
+        self._ranks, self._world = ranks, world
+        self._fence = Fence(world.run.attempts, ranks.attempt)
+        self._folder = CheckpointFolder(world.run.checkpoints)
+        self._number = 0
+        self._in_flight: tuple[Position, float] | None = None
+        self._writer: Process | None = None
+        self._waiting = False
+        self._extra = 0.0
+        self._superseded: SupersededError | None = None
+        self.failed_in_a_row = 0
+        self.committed_step: int | None = None
+        self.durations = Durations.from_ledger(world.ledger)
+
+    @property
+    def in_flight_step(self) -> int | None:
+        """The step of the save under way."""
+        return None if self._in_flight is None else self._in_flight[0].step
+
+    @property
+    def age(self) -> float:
+        """Seconds since it began."""
+        return 0.0 if self._in_flight is None else self._world.engine.now - self._in_flight[1]
+
+    @property
+    def settled_failures(self) -> int:
+        """Saves that failed since the last commit; 0 while another one is under way."""
+        return self.failed_in_a_row if self._in_flight is None else 0
+
+    def delay(self, seconds: float) -> None:
+        """What is being written takes longer."""
+        self._extra += seconds
+
+    def poll(self) -> None:
+        """Raises `SupersededError` if a newer attempt owns the run."""
+        if self._superseded is not None:
+            raise self._superseded
+
+    def begin(self) -> Steps:
+        """Save the state as it is, once the save before is over."""
+        yield from self.join()
+        self._in_flight = self._ranks.position, self._world.engine.now
+        self._writer = Process(self._world.engine, self._ranks.life, self._write())
+
+    def join(self, patience: float | None = None) -> Steps:
+        """Wait for the save in flight, `patience` seconds at most."""
+        until = None if patience is None else self._world.engine.now + patience
+        while self._in_flight is not None:
+            left = None if until is None else until - self._world.engine.now
+            if left is not None and left <= 1e-6:
+                return
+            self._waiting = True
+            yield left
+            self._waiting = False
+            yield from self._ranks.work(0.0)
+        self.poll()
+
+    def restore(self) -> Position | None:
+        """The state of the newest checkpoint that is not damaged; None at the first start."""
+        self._world.act_as(self._ranks.attempt.number)
+        if not self._folder.path.exists():
+            self._folder.path.mkdir(parents=True)
+        retention.sweep(self._folder, self._ranks.attempt.number)
+        position = self._load(
+            lambda: selection.choose(self._folder.committed(), self._folder.latest())
+        )
+        if position is None and self._folder.latest() is not None:
+            raise DataError("no checkpoint verifies")
+        self._world.oracle.restored(None if position is None else position.step)
+        if position is not None:
+            self._world.record(RESUMED, step=position.step)
+        return position
+
+    def branch(self) -> list[int]:
+        """The committed steps up to `latest`, ascending."""
+        latest = self._folder.latest()
+        return [s for s in self._folder.committed() if latest is None or s <= latest]
+
+    def load_up_to(self, to: int) -> Position | None:
+        """Go back to the newest checkpoint up to `to` that is not damaged."""
+        self._world.oracle.going_back(self._ranks.attempt.number, to)
+        self._world.act_as(self._ranks.attempt.number)
+        return self._load(lambda: max((s for s in self.branch() if s <= to), default=None))
+
+    def _load(self, choose) -> Position | None:  # type: ignore[no-untyped-def]
+        tried = 0
+        while (step := choose()) is not None:
+            tried += 1
+            self._world.oracle.looked(tried, MANY)
+            manifest = (self._folder.step(step) / MANIFEST).read_bytes()
+            if self._world.is_damaged(manifest):
+                self._folder.set_aside(step, "damaged", self._ranks.attempt.number)
+                continue
+            self.committed_step = step
+            if self._folder.latest() != step:
+                self._fence.check()
+                attempt = self._ranks.attempt
+                self._folder.point_latest(step, unique=f"a{attempt.number}-{attempt.nonce}")
+            return manifest.position
+        return None
+
+    def _write(self) -> Steps:
+        assert self._in_flight is not None
+        (position, started), setting = self._in_flight, self._world.setting
+        failing, slow = self._world.take_save_faults()
+        yield from self._phase("stage", setting.stage)
+        staged = self._world.engine.now
+        yield from self._phase("write", setting.write * slow)
+        while self._extra:
+            seconds, self._extra = self._extra, 0.0
+            yield seconds
+        yield from self._phase("commit", 0.0)
+        written = self._world.engine.now
+        try:
+            if failing or self._world.engine.now < self._world.full_until:
+                raise OSError("no space left on device")
+            self._commit(position)
+        except SupersededError as error:
+            self._superseded = error
+            self._world.oracle.superseded()
+        except OSError:
+            self.failed_in_a_row += 1
+            self._world.oracle.save_failed()
+        except Died:
+            self._ranks.die(0)
+            return
+        else:
+            took = SaveSeconds(staged - started, written - staged, 0.0)
+            self._committed(position, took)
+        self._in_flight = None
+        if self._waiting:
+            self._ranks.main.wake()
+
+    def _phase(self, name: str, seconds: float) -> Steps:
+        if (fault := self._world.take_trap(name)) is not None:
+            self._world.strike(self._ranks, fault)
+        if seconds:
+            yield seconds
+        # A file of a rank that is gone or stopped is never written; only rank 0 does what follows.
+        while self._ranks.stopped or (name != "commit" and self._ranks.gone - self._ranks.cut):
+            yield 1.0
+
+    def _commit(self, position: Position) -> None:
+        self._world.act_as(self._ranks.attempt.number, committing=True)
+        self._number += 1
+        attempt = self._ranks.attempt
+        name = in_progress_name(position.step, attempt.number, f"{self._number:08x}")
+        written = self._folder.path / name
+        try:
+            written.mkdir()
+            manifest = self._world.manifest(position, attempt.number)
+            commit.commit(self._folder, written, manifest, self._fence, lambda sentence: None)
+        except OSError:
+            if written.exists():
+                written.remove()
+            raise
+        finally:
+            self._world.act_as(attempt.number)
+
+    def _committed(self, position: Position, took: SaveSeconds) -> None:
+        self.committed_step, self.failed_in_a_row = position.step, 0
+        self.durations = self.durations.with_another(took)
+        self._world.record(COMMITTED, step=position.step, **took.as_fields())
+        checkpoint = self._world.config.checkpoint
+        try:
+            retention.prune(
+                self._folder,
+                Keep(checkpoint.keep_last, checkpoint.keep_every),
+                _NOBODY_READS,  # type: ignore[arg-type]
+                self._fence.check,
+            )
+        except SupersededError:
+            return

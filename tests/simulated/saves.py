@@ -13,6 +13,7 @@ from kempner.checkpoint.retention import Keep
 from kempner.run.attempts import Fence, SupersededError
 from kempner.run.exit_codes import DataError
 from simulated.engine import Process, Steps
+from simulated.storage import Died
 
 if TYPE_CHECKING:
     from simulated.ranks import Ranks
@@ -22,10 +23,6 @@ MANY = 100
 """Checkpoints that a load may find damaged; there are never so many."""
 
 _NOBODY_READS = SimpleNamespace(are_reading=lambda step: False)
-
-
-class Died(BaseException):
-    """The process that was about to change something on disk is killed."""
 
 
 class Saves:

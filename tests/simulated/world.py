@@ -7,8 +7,6 @@ from functools import cache
 from typing import Any
 
 from kempner.checkpoint.durations import last_step
-from kempner.checkpoint.layout import LATEST, WITHDRAWN, parse_step
-from kempner.checkpoint.manifest import Identity, Manifest, Position
 from kempner.config.sections import (
     CheckpointSection,
     Config,
@@ -16,18 +14,14 @@ from kempner.config.sections import (
     SuperviseSection,
     TrainSection,
 )
-from kempner.run.attempts import Attempt, begin_attempt
-from kempner.run.layout import RunDirectory
 from kempner.training import orphan
 from simulated import strikes
 from simulated.daemon import Daemon
-from simulated.engine import Engine
 from simulated.faults import Fault, Kind, Schedule, Setting
-from simulated.files import Disk, Place
 from simulated.oracle import Invariant, Oracle, Violation
 from simulated.ranks import Ranks
-from simulated.saves import Died
 from simulated.slurm import Job, Slurm
+from simulated.storage import Storage
 
 PATROL = 4000.0
 """Seconds after which a person ends a job without a supervisor. Its ranks have left by then."""
@@ -44,8 +38,6 @@ _IMPAIRING = frozenset(Kind) - {
 _IMPAIRED_FOR = 2500.0
 """Seconds for which they may not: no hang goes unnoticed for longer."""
 
-_NOBODY = Identity(1, {}, 0, None, {}, "", {}, {})
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -58,33 +50,22 @@ class Outcome:
     seconds: float
 
 
-class World:
+class World(Storage):
     """All that there is."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.setting, self._schedule = schedule.setting, schedule
         self.config = _configure(schedule.setting)
-        self.engine, self.ledger = Engine(), list[dict[str, Any]]()
-        self.disk = Disk()
-        self.disk.before = self._before_change
-        self.disk.root["run"] = {}
-        self.run = RunDirectory(self.disk.place("run"))  # type: ignore[arg-type]
-        self.oracle = Oracle(
-            schedule.setting.budget,
-            schedule.setting.keep_last,
-            self.config.resilience.max_rollbacks,
-        )
-        self.mute_until = self.refuse_until = self.full_until = self.slow_until = 0.0
+        rollbacks = self.config.resilience.max_rollbacks
+        super().__init__(Oracle(self.setting.budget, self.setting.keep_last, rollbacks))
+        self.ledger: list[dict[str, Any]] = []
+        self.mute_until = self.refuse_until = self.slow_until = 0.0
         self.slurm = Slurm(self)
         self.complete = False
         self.struck = 0
         self.slow_by = 1.0
-        self._actor, self._changes = 0, -1
-        self.commit_fault: Fault | None = None
         self._traps: dict[str, Fault] = {}
-        self.save_fails, self.save_slow = False, 1.0
         self.crash_at: tuple[int, Fault] | None = None
-        self._damaged: list[Manifest] = []
         self.bad_steps: dict[int, float] = {}
         self.bad_samples: dict[int, float] = {}
         self._claimed: set[int] = set()
@@ -122,24 +103,6 @@ class World:
         """A line in the ledger."""
         self.ledger.append({"event": event, **fields})
 
-    def begin_attempt(self) -> Attempt:
-        """A new attempt; from now on it alone may commit."""
-        attempt = begin_attempt(self.run)
-        self.oracle.current = attempt.number
-        return attempt
-
-    def act_as(self, attempt: int, committing: bool = False) -> None:
-        """What is changed on disk from now on is changed by this attempt."""
-        self._actor, self._changes = attempt, 0 if committing else -1
-
-    def manifest(self, position: Position, attempt: int) -> Manifest:
-        """What a commit of this position says."""
-        return Manifest(position, _NOBODY, attempt, self.engine.now, {})
-
-    def is_damaged(self, manifest: Manifest) -> bool:
-        """Whether the files of a checkpoint were damaged."""
-        return any(manifest is damaged for damaged in self._damaged)
-
     def run_batch(self, job: Job) -> None:
         """Slurm starts the batch script."""
         job.daemon = Daemon(self, job)
@@ -174,12 +137,6 @@ class World:
     def take_trap(self, phase: str) -> Fault | None:
         """The fault that waits for this phase."""
         return self._traps.pop(phase, None) if self._traps else None
-
-    def take_save_faults(self) -> tuple[bool, float]:
-        """Whether this save is to fail, and how many times as long it takes."""
-        taken = self.save_fails, self.save_slow
-        self.save_fails, self.save_slow = False, 1.0
-        return taken
 
     def left(self, ranks: Ranks, rank: int) -> None:
         """A rank has left to be resumed. Where its supervisor is gone, it sees to that itself."""
@@ -257,9 +214,14 @@ class World:
             return
         job = next((job for job in self.slurm.jobs if not job.over), None)
         if job is not None and strikes.strike(self, job, fault):
-            self._note(fault)
+            self.struck_by(fault)
 
-    def _note(self, fault: Fault) -> None:
+    def start_second(self) -> None:
+        """A person starts the run again while it runs."""
+        self.slurm.submit()
+
+    def struck_by(self, fault: Fault) -> None:
+        """Take note of a fault that has happened."""
         self.struck += 1
         if fault.kind in _IMPAIRING:
             self._impaired_until = self.engine.now + _IMPAIRED_FOR
@@ -267,7 +229,7 @@ class World:
     def strike(self, ranks: Ranks, fault: Fault) -> None:
         """A fault that has waited for its phase."""
         rank = fault.who % ranks.size
-        self._note(fault)
+        self.struck_by(fault)
         if fault.kind is Kind.HANG:
             ranks.hang(rank)
         else:
@@ -277,46 +239,6 @@ class World:
         self._traps.clear()
         self.crash_at = None
         self.bad_samples.clear()
-
-    def damage(self, manifest: Manifest) -> None:
-        """Flip bits in the files of a checkpoint."""
-        self._damaged.append(manifest)
-
-    def _before_change(self, name: str, place: Place, entry: object) -> None:
-        if self._changes >= 0:
-            self._changes += 1
-            fault = self.commit_fault
-            if fault is not None and self._changes >= fault.amount and self._may(fault, name):
-                self.commit_fault = None
-                self._note(fault)
-                if fault.kind is Kind.TORN:
-                    raise Died
-                self._second_comes_first()
-        if name == "rename":
-            self._check_rename(place, entry)
-
-    @staticmethod
-    def _may(fault: Fault, name: str) -> bool:
-        """Nobody comes between a check of the fence and the change right after it."""
-        return fault.kind is Kind.TORN or name in ("write", "fsync")
-
-    def _second_comes_first(self) -> None:
-        """Another attempt is begun in the middle of a commit."""
-        committing = self._actor, self._changes
-        self.act_as(0)
-        self.slurm.submit()
-        self.begin_attempt()
-        self._actor, self._changes = committing
-
-    def _check_rename(self, place: Place, entry: object) -> None:
-        if place.name == LATEST:
-            self.oracle.named(self._actor, LATEST)
-            self.oracle.pointed(parse_step(str(entry)) or 0)
-        elif place.name == WITHDRAWN:
-            self.oracle.named(self._actor, str(place))
-            self.oracle.withdrawn(parse_step(place.parent.name) or 0)
-        elif parse_step(place.name) is not None:
-            self.oracle.named(self._actor, str(place))
 
 
 @cache

@@ -6,6 +6,7 @@ tests/drills/test_kills_and_restarts.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ NODES, INTERVAL, KILLS = 8, 3, 50
 def test_kills_over_eight_nodes_heal_within_the_job(
     project: Project, cluster: Cluster, tmp_path: Path, corpus: Path
 ) -> None:
-    kills = plan_kills(KILLS, NODES, INTERVAL, SEED)
+    kills = [replace(kill, after=None) for kill in plan_kills(KILLS, NODES, INTERVAL, SEED)]
     options = [*overrides(kills, NODES, INTERVAL), "--train.threads=1", "--train.log_samples=true"]
     undisturbed, again = (Project.make(cluster, tmp_path / n, corpus) for n in ("first", "again"))
     undisturbed.end(undisturbed.train(*options, nodes=NODES), deadline=300)

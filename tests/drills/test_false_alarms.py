@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from drill import ALL, note
+from drilling import ALL, note
 from harness import Run
 
 pytestmark = pytest.mark.timeout(900)

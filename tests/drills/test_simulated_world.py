@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from drill import ALL, SEED, note
+from drilling import ALL, SEED, note
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis import strategies as st
 from simulated.faults import Fault, Kind, Schedule, draw, one_fault

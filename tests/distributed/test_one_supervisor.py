@@ -46,7 +46,9 @@ def test_a_killed_one_is_replaced_at_once_and_a_sleeping_one_finds_itself_replac
     assert "this run was taken over by process" in sleeping.output()
     assert awake.wait(120) == 0, awake.output()
 
-    started = [i for i, e in enumerate(read_lines(run.record.ledger)) if e.get("attempt") == 3]
-    assert all(e["attempt"] == 3 for e in list(read_lines(run.record.ledger))[started[0] :])
+    # It may hand on what its ranks had told it before; it concludes nothing of its own.
+    told = [e for e in read_lines(run.record.ledger) if e["attempt"] == 2]
+    own = {"attempt_ended", "attempt_failed", "restarting", "gave_up", "stop_requested"}
+    assert not own & {e["event"] for e in told}
     reference.complete(2, LONG)
     assert run.steps() == reference.steps()

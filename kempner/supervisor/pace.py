@@ -33,6 +33,8 @@ class Pace:
         self._before, self._unlike = before or {}, unlike
         self._seen: dict[Phase, deque[float]] = {}
         self._phase, self._step, self._since = Phase.START, 0, 0.0
+        self._first_steps: float | None = None
+        """Seconds in which the first steps were made, with all that may have come before them."""
 
     def see(self, sightings: Mapping[int, Sighting], now: float) -> None:
         """Take note of new reports.
@@ -49,6 +51,8 @@ class Pace:
         made = step - self._step
         if phase is not self._phase and self._phase not in (Phase.STEP, *_TOLD_LITTLE):
             self.took(self._phase, took)
+        if phase is Phase.STEP and self._phase in (Phase.LOAD, Phase.COMPILE):
+            self._first_steps = took
         if phase is Phase.STEP and self._phase is Phase.STEP and made > 0:
             self.took(Phase.STEP, took / made, min(made, REMEMBERED))
         elif phase is Phase.STEP and self._phase is Phase.COMPILE and made > 1:
@@ -80,6 +84,9 @@ class Pace:
     def usual(self) -> dict[Phase, Usual]:
         """What is to be expected of this attempt: of what is not yet sure, the longest seen."""
         own = self._own()
+        unknown = Phase.STEP not in own and Phase.STEP not in self._before
+        if unknown and self._first_steps is not None:
+            own[Phase.STEP] = Usual(self._first_steps, 0.0, 1)  # at most
         if Phase.STEP in own and own[Phase.STEP].count >= ENOUGH:
             return longer(own, {p: u for p, u in self._before.items() if p is not Phase.STEP})
         return longer(own, self._before)

@@ -85,6 +85,18 @@ def test_what_is_not_sure_yet_allows_the_longer_time() -> None:
     assert longer(before, {}) == before
 
 
+def test_a_hang_right_after_the_first_steps_need_not_wait_for_the_ceiling() -> None:
+    for before in (LOAD, COMPILE):
+        pace = seen(Pace(), (5.0, 0, before), (7.0, 1, STEP))
+        assert pace.usual()[STEP].long == 2.0
+        assert STEP not in pace.learned()
+        seen(pace, (7.5, 2, STEP))
+        assert pace.usual()[STEP].long == 0.5
+    assert seen(Pace({STEP: Usual(9.0, 0.0, 50)}), (5.0, 0, LOAD), (7.0, 1, STEP)).usual()[
+        STEP
+    ] == Usual(9.0, 0.0, 50)
+
+
 def test_what_was_taken_for_a_hang_gets_more_time_the_next_time() -> None:
     section = ResilienceSection(hang_floor=10.0, hang_factor=4.0, hang_ceiling=900.0)
     habits: Habits = {LOAD: Usual(20.0, 0.0, 1), STEP: Usual(5.0, 0.0, 100)}

@@ -29,8 +29,6 @@ TRIES = 400
 
 SHRINK = settings(
     database=None,
-    deadline=None,
-    derandomize=True,
     max_examples=400,
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),

@@ -13,7 +13,9 @@ from kempner.checkpoint.durations import Durations, last_step
 from kempner.cluster.allocation import Allocation, without
 from kempner.cluster.job import JobState
 from kempner.run.exit_codes import ExitCode
+from kempner.run.messages import Phase
 from kempner.supervisor import advice, policy, restarts
+from kempner.supervisor.habits import LEARNED, learned, to_fields
 from kempner.supervisor.pace import Pace
 from kempner.supervisor.policy import Decision, RankExit
 from kempner.supervisor.restarts import Failure
@@ -64,7 +66,7 @@ class Daemon:
             self._world.oracle.began(self._job.id)
             self._begin()
             decision = yield from self._follow()
-            if decision.code in restarts.HEALED_BY_A_RESTART and self.stop_reason is None:
+            if decision.code in restarts.FAILURES and self.stop_reason is None:
                 failure = self._failure(decision)
                 budget = self._world.config.supervise.fruitless_restarts
                 verdict = restarts.judge(decision, failure, earlier, budget)
@@ -77,12 +79,12 @@ class Daemon:
                     least = self._world.setting.least or len(self._allocation.nodes)
                     if len(left.nodes) >= least:
                         self._allocation = left
-                        self._world.oracle.starting_again(self._job.id)
+                        self._world.oracle.starting_again(self._job.id, set(gone) & set(left.nodes))
                         continue
                     decision = replace(decision, bad_nodes=gone)
                 else:
                     self._world.record("gave_up")
-                    self._world.oracle.gave_up(self._job.id)
+                    self._world.oracle.gave_up(self._job.id, decision)
             self._part(decision)
             return
 
@@ -97,7 +99,11 @@ class Daemon:
         self._hung_at = 0.0
         self._hang: Hang | None = None
         self._warned = self.foreseen = False
-        self._pace, self._stillness = Pace(), Stillness(world.config.resilience, now)
+        past, self._began_at = world.ledger, now
+        size = len(self._allocation.nodes) * world.setting.per_node
+        unlike = () if last_step(past) else (Phase.LOAD,)
+        self._pace = Pace(learned(past, size), unlike)
+        self._stillness = Stillness(world.config.resilience, now)
         self._asked_at = -ASK_EVERY
         self._first: JobState | None = None
         self._seen: JobState | None = None
@@ -115,6 +121,8 @@ class Daemon:
             self._enforce(ranks)
             yield self._world.setting.looks
         ranks.kill()
+        if habits := self._pace.learned():
+            self._world.record(LEARNED, ranks=ranks.size, phases=to_fields(habits))
         if self._hang is not None and self.stop_reason is None:
             return Decision(ExitCode.HUNG, self._hang.sentence, self._hang.laggard)
         return policy.decide(self._exits(), self.stop_reason is not None)
@@ -122,15 +130,17 @@ class Daemon:
     def _enforce(self, ranks: Ranks) -> None:
         now, section = self._awake(), self._world.config.supervise
         sightings = ranks.sightings()
-        self._pace.see(sightings, now)
+        self._pace.see(sightings, now - self._began_at)
         if self._world.engine.now - self._asked_at >= ASK_EVERY:
             self._ask_slurm()
         self._heed_the_job()
         if self._stop_asked_at is None and self._failed_at is None:
             if self._hang is None:
-                gap = self._pace.quantile(0.95)
-                self._hang = self._stillness.see(sightings, now, self._world.engine.now, gap)
+                usual = self._pace.usual()
+                self._hang = self._stillness.see(sightings, now, self._world.engine.now, usual)
                 self._hung_at = now
+                if self._hang is not None:
+                    self._pace.misjudged(self._hang.phase, self._hang.still)
             elif now > self._hung_at:
                 ranks.kill()
         overdue = self._stop_asked_at is not None and now - self._stop_asked_at > section.stop_grace
@@ -194,7 +204,7 @@ class Daemon:
         return Failure(
             step=self.ranks.position.step,
             committed=last_step(self._world.ledger),
-            raised=culprit.sentence if culprit is not None else "",
+            raised=culprit.raised if culprit is not None else "",
         )
 
     def _probe(self) -> Steps:  # type: ignore[misc]  # a generator with a result

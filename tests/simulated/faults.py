@@ -22,7 +22,7 @@ class Kind(Enum):
     ORPHANS = "node `who` is cut off: its ranks go on, and write for `amount` seconds more"
     BATCH_HOST_LOST = "the node of the supervisor crashes"
     SUPERVISOR_KILLED = "SIGKILL to the supervisor, which is the batch process"
-    SECOND = "a person starts the run again while it runs, `amount` seconds later"
+    SECOND = "the run gets a second supervisor, `amount` seconds later, although it has a lease"
     SECOND_IN_COMMIT = "the same, before the change number `amount` of the next commit"
     PREEMPT = "a job of higher priority comes; `amount` seconds of grace"
     LIMIT = "the job's time is over in `amount` seconds; without a warning"

@@ -15,7 +15,6 @@ from typing import Any
 from unittest.mock import patch
 
 from kempner.checkpoint import commit, layout, retention, selection
-from kempner.checkpoint import durations as save_seconds
 from kempner.cluster import allocation, job
 from kempner.run import attempts
 from kempner.supervisor import advice, policy, restarts, stillness
@@ -136,8 +135,9 @@ MUTANTS = (
             kinds=(Kind.KILL, Kind.PREEMPT, Kind.WARNING)),
     _mutant("a hang is never seen", stillness.Stillness, "see",
             "if still <= patience:", "if True:", UNFINISHED, kinds=(Kind.HANG,)),
-    _mutant("every pause is a hang", stillness.Stillness, "patience",
-            "return section.hang_ceiling", "return 3.0", UNFINISHED),
+    _mutant("every pause is a hang", stillness.Stillness, "_patience",
+            "max(section.hang_floor, section.hang_factor * usual[phase].long)",
+            "0.1 * usual[phase].long", UNFINISHED, ENDLESS),
     _mutant("a lost node stays in the allocation", allocation, "without",
             "nodes = (*left, *spare[:missing])", "nodes = allocation.nodes", UNFINISHED, ENDLESS,
             users=(daemon,)),
@@ -159,10 +159,12 @@ MUTANTS = (
             "s == step or (s < step and (latest is None or s > latest))", "s == step",
             LOST, users=(commit,)),
     _mutant("a step that was made before cannot be made again", selection, "left_behind",
-            "s == step or ", "", UNFINISHED, users=(commit,)),
+            "s == step or ", "", UNFINISHED, users=(commit,),
+            kinds=(Kind.SPIKES, Kind.NAN)),
     _mutant("a resume takes the highest step", selection, "choose",
             "return max(on_branch, default=max(committed, default=None))",
-            "return max(committed, default=None)", LOST),
+            "return max(committed, default=None)", LOST,
+            kinds=(Kind.SPIKES, Kind.KILL, Kind.TORN)),
     _mutant("a damaged checkpoint is not set aside", layout.CheckpointFolder, "set_aside",
             "rename(self.step(step), target, arrived=target.exists)", "pass",
             ENDLESS, UNFINISHED),
@@ -171,13 +173,10 @@ MUTANTS = (
     _mutant("retention counts what a rollback left", retention, "expendable",
             "if step <= latest", "", LOST),
     _mutant("a rollback costs nothing", anomalies, "plan_rollback",
-            "len(in_vain) >= budget", "len(in_vain) > 10 * budget", ENDLESS),
-    _mutant("trouble is never called so", anomalies, "observe",
-            "suspects >= rule.rollback_after", "suspects > 10**6", UNFINISHED),
+            "len(in_vain) >= budget", "len(in_vain) > 10 * budget", ENDLESS,
+            kinds=(Kind.NAN, Kind.SPIKES)),
     _mutant("the last steps need no save", leaving, "next_move",
             "if lost == 0:", "if lost < 100:", UNFINISHED),
     _mutant("a save is begun that cannot fit", leaving, "next_move",
             "if now.save_takes <= time:", "if now.save_takes >= time:", UNFINISHED),
-    _mutant("how long saves take is taken from the fastest", save_seconds, "nearest_rank",
-            "math.ceil(fraction * len(ordered)) - 1", "0 * math.ceil(fraction)", UNFINISHED),
 )  # fmt: skip

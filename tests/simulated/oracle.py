@@ -11,6 +11,7 @@ from kempner.cluster.job import JobState
 from kempner.run.exit_codes import ExitCode
 from kempner.supervisor.advice import FRUITLESS
 from kempner.supervisor.policy import Decision
+from kempner.supervisor.restarts import HEALED_BY_A_RESTART
 
 
 class Invariant(Enum):
@@ -42,9 +43,10 @@ class Invariant(Enum):
     only for a reason that the model knows of: it was cancelled, its job may not be requeued, Slurm
     refuses or is mute, the supervisor was killed, its time was cut, saves were made to fail, it has
     used up its budget or met the same exception at the same step, or it came back in vain. A
-    person then starts it again. At a time limit that is known, healthy ranks lose no step, once a
-    save was measured and if saves are faster than their interval. With all faults over, it
-    completes within the time that the whole run takes, some hangs, and the repair of nodes."""
+    person then starts it again. No attempt starts on a node that does not answer. At a time limit
+    that is known, healthy ranks lose no step, once a save was measured and if saves are faster than
+    their interval. With all faults over, it completes within the time that the whole run takes,
+    some hangs, and the repair of nodes."""
 
 
 class Violation(AssertionError):
@@ -171,8 +173,10 @@ class Oracle:
         """An attempt has failed, without a stop."""
         self._failures.append(_Failure(job, step, raised, self._tip))
 
-    def starting_again(self, job: str) -> None:
-        """The supervisor starts the ranks again."""
+    def starting_again(self, job: str, gone: set[str]) -> None:
+        """The supervisor starts the ranks again, also on the nodes that it found `gone`."""
+        if gone:
+            raise Violation(Invariant.UNFINISHED, f"starts again on {gone}, which do not answer")
         in_vain = takewhile(lambda f: f.tip == self._tip, reversed(self._failures))
         mine = sum(1 for failure in in_vain if failure.job == job)
         if mine > self._budget:
@@ -210,8 +214,11 @@ class Oracle:
         """A save could not be written, by a fault."""
         self._failed_saves += 1
 
-    def gave_up(self, job: str) -> None:
+    def gave_up(self, job: str, decision: Decision) -> None:
         """The supervisor does not start the ranks again after the failure that was told last."""
+        if decision.code not in HEALED_BY_A_RESTART:
+            self._failures = []
+            return  # `parted` asks for the reason
         last = self._failures[-1]
         earlier = list(takewhile(lambda f: f.tip == last.tip, reversed(self._known[job])))
         again = any((f.step, f.raised) == (last.step, last.raised) for f in earlier)

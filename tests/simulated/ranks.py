@@ -17,6 +17,7 @@ from kempner.run.exit_codes import DataError, DivergedError, ExitCode, RunError
 from kempner.run.messages import Phase
 from kempner.training import anomalies, leaving, loop
 from kempner.training.anomalies import Health, Numbers, remembered
+from kempner.training.last_save import LAST_TRIES
 from kempner.training.leaving import Action, Outlook
 from simulated.crew import Crew, Hear
 from simulated.engine import Process, Steps
@@ -144,7 +145,7 @@ class Ranks(Crew):
 
     def _leave(self) -> Steps:  # type: ignore[misc]  # a generator with a result
         yield from self.enter(Phase.SAVE)
-        stopping, tries, clock = self.asked_at is not None, loop.LAST_TRIES, self.world.engine
+        stopping, tries, clock = self.asked_at is not None, LAST_TRIES, self.world.engine
         while True:
             self.saves.poll()
             move = leaving.next_move(

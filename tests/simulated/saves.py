@@ -142,7 +142,8 @@ class Saves:
         yield from self._phase("commit", 0.0)
         written = self._world.engine.now
         try:
-            if failing or self._world.engine.now < self._world.full_until:
+            failing = failing or self._world.engine.now < self._world.full_until
+            if failing:
                 raise OSError("no space left on device")
             self._commit(position)
         except SupersededError as error:
@@ -150,7 +151,8 @@ class Saves:
             self._world.oracle.superseded()
         except OSError:
             self.failed_in_a_row += 1
-            self._world.oracle.save_failed()
+            if failing:
+                self._world.oracle.save_failed()
         except Died:
             self._ranks.die(0)
             return

@@ -111,6 +111,8 @@ def part(
     if not job.running:
         unclear = f"the job is {job.state}: if Slurm does not bring it back, submit it again"
         return Parting(False, _WHAT_BECOMES_OF_IT.get(classify(first or job, job), unclear))
+    if first is not None and job.restarts != first.restarts:
+        return Parting(False, "the job was started again meanwhile: it goes on there")
     if not job.may_requeue:
         return Parting(
             False, "the job was submitted with --no-requeue: submit it again, and it goes on"

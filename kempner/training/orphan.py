@@ -7,12 +7,13 @@ all of them live, and the lowest of those that do asks Slurm.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 
 from kempner.checkpoint.durations import last_step
 from kempner.cluster import scontrol
-from kempner.cluster.job import JobState, parse_job
+from kempner.cluster.job import JobState, parse_job, restart_count
 from kempner.cluster.scontrol import SlurmError
 from kempner.run.attempts import Attempt
 from kempner.run.exit_codes import ExitCode
@@ -38,10 +39,16 @@ class Verdict:
     reason: str
 
 
-def judge(job: JobState) -> Verdict:
-    """Only a job that runs: to requeue one that was cancelled would bring it back to life."""
+def judge(job: JobState, restarts: int) -> Verdict:
+    """Only a job that runs: to requeue one that was cancelled would bring it back to life.
+
+    `restarts` is how often it was when this rank was started. A rank on a node that was cut off may
+    outlive its launch, and must leave the next one alone.
+    """
     if not job.running:
         return Verdict(False, f"the job is {job.state}: Slurm itself decides what becomes of it")
+    if job.restarts != restarts:
+        return Verdict(False, "the job was started again meanwhile: it goes on there")
     if not job.may_requeue:
         return Verdict(False, "the job was submitted with --no-requeue: submit it again to go on")
     return Verdict(True, "the supervisor is gone: the job goes back into the queue")
@@ -54,7 +61,7 @@ def hand_back(job: str, run: RunDirectory, attempt: Attempt, rank: int) -> None:
         return
     try:
         state = parse_job(scontrol.show_job(job))
-        verdict = judge(state)
+        verdict = judge(state, restart_count(os.environ))
         logger().warning(verdict.reason)
         if verdict.requeue:
             # Written first: Slurm ends this process with the job's others.

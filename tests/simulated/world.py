@@ -166,7 +166,7 @@ class World(Storage):
     def _hand_back(self, job: Job, ranks: Ranks) -> None:
         if job.ranks is not ranks or (state := self.slurm.show(job)) is None:
             return
-        if orphan.judge(state).requeue:
+        if orphan.judge(state, state.restarts).requeue:
             self.record("requeued", step=last_step(self.ledger), job=job.id)
             self.slurm.requeue(job)
         elif state.state == "RUNNING" and state.may_requeue:

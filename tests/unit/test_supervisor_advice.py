@@ -119,6 +119,7 @@ CRASHED = Decision(ExitCode.CRASHED, "rank 3 was killed by SIGSEGV", 3)
         (STOPPED, RUNNING, True, FRUITLESS, False, "came back 3 times and made no new step"),
         (STOPPED, PREEMPTED, True, FRUITLESS, True, "takes the nodes"),
         (STOPPED, RUNNING, False, 0, False, "the allocation is yours"),
+        (STOPPED, job(restarts=2), True, 0, False, "was started again meanwhile"),
         (STOPPED, None, True, 0, False, "Slurm does not answer: submit the same command again"),
         (STOPPED, job(may_requeue=False), True, 0, False, "--no-requeue: submit it again"),
         (STOPPED, COMPLETING, True, 0, False, "was cancelled: submit it again"),

@@ -9,19 +9,21 @@ from kempner.training.orphan import judge
 
 
 @pytest.mark.parametrize(
-    ("state", "may_requeue", "requeue", "words"),
+    ("state", "may_requeue", "restarts", "requeue", "words"),
     [
-        ("RUNNING", "1", True, "goes back into the queue"),
-        ("SIGNALING", "1", True, "goes back into the queue"),
-        ("RUNNING", "0", False, "--no-requeue"),
-        ("COMPLETING", "1", False, "is COMPLETING"),
-        ("CANCELLED", "1", False, "is CANCELLED"),
-        ("PENDING", "1", False, "is PENDING"),
+        ("RUNNING", "1", "2", True, "goes back into the queue"),
+        ("SIGNALING", "1", "2", True, "goes back into the queue"),
+        ("RUNNING", "0", "2", False, "--no-requeue"),
+        ("COMPLETING", "1", "2", False, "is COMPLETING"),
+        ("CANCELLED", "1", "2", False, "is CANCELLED"),
+        ("PENDING", "1", "3", False, "is PENDING"),
+        ("RUNNING", "1", "3", False, "started again meanwhile"),
     ],
 )
 def test_only_a_running_job_is_requeued(
-    state: str, may_requeue: str, requeue: bool, words: str
+    state: str, may_requeue: str, restarts: str, requeue: bool, words: str
 ) -> None:
-    verdict = judge(parse_job({"JobId": "7", "JobState": state, "Requeue": may_requeue}))
+    fields = {"JobId": "7", "JobState": state, "Requeue": may_requeue, "Restarts": restarts}
+    verdict = judge(parse_job(fields), restarts=2)
     assert verdict.requeue is requeue
     assert words in verdict.reason

@@ -15,7 +15,8 @@ demo: $(READY)
 	$(BIN)/kempner supervise configs/train/debug.toml
 	$(BIN)/python scripts/demo/report.py configs/train/debug.toml
 
-# The tests on a real Slurm mostly wait for it, so they run beside the others, on two clusters.
+# The tests on a real Slurm mostly wait for it, so they run beside the others, on two clusters. A
+# file's tests stay together: they share what is dear to make.
 test: $(READY)
 	$(MAKE) --jobs=2 --output-sync=target test-slurm test-rest
 
@@ -23,7 +24,7 @@ test-slurm: $(READY)
 	$(BIN)/python -m pytest tests/slurm --numprocesses=2 --dist=loadfile --durations=8
 
 test-rest: $(READY)
-	$(BIN)/python -m pytest --ignore=tests/slurm --durations=8
+	$(BIN)/python -m pytest --ignore=tests/slurm --numprocesses=2 --dist=loadfile --durations=8
 
 # All of what `make test` does a part of: kills, power loss, damage, lost nodes. Hours; as root, or
 # the full disks and the cluster are left out. What happened is in docs/drills.jsonl.

@@ -37,6 +37,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/shellcheck --external-sources scripts/slurm/*.sh tests/slurm/*.sh .ci/run
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

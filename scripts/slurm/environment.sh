@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the scripts next to it, in the project's folder.
 
 # The Python of the project, which every node must see under this path.

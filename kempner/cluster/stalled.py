@@ -1,15 +1,37 @@
-"""Connections of this node through which nothing passes any more, as the kernel tells it."""
+"""Connections of this node through which nothing passes any more."""
 
 from __future__ import annotations
 
+import errno
+import selectors
+import socket
 import struct
+import time
 from collections.abc import Iterator
-from ipaddress import IPv4Address, IPv6Address
+from contextlib import ExitStack
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
+
+import psutil
 
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 _RETRIES = 2
 """Times that the same data was sent again in vain; a single loss is everyday."""
+
+ANSWER = 1.0
+"""Seconds that a host gets to answer a call: its kernel does that, however busy its processes."""
+
+_ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
+"""Whether somebody takes the call does not matter."""
+
+
+def dead_connections() -> list[tuple[str, str]]:
+    """Near and far address of each connection that delivers nothing, by what is known or tried.
+
+    What was sent tells where something was; a call tells where nothing is under way. Raises
+    `OSError` or `psutil.Error` if the kernel does not show the connections.
+    """
+    return sorted({*stalled_connections(), *unanswered_calls()})
 
 
 def stalled_connections(tables: tuple[Path, ...] = _TABLES) -> list[tuple[str, str]]:
@@ -19,6 +41,58 @@ def stalled_connections(tables: tuple[Path, ...] = _TABLES) -> list[tuple[str, s
     kernel does not show them.
     """
     return [ends for table in tables for ends in _stalled(table.read_text())]
+
+
+def unanswered_calls(patience: float = ANSWER) -> list[tuple[str, str]]:
+    """Near and far address of each host that this process is connected to, and that is silent now.
+
+    Calls only where this process had called before, from the same address to the same port: a
+    firewall let that pass. Takes `patience` seconds if one of them does not answer. Raises
+    `psutil.Error` if the kernel does not show the connections.
+    """
+    connections = psutil.Process().net_connections(kind="tcp")
+    own = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+    called = {
+        (_plain(c.laddr.ip), _plain(c.raddr.ip)): c.raddr.port
+        for c in connections
+        if c.status == psutil.CONN_ESTABLISHED and c.laddr.port not in own
+    }
+    return _unanswered(
+        {ends: port for ends, port in called.items() if ends[0] != ends[1]}, patience
+    )
+
+
+def _unanswered(called: dict[tuple[str, str], int], patience: float) -> list[tuple[str, str]]:
+    deadline, answered = time.monotonic() + patience, set()
+    with ExitStack() as stack, selectors.DefaultSelector() as selector:
+        for ends, port in called.items():
+            caller = stack.enter_context(socket.socket(_family(ends[0])))
+            error = _call(caller, *ends, port)
+            if error in _ANSWERS:
+                answered.add(ends)
+            elif error == errno.EINPROGRESS:
+                selector.register(caller, selectors.EVENT_WRITE, ends)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                assert isinstance(key.fileobj, socket.socket)  # nothing else was registered
+                selector.unregister(key.fileobj)
+                if key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS:
+                    answered.add(key.data)
+    return sorted(called.keys() - answered)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _call(caller: socket.socket, near: str, far: str, port: int) -> int:
+    """EINPROGRESS, or what is known at once."""
+    caller.setblocking(False)
+    try:
+        caller.bind((near, 0))
+    except OSError as error:  # the address is gone, with its interface
+        return error.errno or errno.EADDRNOTAVAIL
+    return caller.connect_ex((far, port))
 
 
 def _stalled(table: str) -> Iterator[tuple[str, str]]:
@@ -36,5 +110,10 @@ def _address(end: str) -> str:
     packed = struct.pack(f"={len(words)}I", *words)
     if len(packed) == 4:
         return str(IPv4Address(packed))
-    address = IPv6Address(packed)
-    return str(address.ipv4_mapped or address)
+    return _plain(str(IPv6Address(packed)))
+
+
+def _plain(address: str) -> str:
+    """Without what IPv6 wraps around an IPv4 address."""
+    parsed = ip_address(address)
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)

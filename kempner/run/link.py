@@ -272,12 +272,7 @@ class Link:
             logger().warning("the stacks cannot be written", reason=error.strerror)
 
     def _tell_of_stalled(self) -> None:
-        try:
-            ends = self._react.stalled()
-        except OSError as error:
-            logger().warning("the connections cannot be looked at", reason=error.strerror)
-            return
-        if ends:
+        if ends := self._react.stalled():
             self.record(STALLED, {"ends": [list(pair) for pair in ends[:STALLED_TOLD]]})
 
     def _look_at_clocks(self) -> None:

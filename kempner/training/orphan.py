@@ -24,8 +24,8 @@ from kempner.run.logs import logger
 RESUMABLE = (ExitCode.STOPPED, ExitCode.PEERS_LOST)
 """The ends after which the run goes on from its newest checkpoint, as soon as it is started."""
 
-TURN = 0.5
-"""Seconds after a rank in which the next one has its turn."""
+TURN = 2.0
+"""Seconds after a rank in which the next one has its turn: they notice the silence so far apart."""
 
 LONGEST = 30.0
 """Seconds after which every rank has had its turn."""

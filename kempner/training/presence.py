@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from kempner.cluster.stalled import stalled_connections
+from kempner.cluster.stalled import dead_connections
 from kempner.cluster.world import World, discover
 from kempner.config.sections import Config, SuperviseSection
 from kempner.run.attempts import Attempt
@@ -106,7 +106,7 @@ def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler
         standstill=lambda seconds: _leave_in_silence(presence, seconds),
         patience=section.silence_limit,
         grace=section.stop_grace,
-        stalled=stalled_connections,
+        stalled=_dead_connections,
         measure=_measure,
     )
     link = Link(launch, run, world.rank, progress, react)
@@ -114,6 +114,14 @@ def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler
     link.start()
     inbox().react_with(partial(_leave_alone, link))
     return presence
+
+
+def _dead_connections() -> list[tuple[str, str]]:
+    try:
+        return dead_connections()
+    except (OSError, psutil.Error) as error:
+        logger().warning("the connections cannot be looked at", reason=str(error))
+        return []
 
 
 def _measure() -> Usage | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from harness import wait_until
 
-from kempner.cluster.stalled import stalled_connections
+from kempner.cluster.stalled import stalled_connections, unanswered_calls
 from kempner.run.messages import Phase, Report
 from kempner.supervisor.evidence import of_process, of_processes
 from kempner.supervisor.hangs import by_what_they_wait_for, cut_off_from_others, worth_a_look
@@ -96,3 +99,28 @@ def test_connections_that_deliver_nothing(tmp_path: Path) -> None:
     found = stalled_connections((tmp_path / "tcp", tmp_path / "tcp6"))
     assert found == [("10.10.0.11", "10.10.0.12")] * 2
     assert all("." in near or ":" in near for near, _ in stalled_connections())  # this machine's
+
+
+def test_a_host_that_answers_is_told_from_one_that_does_not() -> None:
+    """Of real connections: to a listener, to one that is gone, and to one that takes no calls."""
+    near, far = "127.0.0.1", {"127.0.0.2": 9, "127.0.0.3": 9, "127.0.0.4": 1}
+    with ExitStack() as stack:
+        listeners = [
+            stack.enter_context(socket.create_server((host, 0), backlog=room))
+            for host, room in far.items()
+        ]
+        for listener in listeners:
+            call(stack, near, listener.getsockname())
+        accepted = stack.enter_context(listeners[1].accept()[0])
+        listeners[1].close()  # refuses from now on, but answers
+        assert unanswered_calls(patience=5.0) == []
+        call(stack, near, listeners[2].getsockname(), wait=False)  # no more room: it is dropped
+        assert accepted.getpeername()[0] == near
+        assert unanswered_calls(patience=0.5) == [(near, "127.0.0.4")]
+
+
+def call(stack: ExitStack, near: str, far: tuple[str, int], wait: bool = True) -> None:
+    caller = stack.enter_context(socket.socket())
+    caller.bind((near, 0))
+    caller.setblocking(wait)
+    assert caller.connect_ex(far) in (0, errno.EINPROGRESS)

@@ -10,6 +10,9 @@ from typing import Any, Self
 COMMITTED = "checkpoint_committed"
 """The ledger's event that carries a save's durations."""
 
+SUSPENDED = "suspended"
+"""Its field that says that Slurm suspended the job meanwhile: no save takes a night."""
+
 RESUMED = "resumed"
 """The ledger's event of a start from a commit, with its step."""
 
@@ -71,7 +74,8 @@ class Durations:
         """What a run's ledger tells of its saves; events without durations are passed over."""
         durations = cls()
         for event in events:
-            if event.get("event") == COMMITTED and "stage_seconds" in event:
+            measured = "stage_seconds" in event and not event.get(SUSPENDED)
+            if event.get("event") == COMMITTED and measured:
                 durations = durations.with_another(SaveSeconds.from_fields(event))
         return durations
 

@@ -17,10 +17,18 @@ class AwakeClock:
 
     def __init__(self) -> None:
         self._looked_at, self._now = time.monotonic(), 0.0
+        self._woke_at: float | None = None
 
     def now(self) -> float:
         """Seconds since the clock was made."""
         at = time.monotonic()
+        if at - self._looked_at > LONGEST_NAP:
+            self._woke_at = at
         self._now += min(at - self._looked_at, LONGEST_NAP)
         self._looked_at = at
         return self._now
+
+    def stood_still(self, seconds: float) -> bool:
+        """Whether this process was suspended within the last `seconds`."""
+        self.now()
+        return self._woke_at is not None and self._looked_at - self._woke_at < seconds

@@ -8,7 +8,7 @@ from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
-from kempner.checkpoint.durations import COMMITTED, Durations, SaveSeconds
+from kempner.checkpoint.durations import COMMITTED, SUSPENDED, Durations, SaveSeconds
 from kempner.cluster.hosts import node_of
 from kempner.cluster.job import JobState
 from kempner.config.sections import Config
@@ -206,11 +206,15 @@ class Watch:
                 self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
 
     def _record(self, event: Event) -> None:
-        self._ledger.record(event.name, **{"attempt": self.attempt.number, **event.fields})
+        fields = {"attempt": self.attempt.number, **event.fields}
         if event.name == COMMITTED:
             save = SaveSeconds.from_fields(event.fields)
-            self._durations = self._durations.with_another(save)
-            self._pace.took(Phase.SAVE, save.total)
+            if self._clock.stood_still(save.total):
+                fields[SUSPENDED] = True
+            else:
+                self._durations = self._durations.with_another(save)
+                self._pace.took(Phase.SAVE, save.total)
+        self._ledger.record(event.name, **fields)
         if event.name == SIGNALLED and self._job is not None:
             self._job.look()
 

@@ -88,13 +88,15 @@ def agree_on_next_move(run: Leaver, tries_left: int) -> Move:
     """Rank 0's choice, with the deadline that is nearest on any rank."""
     verdict = run.council.open(run.wish()).close()
     step, age = run.checkpoints.in_flight or (None, 0.0)
+    durations = run.checkpoints.durations
     move = next_move(
         Outlook(
             step=run.position.step,
             committed=run.checkpoints.committed_step,
             in_flight_step=step,
             in_flight_for=age,
-            save_takes=run.checkpoints.durations.quantile(0.95),
+            save_takes=durations.quantile(0.5),
+            save_may_take=durations.quantile(0.95),
             warned_for=run.shutdown.seconds_since_asked(),
             seconds_left=verdict.seconds_left,
             tries_left=tries_left,

@@ -26,10 +26,10 @@ class Outlook:
     """Where the ranks stand. Seconds; None where there is no deadline, save or measurement.
 
     `step` steps are done, `committed` is the step of the last commit, `in_flight_step` that of the
-    save in flight and `in_flight_for` its age, `save_takes` the 95th percentile of a save,
-    `warned_for` the time since the stop was asked for, `seconds_left` what is left until the
-    deadline, `tries_left` how many saves may still be started, `suspicious` whether the last step
-    had a loss that no state should be kept after.
+    save in flight and `in_flight_for` its age, `save_takes` the median of the last saves and
+    `save_may_take` their 95th percentile, `warned_for` the time since the stop was asked for,
+    `seconds_left` what is left until the deadline, `tries_left` how many saves may still be
+    started, `suspicious` whether the last step had a loss that no state should be kept after.
     """
 
     step: int
@@ -37,6 +37,7 @@ class Outlook:
     in_flight_step: int | None
     in_flight_for: float
     save_takes: float | None
+    save_may_take: float | None
     warned_for: float
     seconds_left: float | None
     tries_left: int
@@ -59,10 +60,11 @@ class Move:
 
 
 def next_move(now: Outlook) -> Move:
-    """Wait while there is time; start the last save only if a save is known to fit.
+    """Wait while there is time; start the last save only if a save usually fits.
 
     A save in flight is worth waiting for until the deadline: the last commit is not touched by it,
-    and nothing else can be saved meanwhile. Before any save was measured, one is tried.
+    and nothing else can be saved meanwhile. So one slow save is no reason not to try. Before any
+    save was measured, one is tried.
     """
     time = time_to_spare(now.seconds_left)
     lost = now.step - (now.committed or 0)
@@ -111,8 +113,8 @@ def _abandon(now: Outlook, reason: str) -> Move:
 
 def _enough(now: Outlook) -> float | None:
     """From the wish to stop to the exit: what was spent so far, and what the saves still need."""
-    if now.save_takes is None or now.in_flight_for > now.save_takes:
+    if now.save_may_take is None or now.in_flight_for > now.save_may_take:
         return None
-    in_flight = 0.0 if now.in_flight_step is None else now.save_takes - now.in_flight_for
-    last = 0.0 if now.in_flight_step == now.step else now.save_takes
+    in_flight = 0.0 if now.in_flight_step is None else now.save_may_take - now.in_flight_for
+    last = 0.0 if now.in_flight_step == now.step else now.save_may_take
     return now.warned_for + in_flight + last + EXIT_SECONDS

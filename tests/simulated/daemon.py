@@ -159,7 +159,7 @@ class Daemon:
     def _heed_the_job(self) -> None:
         if self._first is None or self._seen is None:
             return
-        self._durations = self.ranks.saves.durations if self.ranks else self._durations
+        self._durations = self.ranks.saves.learned if self.ranks else self._durations
         found = advice.advise(
             self._first,
             self._seen,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from kempner.checkpoint import commit, retention, selection
-from kempner.checkpoint.durations import COMMITTED, RESUMED, Durations, SaveSeconds
+from kempner.checkpoint.durations import COMMITTED, RESUMED, SUSPENDED, Durations, SaveSeconds
 from kempner.checkpoint.layout import MANIFEST, CheckpointFolder, in_progress_name
 from kempner.checkpoint.manifest import Position
 from kempner.checkpoint.retention import Keep
@@ -36,11 +36,12 @@ class Saves:
         self._in_flight: tuple[Position, float] | None = None
         self._writer: Process | None = None
         self._waiting = False
-        self._extra = 0.0
+        self._extra = self._asleep = 0.0
         self._superseded: SupersededError | None = None
         self.failed_in_a_row = 0
         self.committed_step: int | None = None
-        self.durations = Durations.from_ledger(world.ledger)
+        self.durations = self.learned = Durations.from_ledger(world.ledger)
+        """What the ranks know, and what the supervisor makes of it."""
 
     @property
     def in_flight_step(self) -> int | None:
@@ -70,6 +71,7 @@ class Saves:
         """Save the state as it is, once the save before is over."""
         yield from self.join()
         self._in_flight = self._ranks.position, self._world.engine.now
+        self._asleep = self._world.asleep(self._ranks)
         self._writer = Process(self._world.engine, self._ranks.life, self._write())
 
     def join(self, patience: float | None = None) -> Steps:
@@ -157,8 +159,7 @@ class Saves:
             self._ranks.die(0)
             return
         else:
-            took = SaveSeconds(staged - started, written - staged, 0.0)
-            self._committed(position, took)
+            self._committed(position, SaveSeconds(staged - started, written - staged, 0.0))
         self._in_flight = None
         if self._waiting:
             self._ranks.main.wake()
@@ -192,7 +193,10 @@ class Saves:
     def _committed(self, position: Position, took: SaveSeconds) -> None:
         self.committed_step, self.failed_in_a_row = position.step, 0
         self.durations = self.durations.with_another(took)
-        self._world.record(COMMITTED, step=position.step, **took.as_fields())
+        slept = {SUSPENDED: True} if self._world.asleep(self._ranks) > self._asleep else {}
+        if not slept:
+            self.learned = self.learned.with_another(took)
+        self._world.record(COMMITTED, step=position.step, **took.as_fields(), **slept)
         checkpoint = self._world.config.checkpoint
         try:
             retention.prune(

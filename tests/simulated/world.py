@@ -117,6 +117,10 @@ class World(Storage):
         """By how much a step takes longer."""
         return self.slow_by if self.engine.now < self.slow_until else 1.0
 
+    def asleep(self, ranks: Ranks) -> float:
+        """The seconds for which Slurm has suspended the job of `ranks`."""
+        return next((job.asleep for job in self.slurm.jobs if job.ranks is ranks), 0.0)
+
     def loss(self, step: int, cursor: int) -> float:
         """The loss of a step on the samples at `cursor`."""
         if step in self.bad_steps:

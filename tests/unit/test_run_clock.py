@@ -44,5 +44,27 @@ def test_it_counts_the_time_between_looks_up_to_a_nap(
     assert awake.now() == seconds
 
 
+@pytest.mark.parametrize(
+    ("naps", "seconds", "stood_still"),
+    [
+        ([LONGEST_NAP, 1.0], 3600.0, False),
+        ([3600.0], 1.0, True),
+        ([3600.0, 1.0], 1.5, True),
+        ([3600.0, 1.0, 1.0], 1.5, False),
+    ],
+)
+def test_it_knows_whether_it_stood_still_meanwhile(
+    naps: list[float], seconds: float, stood_still: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time = Monotonic()
+    monkeypatch.setattr(clock, "time", time)
+    awake = AwakeClock()
+    for nap in naps[:-1]:
+        time.at += nap
+        awake.now()
+    time.at += naps[-1]
+    assert awake.stood_still(seconds) is stood_still
+
+
 def test_a_nap_is_longer_than_every_loop_waits_and_shorter_than_every_deadline() -> None:
     assert max(LOOK, BEAT, *RETRY) < LONGEST_NAP < min(RECONNECT, EXIT_GRACE, FILE_BEAT)

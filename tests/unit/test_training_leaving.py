@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kempner.checkpoint.durations import COMMITTED, REMEMBERED, Durations, SaveSeconds
+from kempner.checkpoint.durations import COMMITTED, REMEMBERED, SUSPENDED, Durations, SaveSeconds
 from kempner.training.council import Wish
 from kempner.training.leaving import Action, Outlook, next_move, tell_loss
 from kempner.training.shutdown import ShutdownHandler, StopReason
@@ -17,6 +17,7 @@ NOW = Outlook(
     in_flight_step=None,
     in_flight_for=0.0,
     save_takes=10.0,
+    save_may_take=10.0,
     warned_for=1.0,
     seconds_left=60.0,
     tries_left=2,
@@ -33,6 +34,7 @@ NOW = Outlook(
         ({"seconds_left": 11.9}, Action.ABANDON, None),
         ({"seconds_left": -3.0}, Action.ABANDON, None),
         ({"seconds_left": None}, Action.SAVE, None),
+        ({"save_may_take": 600.0}, Action.SAVE, None),
         ({"save_takes": None, "seconds_left": 3.0}, Action.SAVE, None),
         ({"save_takes": None, "seconds_left": 1.0}, Action.ABANDON, None),
         ({"committed": 37}, Action.DONE, None),
@@ -63,7 +65,8 @@ def test_next_move(change: dict[str, object], action: Action, patience: float | 
     [
         ({"seconds_left": 5.0}, 13.0),
         ({"seconds_left": 1.0}, 13.0),
-        ({"seconds_left": 1.0, "save_takes": None}, None),
+        ({"seconds_left": 5.0, "save_may_take": 40.0}, 43.0),
+        ({"seconds_left": 1.0, "save_takes": None, "save_may_take": None}, None),
         ({"seconds_left": 1.0, "in_flight_step": 37, "in_flight_for": 4.0}, 9.0),
         ({"seconds_left": 1.0, "in_flight_step": 30, "in_flight_for": 4.0}, 19.0),
         ({"seconds_left": 1.0, "in_flight_step": 37, "in_flight_for": 14.0}, None),
@@ -119,6 +122,7 @@ def test_the_ledger_gives_the_durations_back() -> None:
         {"event": COMMITTED, "step": 10, **save(4.0).as_fields()},
         {"event": "checkpoint_failed", "step": 20},
         {"event": COMMITTED, "step": 30, **save(8.0).as_fields()},
+        {"event": COMMITTED, "step": 40, **save(30000.0).as_fields(), SUSPENDED: True},
     ]
     assert Durations.from_ledger(events) == Durations((save(4.0), save(8.0)))
 

@@ -66,6 +66,21 @@ def reference(tmp_path: Path, corpus: Path) -> Iterator[Run]:
     end_jobs(run)
 
 
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[..., Run]:
+    """The tiny run with these overrides, to its end, for a world of this size. To be left alone."""
+    finished: dict[tuple[int, *tuple[str, ...]], Run] = {}
+
+    def get(world: int, *overrides: str) -> Run:
+        asked = (world, *overrides)
+        if asked not in finished:
+            finished[asked] = Run(tmp_path_factory.mktemp("undisturbed"), corpus)
+            finished[asked].complete(world, *overrides)
+        return finished[asked]
+
+    return get
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real tmpfs of 4 MiB: too small for two of the tiny run's checkpoints and some ballast."""

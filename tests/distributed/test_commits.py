@@ -7,11 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import KEMPNER, Run, manifest, wait_until
+from harness import KEMPNER, Run, drills, manifest, wait_until
 
 from kempner.run.attempts import begin_attempt
 
@@ -62,9 +63,8 @@ def test_stock_dcp_reads_model_and_optimizer_of_any_world(
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_its_step_commits_again(
-    run: Run, reference: Run
+    run: Run, undisturbed: Callable[..., Run]
 ) -> None:
-    reference.complete(1)
     job = run.train()
     run.reach(25, job)
     job.signal()
@@ -84,11 +84,12 @@ def test_a_damaged_checkpoint_is_set_aside_and_its_step_commits_again(
     assert f"resumed at step {earlier}" in out
     assert (run.checkpoints / f"step-{stopped:08d}.damaged-a2").is_dir()
     assert run.latest() == 40
-    assert run.steps() == reference.steps()
+    assert run.steps() == undisturbed(1).steps()
 
 
-def test_a_step_reached_twice_commits_again_under_a_fresh_name(run: Run, reference: Run) -> None:
-    reference.complete(1)
+def test_a_step_reached_twice_commits_again_under_a_fresh_name(
+    run: Run, undisturbed: Callable[..., Run]
+) -> None:
     keep = "--checkpoint.keep_last=10"
     run.complete(1, keep)
     link = run.checkpoints / "latest"
@@ -98,7 +99,7 @@ def test_a_step_reached_twice_commits_again_under_a_fresh_name(run: Run, referen
     names = sorted(p.name for p in run.checkpoints.glob("step-*.abandoned-*"))
     assert names == ["step-00000030.abandoned-a2", "step-00000040.abandoned-a2"]
     assert run.committed() == [10, 20, 30, 40]
-    assert run.steps() == reference.steps()
+    assert run.steps() == undisturbed(1).steps()
 
 
 def test_nothing_left_that_verifies_is_no_fresh_start(run: Run) -> None:
@@ -140,8 +141,9 @@ def fill(ballast: Path) -> None:
     assert shutil.disk_usage(ballast.parent).free == 0
 
 
-def test_a_full_disk_fails_the_save_not_the_run(run: Run, reference: Run, small_disk: Path) -> None:
-    reference.complete(1)
+def test_a_full_disk_fails_the_save_not_the_run(
+    run: Run, undisturbed: Callable[..., Run], small_disk: Path
+) -> None:
     checkpoints = small_disk / "checkpoints"
     job = run.train(f'--checkpoint.dir="{checkpoints}"', "--checkpoint.max_failures=1000")
     wait_until(lambda: (checkpoints / "latest").exists(), "a commit", job=job)
@@ -151,7 +153,7 @@ def test_a_full_disk_fails_the_save_not_the_run(run: Run, reference: Run, small_
     (small_disk / "ballast").unlink()
     assert job.wait() == 0, job.output()
     assert manifest(checkpoints / "latest")["step"] == 40
-    assert run.steps() == reference.steps()
+    assert run.steps() == undisturbed(1).steps()
 
 
 def test_a_run_whose_whole_disk_is_full_trains_on(run: Run, small_disk: Path) -> None:
@@ -174,8 +176,10 @@ def test_a_run_whose_whole_disk_is_full_trains_on(run: Run, small_disk: Path) ->
     ("override", "culprit"),
     [
         ("--train.seed=1", "train.seed differs"),
-        ("--train.seq_len=16", "data.dataset_path differs"),
-        ("--model.n_layers=3", "model.n_layers is 3"),
+        *drills(
+            ("--train.seq_len=16", "data.dataset_path differs"),
+            ("--model.n_layers=3", "model.n_layers is 3"),
+        ),
     ],
 )
 def test_a_resume_with_another_seed_data_or_model_is_refused(

@@ -82,7 +82,13 @@ def test_a_bad_batch_costs_that_batch_alone(run: Run, reference: Run) -> None:
     ("world", "faults", "last_good", "end"),
     [
         (2, [*nan_at(14, 16, rank=1), *nan_at(15, rank=0, kind="nan_gradients")], 10, 16 * 8),
-        (1, [f"spike rank 0 by 300 at step {step}" for step in (26, 27, 28)], 20, 28 * 8),
+        pytest.param(
+            1,
+            [f"spike rank 0 by 300 at step {step}" for step in (26, 27, 28)],
+            20,
+            28 * 8,
+            marks=pytest.mark.drill,
+        ),
     ],
     ids=["nan", "spikes"],
 )

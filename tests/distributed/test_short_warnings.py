@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 
 import pytest
-from harness import Run, wait_until
+from harness import Run, drills, wait_until
 from test_stuck_storage import family, stuck_on
 
 pytestmark = pytest.mark.timeout(200)
@@ -21,12 +22,11 @@ def slow_down(run: Run) -> None:
     run.record.ledger.write_text("".join(json.dumps(event) + "\n" for event in lines))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *drills(1)])
 def test_a_restarted_run_knows_that_a_save_would_not_fit(
-    run: Run, reference: Run, world: int
+    run: Run, undisturbed: Callable[..., Run], world: int
 ) -> None:
     keep = "--checkpoint.interval=1000"
-    reference.complete(world, keep)
     job = run.supervise(world, keep)
     run.reach(6, job)
     job.signal()
@@ -51,7 +51,7 @@ def test_a_restarted_run_knows_that_a_save_would_not_fit(
     assert run.latest() == max(run.steps()) > kept
 
     run.complete(world, keep)
-    assert run.steps() == reference.steps()
+    assert run.steps() == undisturbed(world).steps()
 
 
 def test_a_save_that_does_not_end_is_left_to_itself_at_the_deadline(run: Run) -> None:

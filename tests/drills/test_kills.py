@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 WORLD = 2
-KILLS = None if ALL else 3
+KILLS = None if ALL else 2
 STEPS = 800 if ALL else 40
 OFTEN = ("--checkpoint.interval=2", *SMALLEST)
 LONG = (f"--train.max_steps={STEPS}", *OFTEN)

@@ -60,6 +60,10 @@ def drills(*cases: Any) -> list[Any]:
     return [pytest.param(*row, marks=pytest.mark.drill) for row in rows]
 
 
+PAUSE = 4
+"""Between two looks, at least so many times as long as a look takes."""
+
+
 def wait_until(
     condition: Callable[[], Any],
     what: str,
@@ -69,16 +73,22 @@ def wait_until(
 ) -> Any:
     """Poll until `condition()` is truthy and return it; fail after `deadline` seconds.
 
-    Fails at once if `job` has ended: what is waited for will not come.
+    Fails at once if `job` has ended: what is waited for will not come. A look that is dear is taken
+    less often, to leave the machine to what is waited for.
     """
     end = time.monotonic() + deadline
-    while not (value := condition()):
-        if job is not None and job.process.poll() is not None and not (value := condition()):
+    while True:
+        began = time.monotonic()
+        if value := condition():
+            return value
+        cost = time.monotonic() - began
+        if job is not None and job.process.poll() is not None:
+            if value := condition():
+                return value
             raise AssertionError(f"ended before: {what}\n{job.output()}")
         if time.monotonic() > end:
             raise AssertionError(f"not within {deadline} s: {what}\n{job.output() if job else ''}")
-        time.sleep(interval)
-    return value
+        time.sleep(max(interval, PAUSE * cost))
 
 
 def launch(script: Path, world: int, *arguments: object, deadline: float = 100.0) -> str:

@@ -40,7 +40,7 @@ def always_at_step_30(attempts: int) -> str:
 def test_a_run_that_always_dies_at_the_same_step_is_given_up_for_good(
     run: Run, undisturbed: Callable[..., Run]
 ) -> None:
-    options = ("--supervise.fruitless_restarts=1",)
+    options = ("--supervise.fruitless_restarts=1", "--checkpoint.interval=1000")
     job = run.supervise(2, *options, KEMPNER_FAULTS=always_at_step_30(2))
     assert job.wait() == 1
     (gave_up,) = run.events("gave_up")

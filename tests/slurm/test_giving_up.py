@@ -12,7 +12,7 @@ def test_a_job_that_is_given_up_is_not_requeued_and_the_next_one_ends_at_once(
     project: Project,
 ) -> None:
     faults = "; ".join(f"crash rank 1 at step 12 attempt {n}" for n in (1, 2))
-    options = ("--supervise.fruitless_restarts=1", "--checkpoint.interval=10")
+    options = ("--supervise.fruitless_restarts=1", "--checkpoint.interval=1000")
     job = project.train(*options, KEMPNER_FAULTS=faults)
     project.end(job, "FAILED")
     project.assert_states(job, "FAILED")

@@ -54,6 +54,7 @@ def test_a_job_of_high_priority_pushes_another_out(cluster: Cluster) -> None:
     assert "PREEMPTED" in states
 
 
+@pytest.mark.drill
 def test_preemption_by_quality_of_service(cluster: Cluster) -> None:
     cluster.configure(preempt="qos", grace=0)
     job = sleeper(cluster, "--nodes=2", "--requeue")
@@ -61,6 +62,7 @@ def test_preemption_by_quality_of_service(cluster: Cluster) -> None:
     wait_until(lambda: cluster.job(job)["Restarts"] == "1", "requeued", interval=0.1)
 
 
+@pytest.mark.drill
 def test_a_requeued_job_runs_again_on_the_same_id(cluster: Cluster) -> None:
     job = sleeper(cluster, "--nodes=3")
     cluster.scontrol("requeue", job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness import Run, wait_until
+from harness import Run, drills, wait_until
 from submitting import Project
 
 pytestmark = pytest.mark.timeout(300)
@@ -50,9 +50,11 @@ def test_a_warned_job_comes_back(project: Project, reference: Run, script: str) 
     ("script", "grace", "ended"),
     [
         ("singlenode.sh", 20, "REQUEUED"),  # by the supervisor, while the job still runs
-        ("singlenode.sh", 0, "PREEMPTED"),  # by Slurm
-        # The ranks are not signalled: the supervisor finds out by asking.
-        ("torchrun.sh", 20, "REQUEUED"),
+        *drills(
+            ("singlenode.sh", 0, "PREEMPTED"),  # by Slurm
+            # The ranks are not signalled: the supervisor finds out by asking.
+            ("torchrun.sh", 20, "REQUEUED"),
+        ),
     ],
 )
 def test_a_preempted_job_comes_back(project: Project, script: str, grace: int, ended: str) -> None:

@@ -31,6 +31,7 @@ def test_a_node_that_does_not_see_the_runs_folder_is_left_out(
     assert_like(project.run, undisturbed)
 
 
+@pytest.mark.drill
 def test_a_node_whose_ranks_fail_first_twice_in_a_row_is_left_out(
     cluster: Cluster, project: Project, undisturbed: Run
 ) -> None:

@@ -30,7 +30,8 @@ test-rest: $(READY)
 # the full disks and the cluster are left out. What happened is in docs/drills.jsonl.
 drills: $(READY)
 	rm -f docs/drills.jsonl
-	KEMPNER_DRILLS=all KEMPNER_DRILLS_RECORD=docs/drills.jsonl $(BIN)/python -m pytest
+	KEMPNER_DRILLS=all KEMPNER_DRILLS_RECORD=docs/drills.jsonl \
+		$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --timeout=1200
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -21,7 +21,7 @@ from tracer import Call, supported
 from kempner.checkpoint.layout import CheckpointFolder
 
 pytestmark = [
-    pytest.mark.timeout(3000 if ALL else 200),
+    pytest.mark.timeout(9000 if ALL else 200),
     pytest.mark.skipif(not supported(), reason="the tracer knows the system calls of x86_64 only"),
 ]
 

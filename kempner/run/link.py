@@ -126,23 +126,23 @@ class Link:
         """Send a line for the ledger; `fields` are JSON values."""
         self._post(lambda number: Event(number, event, fields))  # type: ignore[arg-type]
 
-    def leave(self, code: int, sentence: str, patience: float | None = None) -> list[Event]:
+    def leave(self, code: int, sentence: str) -> list[Event]:
         """Say how this process ends, wait until it is heard, and fall silent.
 
-        Waits for at most `patience` seconds, `LAST_WORDS` when left out.
+        Waits for at most `LAST_WORDS` seconds.
 
         Returns the lines for the ledger that are lost unless the caller writes them: those on the
         way to a supervisor that still holds the connection are not.
         """
-        self.say_how_it_ends(code, sentence, patience)
+        self.say_how_it_ends(code, sentence)
         return self.fall_silent()
 
-    def say_how_it_ends(self, code: int, sentence: str, patience: float | None = None) -> None:
+    def say_how_it_ends(self, code: int, sentence: str) -> None:
         """The first half of `leave`: the line stays up."""
         self._heard_before = self._silence.times_broken
         self._report_at = 0.0  # where it ended, before its last words
         self._post(lambda number: Outcome(number, int(code), shorten(sentence)))
-        self._outbox.wait_until_heard(LAST_WORDS if patience is None else patience)
+        self._outbox.wait_until_heard(LAST_WORDS)
 
     def outlives_supervisor(self) -> bool:
         """Whether nothing answers to how this process ends; waits until that is sure."""

@@ -33,9 +33,6 @@ from kempner.training.orphan import RESUMABLE, hand_back
 from kempner.training.shutdown import ShutdownHandler, StopReason
 from kempner.training.usage import measure
 
-HASTE = 0.5
-"""Seconds that a rank which leaves before training waits for its last words to be heard."""
-
 
 @dataclass(frozen=True)
 class Presence:
@@ -159,7 +156,7 @@ def _find_place() -> World:
 
 def _leave_alone(link: Link, received: Received) -> None:
     """A signal while nobody depends on this process: say so, and end it."""
-    link.leave(ExitCode.STOPPED, "stopped before training began", HASTE)
+    link.leave(ExitCode.STOPPED, "stopped before training began")
     leave_alone(received)
 
 

@@ -119,6 +119,7 @@ def test_the_example_survives_a_stop_and_a_kill_to_the_last_bit(own: Own, tmp_pa
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.drill
 def test_a_program_that_always_dies_at_step_30_is_given_up(own: Own) -> None:
     program = Path(__file__).with_name("dies_at_step_30.py")
     job = own.supervise(sys.executable, program)

@@ -101,12 +101,12 @@ def saving(run: Run, job: Job) -> object:
     [
         (started, "supervisor"),
         (launched, "one rank"),
-        (first_step, "one rank"),
         (saving, "supervisor, twice"),
         *drills(
             (launched, "supervisor"),
             (connected, "one rank"),
             (connected, "supervisor, twice"),
+            (first_step, "one rank"),
             (first_step, "supervisor"),
             (saving, "one rank"),
         ),
@@ -176,6 +176,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_a_killed_supervisor_loses_nothing(
     assert_same(run, undisturbed(2, LONG))
 
 
+@pytest.mark.drill
 def test_a_killed_rank_costs_the_steps_since_the_last_commit(
     run: Run, undisturbed: Callable[..., Run]
 ) -> None:

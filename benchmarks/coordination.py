@@ -114,7 +114,7 @@ def simulate(world: int, saves: int, folder: Path) -> None:
         start, cpu = time.perf_counter(), time.thread_time()
         path = checkpoints.path / f".step-{number:08}.a1-00000000"
         path.mkdir(parents=True)
-        write_stream(path / layout.described_in, memoryview(described))
+        write_stream(path / layout.described_in, described)
         notes = [saver._Note.decode(numbers) for numbers in encoded]
         assert saver._agreed(notes)
         files = saver._list_files(notes, layout.described_entry)

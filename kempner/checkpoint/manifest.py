@@ -221,7 +221,7 @@ def sum_file(path: Path) -> FileSums:
     return FileSums(bytes=length, blocks=tuple(blocks))
 
 
-def whole_sum(content: bytes) -> str:
+def whole_sum(content: bytes | memoryview) -> str:
     """The checksum of a small file."""
     return xxhash.xxh3_128_hexdigest(content)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kempner.checkpoint import index, plan
-from kempner.checkpoint.image import Image, container
+from kempner.checkpoint.image import Image, container, page_aligned
 from kempner.checkpoint.manifest import FileEntry, encode_sidecar, sidecar_name, whole_sum
 from kempner.checkpoint.metadata import metadata_of
 from kempner.checkpoint.plan import data_file
@@ -58,11 +58,18 @@ class Layout:
     world: int
 
     @cached_property
-    def described(self) -> bytes:
-        """The file that says what is where; only rank 0 asks, in the thread that writes."""
+    def described(self) -> memoryview:
+        """The file that says what is where; only rank 0 asks, in the thread that writes.
+
+        On a page, as it may be a hundred megabytes, and is written past the page cache.
+        """
         if self.described_in == index.INDEX:
-            return index.encode(self.specs, self.world)
-        return metadata_of(self.specs, self.world)
+            content = index.encode(self.specs, self.world)
+        else:
+            content = metadata_of(self.specs, self.world)
+        aligned = page_aligned(len(content)).numpy().data
+        aligned[:] = content
+        return aligned
 
     @property
     def described_in(self) -> str:
@@ -188,7 +195,7 @@ def _write(
     sidecar = encode_sidecar({name: sums})
     write_durable(path / sidecar_name(rank), sidecar)
     if rank == 0:  # at hundreds of ranks it is no small file
-        write_stream(path / layout.described_in, memoryview(layout.described))
+        write_stream(path / layout.described_in, layout.described)
     return replace(
         note,
         data_bytes=sums.bytes,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from harness import Run, drills, wait_until
+from harness import Run, wait_until
 from test_stuck_storage import family, stuck_on
 
 pytestmark = pytest.mark.timeout(200)
@@ -22,7 +22,8 @@ def slow_down(run: Run) -> None:
     run.record.ledger.write_text("".join(json.dumps(event) + "\n" for event in lines))
 
 
-@pytest.mark.parametrize("world", drills(1, 2))
+@pytest.mark.drill
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_restarted_run_knows_that_a_save_would_not_fit(
     run: Run, undisturbed: Callable[..., Run], world: int
 ) -> None:

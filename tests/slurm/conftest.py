@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,11 +39,9 @@ def project(cluster: Cluster, tmp_path: Path, corpus: Path) -> Project:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Run:
+def undisturbed(undisturbed: Callable[..., Run]) -> Run:
     """The tiny run that is `LONG`, over two ranks, to its end."""
-    finished = Run(tmp_path_factory.mktemp("undisturbed"), corpus)
-    finished.complete(2, *LONG)
-    return finished
+    return undisturbed(2, *LONG)
 
 
 @pytest.fixture(autouse=True)

@@ -98,15 +98,22 @@ class Services:
     def start_database(self) -> None:
         """A data base of its own, empty, on the login machine."""
         data, socket = self.folder / "db", self.folder / "db.sock"
+        # Its temporary tables are named by its process id, which another cluster's may have too.
+        (scratch := self.folder / "db.tmp").mkdir()
         self.run(
             LOGIN,
             *("mariadb-install-db", "--no-defaults", "--user=root", f"--datadir={data}"),
-            *("--auth-root-authentication-method=normal", "--skip-test-db"),
+            *(f"--tmpdir={scratch}", "--auth-root-authentication-method=normal", "--skip-test-db"),
         )
         self.daemon(
             LOGIN,
             *("mariadbd", "--no-defaults", "--user=root", f"--datadir={data}"),
-            *(f"--socket={socket}", f"--pid-file={self.folder}/db.pid", "--bind-address=127.0.0.1"),
+            *(
+                f"--tmpdir={scratch}",
+                f"--socket={socket}",
+                f"--pid-file={self.folder}/db.pid",
+                "--bind-address=127.0.0.1",
+            ),
             *("--skip-name-resolve", "--skip-log-bin", "--innodb-buffer-pool-size=64M"),
             *("--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900"),
         )

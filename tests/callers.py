@@ -1,0 +1,161 @@
+"""Both ends of the control channel in one process: a supervisor, its ranks, and strangers."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kempner.run import logs
+from kempner.run.attempts import Attempt
+from kempner.run.launch import Control, Launch
+from kempner.run.layout import RunDirectory
+from kempner.run.ledger import read_lines
+from kempner.run.link import Link, Reactions
+from kempner.run.messages import (
+    Challenge,
+    FromRank,
+    FromSupervisor,
+    Secret,
+    Stop,
+    decode_from_supervisor,
+    encode,
+)
+from kempner.run.progress import Progress
+from kempner.supervisor.admission import Membership, listen
+from kempner.supervisor.channel import Channel
+from kempner.supervisor.file_channel import FileChannel
+from kempner.supervisor.news import News
+
+SIZE = 4
+LOOPBACK = "127.0.0.1"
+
+
+class Supervisor:
+    """A channel of attempt 3 over four ranks, and what it hands on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunDirectory(folder / "run")
+        self.run.attempt(3).mkdir(parents=True)
+        logs.configure()
+        logs.open_log(self.run.supervisor_log(3))
+        self.secret = Secret.new()
+        self.news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        members = Membership(self.secret, attempt=3, size=SIZE)
+        files = FileChannel(self.run, 3, SIZE)
+        self.channel = Channel(listen(LOOPBACK, None), members, files, self.news.put)
+        self.channel.start()
+        self.links: list[Link] = []
+
+    def close(self) -> None:
+        """End both sides; nobody is left to call at a port that somebody else may get."""
+        for link in self.links:
+            link.leave(0, "")
+        self.channel.close()
+
+    def launch(self, **changes: Any) -> Launch:
+        control = Control(LOOPBACK, self.channel.port, self.secret)
+        return Launch(Attempt(3, "abcd"), replace(control, **changes))
+
+    def link(self, rank: int, patience: float = 60.0, **changes: Any) -> LinkedRank:
+        return LinkedRank(self, rank, patience, **changes)
+
+    def expect(self, kind: type[News]) -> Any:
+        """The next news, which must be of this kind."""
+        news = self.news.get(timeout=20)
+        assert isinstance(news, kind), news
+        return news
+
+    def refusals(self) -> list[str]:
+        log = read_lines(self.run.supervisor_log(3))
+        return [line["reason"] for line in log if line["event"] == "connection refused"]
+
+
+class LinkedRank:
+    """A rank's link in this process, and what it was told."""
+
+    def __init__(self, supervisor: Supervisor, rank: int, patience: float, **changes: Any) -> None:
+        self.progress = Progress()
+        self.stops: queue.SimpleQueue[Stop] = queue.SimpleQueue()
+        self.silences: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self.standstills: queue.SimpleQueue[float] = queue.SimpleQueue()
+        react = Reactions(
+            self.stops.put, self.silences.put, self.standstills.put, patience, patience
+        )
+        launch = supervisor.launch(**changes)
+        self.link = Link(launch, supervisor.run, rank, self.progress, react)
+        self.link.start()
+        supervisor.links.append(self.link)
+
+
+class Stranger:
+    """A connection without manners."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection((LOOPBACK, port), timeout=20)
+        self.stream = self.socket.makefile("rb")
+
+    def hear(self) -> FromSupervisor:
+        return decode_from_supervisor(self.stream.readline())
+
+    def challenge(self) -> str:
+        message = self.hear()
+        assert isinstance(message, Challenge)
+        return message.nonce
+
+    def say(self, content: bytes | FromRank) -> None:
+        self.socket.sendall(content if isinstance(content, bytes) else encode(content))
+
+    def is_hung_up_on(self) -> bool:
+        try:
+            return self.stream.read() == b""
+        except ConnectionResetError:
+            return True
+
+
+class Relay:
+    """Stands between a rank and its supervisor, for as long as it likes."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server((LOOPBACK, 0))
+        self.port = self._listener.getsockname()[1]
+        self.swallow = threading.Event()
+        self._ends: list[socket.socket] = []
+
+    def __enter__(self) -> Relay:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cut()
+        self._listener.close()
+
+    def cut(self) -> None:
+        for end in self._ends:
+            end.shutdown(socket.SHUT_RDWR)
+        self._ends.clear()
+        self.swallow.clear()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection((LOOPBACK, self._target))
+            except OSError:
+                return
+            self._ends += [near, far]
+            for source, target, answers in ((near, far, False), (far, near, True)):
+                args = (source, target, answers)
+                threading.Thread(target=self._pass_on, args=args, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        try:
+            while content := source.recv(65536):
+                if not (answers and self.swallow.is_set()):
+                    target.sendall(content)
+        except OSError:
+            return

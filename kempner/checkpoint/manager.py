@@ -30,7 +30,7 @@ from kempner.checkpoint.manifest import FileEntry, Identity, Manifest, Position,
 from kempner.checkpoint.reader import open_contents
 from kempner.checkpoint.reading import reading
 from kempner.checkpoint.saver import Layout, Route, SaveFailedError, write_and_commit
-from kempner.checkpoint.selection import choose
+from kempner.checkpoint.selection import choose, choose_to_go_back
 from kempner.checkpoint.staging import Stager
 from kempner.checkpoint.stream import yield_to_training
 from kempner.checkpoint.verify import Damage
@@ -125,18 +125,15 @@ class CheckpointManager:
     def roll_back(self, to: int, accept: Collection[str] = ()) -> Position:
         """Load the newest checkpoint up to step `to` that verifies; `latest` names it afterwards.
 
-        The save in flight is waited for. Raises `DataError` if none verifies, or as `restore`.
+        The save in flight is waited for. Where none of them verifies, the oldest later one is
+        taken. Raises `DataError` if that does not verify either, and as `restore`.
         """
         self.join()
-
-        def choose_below() -> int | None:
-            return max((step for step in self._branch() if step <= to), default=None)
-
-        position = self._load_newest(choose_below, accept)
+        position = self._load_newest(lambda: choose_to_go_back(self._branch(), to), accept)
         if position is None:
             raise DataError(
-                f"no checkpoint up to step {to} in {self._folder.path} verifies, so that there is "
-                "none to go back to after the loss left the rails"
+                f"no checkpoint in {self._folder.path} verifies, so that there is none to go back "
+                "to after the loss left the rails"
             )
         return position
 

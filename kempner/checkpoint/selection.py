@@ -16,6 +16,14 @@ def choose(committed: Sequence[int], latest: int | None) -> int | None:
     return max(on_branch, default=max(committed, default=None))
 
 
+def choose_to_go_back(branch: Sequence[int], to: int) -> int | None:
+    """The step to try next in a rollback to step `to`, or None if `branch` is empty.
+
+    Where nothing up to `to` is whole, the oldest after it: the data that hurt is left out anyhow.
+    """
+    return max((step for step in branch if step <= to), default=min(branch, default=None))
+
+
 def left_behind(committed: Sequence[int], latest: int | None, step: int) -> list[int]:
     """The steps that are to be set aside before `step` is committed, ascending.
 

@@ -185,18 +185,26 @@ def test_a_stop_among_spikes_commits_none_of_it(run: Run) -> None:
     assert "because the loss left the rails at the end; the next start makes" in job.output()
 
 
-def test_a_rollback_to_a_damaged_checkpoint_goes_further_back(run: Run) -> None:
-    faults = ["stop rank 0 at step 24", *nan_at(24, 25, 26, rank=0)]
-    committed_first = "--checkpoint.async_save=false"
-    job = run.train(THREE, committed_first, KEMPNER_FAULTS="; ".join(faults))
+@pytest.mark.parametrize(
+    ("damaged", "bad", "back"),
+    [(20, [24, 25, 26], [10]), (10, [24, 25, 26, 28, 29, 30], [20, 20])],
+    ids=["the newest", "the older one"],
+)
+def test_a_rollback_to_a_damaged_checkpoint_takes_another(
+    run: Run, damaged: int, bad: list[int], back: list[int]
+) -> None:
+    faults = ["stop rank 0 at step 24", *nan_at(*bad, rank=0)]
+    options = (THREE, "--checkpoint.async_save=false", "--checkpoint.keep_last=9")
+    job = run.train(*options, KEMPNER_FAULTS="; ".join(faults))
     stopped = psutil.Process(job.process.pid)
     wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, "the rank to stop", job=job)
-    data = next((run.checkpoints / "step-00000020").glob("*.distcp"))
+    data = next((run.checkpoints / f"step-{damaged:08d}").glob("*.distcp"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     job.signal(signal.SIGCONT)
     assert job.wait() == 0, job.output()
-    (told,) = run.events("rolled_back")
-    assert (told["to"], told["start"], told["end"]) == (10, 80, 208)
-    assert [e["step"] for e in run.events("checkpoint_damaged")] == [20]
+    told = run.events("rolled_back")
+    assert [event["to"] for event in told] == back
+    assert all(event["start"] == 8 * event["to"] for event in told)
+    assert [e["step"] for e in run.events("checkpoint_damaged")] == [damaged]

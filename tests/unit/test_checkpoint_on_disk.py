@@ -29,7 +29,7 @@ from kempner.checkpoint.manifest import (
     whole_sum,
 )
 from kempner.checkpoint.reading import Readers
-from kempner.checkpoint.selection import choose, left_behind
+from kempner.checkpoint.selection import choose, choose_to_go_back, left_behind
 from kempner.checkpoint.verify import verify
 from kempner.run.attempts import Fence, SupersededError, begin_attempt
 from kempner.run.exit_codes import DataError
@@ -296,6 +296,14 @@ def test_a_manifest_of_a_later_format_says_so(store: Store) -> None:
 )
 def test_choice(committed: list[int], latest: int | None, chosen: int | None) -> None:
     assert choose(committed, latest) == chosen
+
+
+@pytest.mark.parametrize(
+    ("branch", "to", "chosen"),
+    [([], 20, None), ([10, 20], 20, 20), ([10, 20], 15, 10), ([20, 30], 10, 20)],
+)
+def test_the_way_back(branch: list[int], to: int, chosen: int | None) -> None:
+    assert choose_to_go_back(branch, to) == chosen
 
 
 def test_what_an_imported_checkpoint_does_not_say_is_remarked_not_refused() -> None:

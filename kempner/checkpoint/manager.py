@@ -37,6 +37,7 @@ from kempner.checkpoint.verify import Damage
 from kempner.run.attempts import Fence, SupersededError
 from kempner.run.exit_codes import DataError, RunError, UsageError
 from kempner.run.logs import logger
+from kempner.run.progress import Waiting, untimed
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class CheckpointManager:
 
     `identity` says what a checkpoint must have in common with the run, `fence` which attempt is
     writing, `group` is a Gloo group of its own over all ranks, `reached` is told how far the save
-    of a step is, as `saver.Reached` says.
+    of a step is, as `saver.Reached` says, `waiting` is entered while a load waits for other ranks.
     """
 
     def __init__(
@@ -79,11 +80,13 @@ class CheckpointManager:
         record: Recorder = lambda event, **fields: None,
         durations: Durations = Durations(),  # noqa: B008 - frozen
         reached: Callable[[str, int], None] = lambda part, step: None,
+        waiting: Waiting = untimed,
     ) -> None:
         self._folder = CheckpointFolder(folder)
         self._model, self._optimizer = model, optimizer
         self._identity, self._fence, self._group = identity, fence, group
         self._background, self._record, self._reached = background, record, reached
+        self._waiting = waiting
         self._rank = dist.get_rank(group)
         self._pruner = retention.Pruner(
             self._folder, retention.Keep(keep_last, keep_every), self._fence
@@ -334,7 +337,8 @@ class CheckpointManager:
         except DataError as error:
             found = Damage(f"rank {self._rank}", str(error))
         gathered: list[Damage | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, found, group=self._group)
+        with self._waiting("the others' part of a load"):
+            dist.all_gather_object(gathered, found, group=self._group)
         damages = [damage for damage in gathered if damage is not None]
         return (None if damages else result), damages
 
@@ -359,7 +363,8 @@ class CheckpointManager:
         A `RunError` of rank 0 is raised on every rank.
         """
         box: list[object] = [_answer_or_error(answer) if self._rank == 0 else None]
-        dist.broadcast_object_list(box, group_src=0, group=self._group)
+        with self._waiting("the word of rank 0"):
+            dist.broadcast_object_list(box, group_src=0, group=self._group)
         if isinstance(box[0], RunError):
             raise box[0]
         told: T = box[0]  # type: ignore[assignment]  # what rank 0's answer returned

@@ -47,6 +47,10 @@ in a preemption Slurm signals the ranks alone, and only the supervisor can ask h
 SUSPECT = "suspect"
 """The event that names a node not to be trusted, with the fields `node` and `reason`."""
 
+EVALUATED = "evaluated"
+"""The event of an evaluation that was not cut short: the `step`, its `loss` in nats per token, and
+the `seconds` that it took, by which the supervisor knows how long one may last."""
+
 STALLED = "stalled"
 """The event with which a rank answers `DumpStacks` if connections of its node deliver nothing:
 `ends` has the near and the far address of each."""

@@ -6,10 +6,19 @@ The loop pays for a few attributes; nothing is locked and nothing is sent from h
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeAlias
 
 from kempner.run.messages import Phase, Report
+
+Waiting: TypeAlias = Callable[[str], AbstractContextManager[None]]
+"""Makes a block in which a rank waits for others, in what it is given."""
+
+
+def untimed(what: str) -> AbstractContextManager[None]:
+    """A `Waiting` that nobody looks at."""
+    return nullcontext()
 
 
 class Progress:

@@ -13,6 +13,9 @@ from kempner.supervisor.news import Sighting
 REMEMBERED = 100
 """Steps that count."""
 
+_TO_THE_FIRST_STEP = (Phase.START, Phase.RENDEZVOUS, Phase.LOAD, Phase.COMPILE)
+"""Phases that every attempt goes through, in this order."""
+
 _TOLD_LITTLE = (Phase.SAVE, Phase.EXIT)
 """Phases of which reports tell little: training waits for a save only if the next one is due, or it
 is the last. What saves take, their commits tell."""
@@ -25,14 +28,16 @@ class Pace:
     """The seconds between steps and those that other phases take.
 
     Of the rank that is ahead, to the resolution of its reports: what is over within a second may
-    never be seen. `before` is what earlier attempts came to; phases in `unlike` say nothing about
-    the next attempt, and are not learned.
+    never be seen, and on the way to the first step took at most the time between two that were.
+    Commits and evaluations tell how long they took. `before` is what earlier attempts came to;
+    phases in `unlike` say nothing about the next attempt, and are not learned.
     """
 
     def __init__(self, before: Habits | None = None, unlike: Collection[Phase] = ()) -> None:
         self._before, self._unlike = before or {}, unlike
         self._seen: dict[Phase, deque[float]] = {}
         self._phase, self._step, self._since = Phase.START, 0, 0.0
+        self._begun = False
         self._first_steps: float | None = None
         """Seconds in which the first steps were made, with all that may have come before them."""
 
@@ -49,8 +54,8 @@ class Pace:
         if (step, phase) == (self._step, self._phase):
             return
         made = step - self._step
-        if phase is not self._phase and self._phase not in (Phase.STEP, *_TOLD_LITTLE):
-            self.took(self._phase, took)
+        for passed in self._passed(phase):
+            self.took(passed, took)
         if phase is Phase.STEP and self._phase in (Phase.LOAD, Phase.COMPILE):
             self._first_steps = took
         if phase is Phase.STEP and self._phase is Phase.STEP and made > 0:
@@ -58,6 +63,16 @@ class Pace:
         elif phase is Phase.STEP and self._phase is Phase.COMPILE and made > 1:
             self.took(Phase.STEP, took / made)  # at most: the first step is in it
         self._phase, self._step, self._since = phase, step, now
+        self._begun = self._begun or phase not in _TO_THE_FIRST_STEP
+
+    def _passed(self, phase: Phase) -> Collection[Phase]:
+        """The phases that are over, now that it is `phase`, and of which reports can tell."""
+        if phase is self._phase or self._phase in (Phase.STEP, *_TOLD_LITTLE):
+            return ()
+        if self._begun or self._phase not in _TO_THE_FIRST_STEP:
+            return (self._phase,)
+        end = _TO_THE_FIRST_STEP.index(phase) if phase in _TO_THE_FIRST_STEP else None
+        return _TO_THE_FIRST_STEP[_TO_THE_FIRST_STEP.index(self._phase) : end]
 
     def took(self, phase: Phase, seconds: float, times: int = 1) -> None:
         """A phase took so long."""

@@ -17,7 +17,17 @@ from kempner.run.clock import AwakeClock
 from kempner.run.exit_codes import ExitCode
 from kempner.run.ledger import Ledger
 from kempner.run.logs import logger
-from kempner.run.messages import SIGNALLED, STALLED, Event, Outcome, PeerLost, Phase, Stop, shorten
+from kempner.run.messages import (
+    EVALUATED,
+    SIGNALLED,
+    STALLED,
+    Event,
+    Outcome,
+    PeerLost,
+    Phase,
+    Stop,
+    shorten,
+)
 from kempner.run.signals import Received
 from kempner.supervisor.advice import advise, stop_lead
 from kempner.supervisor.channel import Channel
@@ -214,6 +224,10 @@ class Watch:
             else:
                 self._durations = self._durations.with_another(save)
                 self._pace.took(Phase.SAVE, save.total)
+        elif event.name == EVALUATED:
+            took = event.fields.get("seconds")
+            if isinstance(took, float) and not self._clock.stood_still(took):
+                self._pace.took(Phase.EVAL, took)
         self._ledger.record(event.name, **fields)
         if event.name == SIGNALLED and self._job is not None:
             self._job.look()

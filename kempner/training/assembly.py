@@ -62,7 +62,7 @@ def build(
     record = _recorder(presence, attempt)
     fence, identity = Fence(run.attempts, attempt), _identity(config, corpus, shape, ranks)
     checkpoints = _open_checkpoints(
-        config, run, ranks, model, optimizer, identity, fence, record, faults
+        config, presence, ranks, model, optimizer, identity, fence, record, faults
     )
     if ranks.world.rank == 0:
         _snapshot_config(config, run, attempt)
@@ -92,7 +92,7 @@ def build(
 
 def _open_checkpoints(
     config: Config,
-    run: RunDirectory,
+    presence: Presence,
     ranks: Ranks,
     model: nn.Module,
     optimizer: Optimizer,
@@ -101,7 +101,7 @@ def _open_checkpoints(
     record: Recorder,
     faults: Faults,
 ) -> CheckpointManager:
-    section = config.checkpoint
+    section, run = config.checkpoint, presence.run
     events = read_lines(run.ledger) if ranks.world.rank == 0 else ()
     return CheckpointManager(
         Path(section.dir) if section.dir else run.checkpoints,
@@ -116,6 +116,7 @@ def _open_checkpoints(
         record=record,
         durations=Durations.from_ledger(events),
         reached=faults.strike,
+        waiting=presence.progress.waiting,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
@@ -14,7 +15,7 @@ from kempner.data.loader import Feed, MicroBatch, StepBatch
 from kempner.model.transformer import Transformer
 from kempner.run.exit_codes import DivergedError, ExitCode
 from kempner.run.logs import logger
-from kempner.run.messages import Phase
+from kempner.run.messages import EVALUATED, Phase
 from kempner.run.progress import Progress
 from kempner.training.anomalies import ROLLED_BACK, Health, Plan, observe, plan_rollback
 from kempner.training.council import Council, Wish
@@ -229,11 +230,14 @@ def evaluate_if_due(run: Training) -> Wish:
     """Evaluate where the interval says so; the verdict of its last vote."""
     if not run.evaluation.due(run.position.step):
         return Wish()
+    began = time.monotonic()
     with run.progress.during(Phase.EVAL):
         run.faults.strike(Phase.EVAL, run.position.step)
         result = run.evaluation.run(run.model, run.ranks, run.council, run.wish)
     if result.loss is not None:
         run.telemetry.evaluated(run.position, result.loss)
+        took = round(time.monotonic() - began, 3)
+        run.record(EVALUATED, step=run.position.step, loss=result.loss, seconds=took)
     return result.verdict
 
 

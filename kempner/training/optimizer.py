@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from kempner.config.sections import OptimizerSection
+from kempner.run.progress import Waiting, untimed
 from kempner.training.muon import GuardedMuon, MuonAndAdamW
 from kempner.training.sgd import GuardedSGD
-from kempner.training.waits import Waiting, untimed
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kempner.data.loader import IGNORE, MicroBatch
+from kempner.run.progress import Waiting, untimed
 from kempner.training.seeds import set_rng
-from kempner.training.waits import Waiting, untimed
 
 
 def accumulate(

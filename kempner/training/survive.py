@@ -247,4 +247,5 @@ def _open_checkpoints(
         keep_last=keep_last,
         record=lambda event, **fields: presence.record(attempt, event, fields),
         durations=Durations.from_ledger(read_lines(run.ledger) if ranks.world.rank == 0 else ()),
+        waiting=presence.progress.waiting,
     )

@@ -10,9 +10,7 @@ what is told apart there is only the vote.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -22,13 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-Waiting: TypeAlias = Callable[[str], AbstractContextManager[None]]
-"""Makes a block in which a rank waits for others, in the collective that it is given."""
-
-
-def untimed(what: str) -> AbstractContextManager[None]:
-    """A `Waiting` that nobody looks at."""
-    return nullcontext()
+from kempner.run.progress import Waiting
 
 
 def time_collectives(model: nn.Module, waiting: Waiting) -> None:

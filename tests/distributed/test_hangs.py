@@ -12,6 +12,7 @@ from kempner.config.faults import parse_faults
 pytestmark = pytest.mark.timeout(400)
 
 OPTIONS = ("--train.max_steps=240", "--checkpoint.interval=20", "--train.global_batch_size=6")
+SOON = ("--resilience.hang_floor=8.0", "--resilience.hang_ceilings.load=15.0")
 
 IN_PYTHON_AND_STOPPED = {
     "hang rank 1 at step 205 attempt 1": "_hang",
@@ -24,11 +25,16 @@ IN_A_SAVE_AND_IN_A_COLLECTIVE = {
     "strand rank 2 at step 235 attempt 2": "recv",
 }
 
+IN_AN_EVALUATION_AND_IN_LOADS = {
+    "hang rank 1 at step 210 in eval attempt 1": "_hang",
+    "hang rank 2 in load attempt 2": "_hang",
+    "hang rank 0 in load attempt 3": "_hang",
+}
 
-def heal(run: Run, faults: Mapping[str, str | None]) -> None:
+
+def heal(run: Run, faults: Mapping[str, str | None], *options: str) -> None:
     """Have one rank hang in each attempt but the last; each time it is named, by what is found."""
-    planned = ";".join(faults)
-    job = run.supervise(3, *OPTIONS, "--resilience.hang_floor=8.0", KEMPNER_FAULTS=planned)
+    job = run.supervise(3, *OPTIONS, *SOON, *options, KEMPNER_FAULTS=";".join(faults))
     assert job.wait(300) == 0, job.output()
     hangs = {hang["attempt"]: hang for hang in run.events("hang")}
     for fault in parse_faults(faults):
@@ -55,8 +61,14 @@ def test_hangs_are_noticed_named_and_healed(run: Run, reference: Run) -> None:
 
 
 @pytest.mark.drill
-def test_hangs_inside_a_save_and_a_collective_are_healed(run: Run, reference: Run) -> None:
+@pytest.mark.parametrize(
+    "faults", [IN_A_SAVE_AND_IN_A_COLLECTIVE, IN_AN_EVALUATION_AND_IN_LOADS], ids=["save", "load"]
+)
+def test_hangs_elsewhere_are_healed(
+    run: Run, reference: Run, faults: Mapping[str, str | None]
+) -> None:
     """Of `make test` the one above is a part: the same, with ranks that hang elsewhere."""
-    heal(run, IN_A_SAVE_AND_IN_A_COLLECTIVE)
+    evaluation = ("--eval.interval=30", f'--eval.dataset_path="{run.data}"', "--eval.max_batches=2")
+    heal(run, faults, *evaluation)
     reference.complete(3, *OPTIONS)
     assert run.steps() == reference.steps()

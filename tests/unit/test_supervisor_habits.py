@@ -55,7 +55,18 @@ def test_each_phase_is_learned_by_itself() -> None:
 
 def test_what_would_mislead_is_not_learned() -> None:
     places = [(1.0, 0, LOAD), (2.0, 0, STEP), (3.0, 0, SAVE), (4.0, 0, STEP)]
-    assert set(seen(Pace(unlike=(LOAD,)), *places).learned()) == {START}
+    learned = seen(Pace(unlike=(LOAD,)), *places).learned()
+    assert set(learned) == {START, Phase.RENDEZVOUS, COMPILE}
+
+
+def test_what_is_over_before_it_is_reported_took_less_than_that() -> None:
+    pace = seen(Pace(), (3.0, 0, START), (4.5, 0, COMPILE), (5.0, 7, STEP), (6.0, 9, STEP))
+    took = {phase: usual.long for phase, usual in pace.learned().items()}
+    assert took == {START: 4.5, Phase.RENDEZVOUS: 4.5, LOAD: 4.5, COMPILE: 0.5, STEP: 0.5}
+    # A rollback loads a checkpoint, and nothing else of what a start does.
+    seen(pace, (7.0, 9, LOAD), (7.2, 5, STEP))
+    assert pace.learned()[LOAD].count == 2
+    assert pace.learned()[COMPILE].count == 1
 
 
 def test_two_visits_that_cannot_be_told_apart_are_none() -> None:

@@ -18,6 +18,7 @@ from kempner.run.attempts import Attempt
 from kempner.run.launch import Launch
 from kempner.run.ledger import Ledger, read_lines
 from kempner.run.messages import (
+    EVALUATED,
     SIGNALLED,
     DumpStacks,
     Event,
@@ -221,6 +222,18 @@ def test_a_hang_is_ended_after_the_stacks_were_written(
     (line,) = (e for e in read_lines(tmp_path / "ledger.jsonl") if e["event"] == "hang")
     assert "step 5 (step)" in line["reason"]
     assert line["waiting"] == {"nothing": [0, 1, 2]}
+
+
+def test_what_ranks_say_of_an_evaluation_tells_how_long_one_may_last(
+    watch: Watch, hands: Hands, clock: Clock
+) -> None:
+    said = {"step": 5, "loss": 2.5, "seconds": 31.0}
+    feed(watch, Heard(0, Event(1, EVALUATED, said)))
+    hands.seen = {rank: Sighting(Report(9, Phase.EVAL, 0.0, 0.0), clock.now) for rank in (0, 1, 2)}
+    let(watch, clock, 309)
+    assert hands.told == []
+    let(watch, clock, 2)
+    assert hands.told == [DumpStacks()]
 
 
 def test_a_signal_to_the_ranks_alone_has_slurm_asked_at_once(

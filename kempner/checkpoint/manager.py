@@ -141,8 +141,15 @@ class CheckpointManager:
         return position
 
     def save(self, position: Position) -> None:
-        """Start to save the state as of `position`; the previous save is waited for."""
+        """Start to save the state as of `position`; the previous save is waited for.
+
+        Where that has failed, nothing is started: the ranks count failures in their next vote, and
+        must see this one before there is another.
+        """
+        failures = self._failed_in_a_row
         self.join()
+        if self._failed_in_a_row > failures:
+            return
         self._saves += 1
         attempt = self._fence.attempt
         unique = hashlib.blake2b(f"{attempt.nonce}.{self._saves}".encode(), digest_size=4)

@@ -38,7 +38,8 @@ class JobState:
     None. Times are seconds since the epoch, None where Slurm shows none; `end_time` is the limit of
     a running job (a preemption moves it) and the end of one that is over. `time_limit` is in
     seconds, None for UNLIMITED. `may_requeue` is the job's Requeue flag; `batch` says that it was
-    submitted with sbatch. `nodes` is how many it has, or asks for; `excluded` is a host list.
+    submitted with sbatch. `nodes` is how many it has, or asks for; `excluded` is a host list,
+    `partition` may be several names with commas between.
     """
 
     id: str
@@ -56,6 +57,7 @@ class JobState:
     batch: bool = False
     nodes: int = 1
     excluded: str = ""
+    partition: str = ""
 
     @property
     def running(self) -> bool:
@@ -87,6 +89,7 @@ def parse_job(fields: Mapping[str, str]) -> JobState:
         batch=fields.get("BatchFlag", "0") != "0",  # one more for each launch that failed
         nodes=int(fields.get("NumNodes", "1").partition("-")[0]),
         excluded=_said(fields, "ExcNodeList"),
+        partition=_said(fields, "Partition"),
     )
 
 

@@ -105,10 +105,28 @@ def kill_wait() -> float:
 
     Without an answer that can be read, Slurm's default of 30.
     """
-    found = re.search(
-        r"^KillWait\s*= (\d+) sec", _run(["scontrol", "show", "config"]), re.MULTILINE
-    )
-    return float(found[1]) if found else 30.0
+    return _configured_seconds("KillWait", default=30.0)
+
+
+def node_timeout() -> float:
+    """Seconds after which Slurm takes a node that does not answer for down. Raises `SlurmError`.
+
+    Without an answer that can be read, Slurm's default of 300.
+    """
+    return _configured_seconds("SlurmdTimeout", default=300.0)
+
+
+def partition_nodes(partitions: str) -> set[str]:
+    """All nodes of one or more partitions, in whatever state. Raises `SlurmError`.
+
+    `partitions` are names with commas between, as a job shows them.
+    """
+    found: set[str] = set()
+    for name in partitions.split(","):
+        shown = _run(["scontrol", "show", "partition", name, "-o"])
+        fields = dict(word.partition("=")[::2] for word in shown.split())
+        found.update(hostnames(fields["Nodes"]))
+    return found
 
 
 def requeue(job: str) -> None:
@@ -145,10 +163,14 @@ def keep_nodes(job: str, nodes: Sequence[str]) -> None:
         _run(["scontrol", "update", f"jobid={job}", f"NodeList={','.join(nodes)}"], cwd=folder)
 
 
-def ask_for(job: str, *, nodes: int, without: Sequence[str] = ()) -> None:
-    """How many `nodes` a requeued job is to get, and which not. Raises `SlurmError`."""
+def ask_for(job: str, *, nodes: int, without: Sequence[str] = (), after: float = 0.0) -> None:
+    """How many `nodes` a requeued job is to get, and which not; `after` so many seconds.
+
+    Raises `SlurmError`.
+    """
     excluded = [f"ExcNodeList={','.join(without)}"] if without else []
-    _run(["scontrol", "update", f"jobid={job}", f"NumNodes={nodes}", *excluded])
+    later = [f"StartTime=now+{after:.0f}"] if after else []
+    _run(["scontrol", "update", f"jobid={job}", f"NumNodes={nodes}", *excluded, *later])
 
 
 def hostnames(nodelist: str) -> list[str]:
@@ -160,6 +182,12 @@ def hostnames(nodelist: str) -> list[str]:
         return _run(["scontrol", "show", "hostnames", nodelist]).split()
     except SlurmError:
         return expand_hosts(nodelist)
+
+
+def _configured_seconds(name: str, default: float) -> float:
+    shown = _run(["scontrol", "show", "config"])
+    found = re.search(rf"^{name}\s*= (\d+) sec", shown, re.MULTILINE)
+    return float(found[1]) if found else default
 
 
 def _run(

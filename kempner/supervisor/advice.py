@@ -94,13 +94,19 @@ _WHAT_BECOMES_OF_IT = {
 
 
 def part(
-    decision: Decision, first: JobState | None, job: JobState | None, batch: bool, fruitless: int
+    decision: Decision,
+    first: JobState | None,
+    job: JobState | None,
+    batch: bool,
+    fruitless: int,
+    scarce: bool = False,
 ) -> Parting:
     """Whether to put the job back into the queue; `first` is the job as it was at the beginning.
 
     Only a job that still runs: asked to requeue one that was cancelled, Slurm brings it back to
     life. `fruitless` counts the times in a row that it came back and made no step; for a preemption
-    it is never too often.
+    it is never too often. `scarce` says that there are not enough nodes besides the bad ones: a job
+    that excluded them could never start, and Slurm would hold it for good.
     """
     if decision.code is not ExitCode.STOPPED and not decision.bad_nodes:
         return Parting(False, decision.reason)
@@ -124,8 +130,10 @@ def part(
             "Give it a longer --time or a shorter --signal, then submit it again",
         )
     why = f"{_PREEMPTED}: " if job.preempt_time is not None else ""
-    elsewhere = f" without {', '.join(decision.bad_nodes)}" if decision.bad_nodes else ""
-    what = f"the job goes back into the queue{elsewhere}, and on from its checkpoint"
+    bad = ", ".join(decision.bad_nodes)
+    where = f" without {bad}" if bad and not scarce else ""
+    until = f", waits for {bad} because there are too few others" if bad and scarce else ""
+    what = f"the job goes back into the queue{where}{until}, and on from its checkpoint"
     return Parting(True, why + what)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kempner.config.sections import Config
 from kempner.run.attempts import Attempt
+from kempner.run.exit_codes import ExitCode
 from kempner.run.files import await_entry, holds
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger, read_lines
@@ -16,7 +17,7 @@ from kempner.run.logs import logger
 from kempner.run.messages import SUSPECT
 from kempner.supervisor.ailments import Diagnosis, diagnose
 from kempner.supervisor.launcher import Launcher
-from kempner.supervisor.suspects import suspects
+from kempner.supervisor.suspects import Suspect, suspects
 from kempner.supervisor.vitals import SHARED_WITHIN, Question
 
 
@@ -30,9 +31,32 @@ def choose_nodes(
             logger().warning(f"health check: {warning}")
         for node, reason in found.unfit.items():
             ledger.record(SUSPECT, attempt=attempt.number, node=node, reason=reason)
-    keep_for = config.resilience.suspect_for
-    accused = suspects(read_lines(run.ledger), time.time(), keep_for)
+    accused = _accused(run, config)
     launcher.avoid({node: suspect.reason for node, suspect in accused.items()})
+
+
+def blamed(
+    launcher: Launcher, node: str, run: RunDirectory, config: Config, code: ExitCode, last: bool
+) -> dict[str, str]:
+    """Nodes without which an attempt that failed on `node` had better be made, each with a reason.
+
+    No spare node could take their place. That a node's ranks fail first may be chance, or the
+    program's own fault: that alone is a reason only where there are other nodes to compare it with,
+    and the next start is the `last` one. Where a checkpoint could not be written, rank 0 says so
+    for all.
+    """
+    accused = _accused(run, config)
+    used = launcher.unavoidable(accused)
+    if code is ExitCode.CHECKPOINT_FAILED:
+        return {name: accused[name].reason for name in used if accused[name].proven}
+    by_habit = last and len(launcher.nodes) > 1
+    if node not in used or not (accused[node].proven or by_habit):
+        return {}
+    return {node: accused[node].reason}
+
+
+def _accused(run: RunDirectory, config: Config) -> dict[str, Suspect]:
+    return suspects(read_lines(run.ledger), time.time(), config.resilience.suspect_for)
 
 
 def _examine(launcher: Launcher, attempt: Attempt, run: RunDirectory, config: Config) -> Diagnosis:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -62,6 +62,9 @@ class Launcher(Protocol):
 
     def avoid(self, suspects: Mapping[str, str]) -> None:
         """Start no ranks on these nodes (each with a reason) if others can do, or fewer."""
+
+    def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
+        """Those of these nodes on which ranks would be started all the same."""
 
     def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
         """Start every rank as `program`, with `launch` in its environment.

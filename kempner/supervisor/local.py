@@ -7,7 +7,7 @@ import selectors
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from kempner.cluster.hosts import node_name
@@ -49,6 +49,10 @@ class LocalLauncher:
 
     def avoid(self, suspects: Mapping[str, str]) -> None:
         """Nothing: there is no other machine."""
+
+    def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
+        """None: no other machine would be any better."""
+        return ()
 
     def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
         """Start every rank as `program`, and wait for them on a thread."""

@@ -28,7 +28,9 @@ def part_from(
     events = list(read_lines(run.ledger))
     step = last_step(events)
     fruitless = fruitless_requeues(events, job.id, step)
-    parting = part(decision, watch.job_at_first, state, job.batch, fruitless)
+    bad = decision.bad_nodes
+    scarce = bool(bad) and job.finds_others(bad) is False
+    parting = part(decision, watch.job_at_first, state, job.batch, fruitless, scarce)
     attempt = watch.attempt.number
     if not parting.requeue:
         if decision.code is ExitCode.STOPPED or decision.bad_nodes:
@@ -43,10 +45,11 @@ def part_from(
         "requeued", attempt=attempt, step=step, reason=why, preempted=preempted, **facts(job)
     )
     logger().warning(parting.reason)
-    if refusal := job.requeue(without=decision.bad_nodes):
+    avoided, after = ((), job.node_timeout()) if scarce else (bad, 0.0)
+    if refusal := job.requeue(avoided, after):
         ledger.record("requeue_refused", attempt=attempt, reason=refusal)
-        # Only lost nodes matter: what its user has excluded, the new job is submitted with anyway.
-        without = excluded(state, decision.bad_nodes) if decision.bad_nodes else []
+        # Only bad nodes matter: what its user has excluded, the new job is submitted with anyway.
+        without = excluded(state, avoided) if avoided else []
         logger().error(f"{refusal}; {_go_on(job, run, ledger, attempt, without)}")
 
 

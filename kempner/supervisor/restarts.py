@@ -45,10 +45,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether to start again, and why or why not, for a person to read."""
+    """Whether to start again, and why or why not, for a person to read.
+
+    `last` says that it is the last time, unless something new is saved.
+    """
 
     again: bool
     reason: str
+    last: bool = False
 
 
 def judge(decision: Decision, failure: Failure, earlier: Sequence[Failure], budget: int) -> Verdict:
@@ -71,8 +75,9 @@ def judge(decision: Decision, failure: Failure, earlier: Sequence[Failure], budg
             False,
             f"{decision.reason}. {len(fruitless) + 1} attempts have saved nothing new: giving up",
         )
-    last = "from the beginning" if failure.committed is None else f"from step {failure.committed}"
-    return Verdict(True, f"{decision.reason} {here}; starting again {last}")
+    start = "from the beginning" if failure.committed is None else f"from step {failure.committed}"
+    last = len(fruitless) + 1 >= budget
+    return Verdict(True, f"{decision.reason} {here}; starting again {start}", last)
 
 
 def failures(events: Iterable[Mapping[str, Any]]) -> list[Failure]:

@@ -74,22 +74,44 @@ class SlurmJob:
             self._failing = True
             return None
 
-    def requeue(self, without: Sequence[str] = ()) -> str:
-        """Put the job back into the queue, away from some nodes; why not, empty if it was."""
+    def finds_others(self, without: Sequence[str]) -> bool | None:
+        """Whether its partition has enough nodes besides these and those that its user excludes.
+
+        In whatever state they are: the job can wait. None if Slurm does not say.
+        """
+        state = self.state()
+        if state is None:
+            return None
+        try:
+            nodes = scontrol.partition_nodes(state.partition)
+            barred = {n for part in excluded(state, without) for n in scontrol.hostnames(part)}
+        except (SlurmError, KeyError, ValueError) as error:
+            logger().warning("cannot ask Slurm about the partition", reason=str(error))
+            return None
+        return len(nodes - barred) >= (self._nodes or state.nodes)
+
+    def requeue(self, without: Sequence[str] = (), after: float = 0.0) -> str:
+        """Put the job back into the queue; why not, empty if it was.
+
+        It is kept away from the nodes that it is to do `without`, and waits `after` seconds.
+        """
         try:
             scontrol.requeue(self.id)
         except SlurmError as error:
             return str(error)
-        self.ask_for_all(without)
+        self.ask_for_all(without, after)
         return ""
 
-    def ask_for_all(self, without: Sequence[str] = ()) -> None:
+    def ask_for_all(self, without: Sequence[str] = (), after: float = 0.0) -> None:
         """Have the requeued job get as many nodes as it had at first, but not some of them."""
         state = self.state()
-        if state is None or self._nodes is None or (state.nodes == self._nodes and not without):
+        if state is None or self._nodes is None:
             return
+        if state.nodes == self._nodes and not (without or after):
+            return
+        barred = excluded(state, without) if without else ()
         try:
-            scontrol.ask_for(self.id, nodes=self._nodes, without=excluded(state, without))
+            scontrol.ask_for(self.id, nodes=self._nodes, without=barred, after=after)
         except SlurmError as error:
             logger().warning(
                 f"the job may come back with fewer than {self._nodes} nodes", reason=str(error)
@@ -105,6 +127,14 @@ class SlurmJob:
                 self._post(JobSeen(state, left, kill_wait))
             self._ask.wait(LOOK_EVERY)
             self._ask.clear()
+
+    def node_timeout(self) -> float:
+        """Seconds until Slurm, too, sees that a node is gone."""
+        try:
+            return scontrol.node_timeout()
+        except SlurmError as error:
+            logger().warning("taking SlurmdTimeout to be 300 s", reason=str(error))
+            return 300.0
 
     def _kill_wait(self) -> float:
         try:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from kempner.cluster.allocation import Allocation, avoid, without
@@ -108,6 +108,11 @@ class StepLauncher:
             if node in suspects:
                 what = "used all the same" if node in self._allocation.nodes else "left out"
                 logger().warning(f"{node} is suspect, and {what}: {suspects[node]}")
+
+    def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
+        """Those of the suspects that no spare node replaces, nor `supervise.min_nodes` spares."""
+        best = avoid(self._allocation, suspects, self._least)
+        return [node for node in best.nodes if node in suspects]
 
     def prepare_again(self, lost: Sequence[str]) -> Unable | None:
         """Leave out the `lost` hosts that do not answer; spare nodes take their place."""

@@ -24,7 +24,7 @@ from kempner.run.signals import Received, SignalInbox
 from kempner.supervisor.admission import Membership, listen
 from kempner.supervisor.ailments import NO_ANSWER
 from kempner.supervisor.channel import Channel
-from kempner.supervisor.checkup import choose_nodes
+from kempner.supervisor.checkup import blamed, choose_nodes
 from kempner.supervisor.file_channel import FileChannel
 from kempner.supervisor.giving_up import give_up
 from kempner.supervisor.habits import learned
@@ -33,7 +33,7 @@ from kempner.supervisor.lease import Lease
 from kempner.supervisor.pace import Pace
 from kempner.supervisor.parting import facts, part_from
 from kempner.supervisor.policy import Decision, RankExit, decide
-from kempner.supervisor.restarts import FAILURES, Failure, failures, judge
+from kempner.supervisor.restarts import FAILURES, Failure, Verdict, failures, judge
 from kempner.supervisor.roster import Roster
 from kempner.supervisor.slurm_job import SlurmJob
 from kempner.supervisor.watch import Happening, Watch
@@ -114,7 +114,8 @@ def _heal(
     node = node_of(watch.host_of(decision.culprit), charge.launcher.nodes)
     charge.ledger.record("attempt_failed", attempt=attempt.number, node=node, **asdict(failure))
     verdict = judge(decision, failure, earlier, charge.config.supervise.fruitless_restarts)
-    if not verdict.again:
+    bad = _better_without(charge, watch, decision, node, verdict)
+    if not (verdict.again or bad):
         final = replace(decision, reason=verdict.reason)
         return replace(final, reason=str(give_up(charge.run, attempt, final, failure, node)))
     before = charge.launcher.nodes
@@ -123,9 +124,29 @@ def _heal(
         charge.ledger.record(SUSPECT, attempt=attempt.number, node=gone, reason=NO_ANSWER)
     if unable is not None:
         return replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
+    if bad:
+        reason = "; ".join(f"{name} is suspect: {why}" for name, why in bad.items())
+        return replace(decision, reason=reason, bad_nodes=tuple(bad))
     logger().warning(verdict.reason)
     charge.ledger.record("restarting", attempt=attempt.number, reason=verdict.reason)
     return None
+
+
+def _better_without(
+    charge: Charge, watch: Watch, decision: Decision, node: str, verdict: Verdict
+) -> dict[str, str]:
+    """Nodes without which the job should go on, by way of the queue, each with a reason.
+
+    None where it cannot, or where the same failure would follow it everywhere.
+    """
+    first, job = watch.job_at_first, charge.job
+    if job is None or not job.batch or first is None or not first.may_requeue:
+        return {}
+    if not verdict.again and decision.code is not ExitCode.CHECKPOINT_FAILED:
+        return {}
+    code, last = decision.code, verdict.last
+    bad = blamed(charge.launcher, node, charge.run, charge.config, code, last)
+    return bad if bad and job.finds_others(list(bad)) else {}
 
 
 def _follow_attempt(charge: Charge) -> tuple[Watch, Decision]:

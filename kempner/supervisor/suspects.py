@@ -35,11 +35,15 @@ same."""
 
 @dataclass(frozen=True)
 class Suspect:
-    """A node, why it is suspect, and since when (seconds since the epoch)."""
+    """A node, why it is suspect, and since when (seconds since the epoch).
+
+    `proven` says that there is more against it than that its ranks failed first.
+    """
 
     node: str
     reason: str
     since: float
+    proven: bool
 
 
 def suspects(
@@ -54,11 +58,14 @@ def suspects(
     for event in events:
         if event.get("event") not in (SUSPECT, FAILED) or event["time"] < now - keep_for:
             continue
-        reason = _accusation(event, before)
+        reason, proven = _evidence(event), True
+        if not reason:
+            reason, proven = _habit(event, before), False
         if event["event"] == FAILED:
             before = event
-        if reason and event.get("node"):
-            found[event["node"]] = Suspect(event["node"], reason, event["time"])
+        if reason and (node := event.get("node")):
+            proven = proven or (node in found and found[node].proven)
+            found[node] = Suspect(node, reason, event["time"], proven)
     return found
 
 
@@ -67,17 +74,20 @@ def speaks_of_the_machine(words: str) -> bool:
     return bool(_BROKEN.search(words)) and not _MISTAKEN.search(words)
 
 
-def _accusation(event: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """Why this event makes its node suspect; empty if it does not. `before` is the failure before.
+def _evidence(event: Mapping[str, Any]) -> str:
+    """What this event has against its node; empty if nothing."""
+    if event["event"] == SUSPECT:
+        return str(event["reason"])
+    raised = str(event.get("raised", ""))
+    return raised if speaks_of_the_machine(raised) else ""
+
+
+def _habit(event: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """Says if the node's ranks failed first once more; `before` is the failure before.
 
     A failed attempt of an earlier version of the ledger names no node.
     """
-    if event["event"] == SUSPECT:
-        return str(event["reason"])
-    node, raised = event.get("node"), str(event.get("raised", ""))
-    if speaks_of_the_machine(raised):
-        return raised
     running = before.get("attempt") == event["attempt"] - 1
-    if running and before.get("node") == node:
+    if running and before.get("node") == event.get("node"):
         return f"its ranks failed first in attempts {before['attempt']} and {event['attempt']}"
     return ""

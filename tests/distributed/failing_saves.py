@@ -68,6 +68,8 @@ if rank == world - 1:
 
     manager._write = sabotaged  # type: ignore[assignment, method-assign]
 manager.save(Position(2))
+manager.save(Position(2))  # learns of the failure, which is to be counted before the next try
+assert manager.in_flight is None
 expect(1, 1)
 if rank == 0:
     reasons = recorded[-1][1]["reasons"]  # type: ignore[index]

@@ -69,7 +69,10 @@ class Saves:
 
     def begin(self) -> Steps:
         """Save the state as it is, once the save before is over."""
+        failures = self.failed_in_a_row
         yield from self.join()
+        if self.failed_in_a_row > failures:
+            return
         self._in_flight = self._ranks.position, self._world.engine.now
         self._asleep = self._world.asleep(self._ranks)
         self._writer = Process(self._world.engine, self._ranks.life, self._write())
@@ -112,7 +115,7 @@ class Saves:
         """Go back to the newest checkpoint up to `to` that is not damaged."""
         self._world.oracle.going_back(self._ranks.attempt.number, to)
         self._world.act_as(self._ranks.attempt.number)
-        return self._load(lambda: max((s for s in self.branch() if s <= to), default=None))
+        return self._load(lambda: selection.choose_to_go_back(self.branch(), to))
 
     def _load(self, choose) -> Position | None:  # type: ignore[no-untyped-def]
         tried = 0

@@ -88,6 +88,27 @@ def test_with_neither_the_job_is_requeued_without_the_node(
 
 
 @pytest.mark.drill
+def test_where_there_are_too_few_others_the_job_waits_for_the_node(
+    cluster: Cluster, project: Project, undisturbed: Run
+) -> None:
+    """A job that excluded it could never start: Slurm would hold it until an operator looks."""
+    cluster.configure(slurmd_timeout=45)
+    job = project.train(*LONG, nodes=2, options=("--exclude=node[3-8]",))
+    project.reach(job, 31)
+    cluster.crash("node2")
+    project.wait_until(job, lambda: project.events("requeued"), "the requeue")
+    assert "waits for node2 because there are too few others" in project.log(job)
+    cluster.wait_for(job, "PENDING")
+    unavailable = lambda: "ReqNodeNotAvail" in cluster.job(job)["Reason"]  # noqa: E731
+    project.wait_until(job, unavailable, "Slurm to wait for the node")
+    assert cluster.job(job)["Priority"] != "0"
+    cluster.boot("node2")
+    project.end(job)
+    assert cluster.job(job)["Restarts"] == "1"
+    assert_like(project.run, undisturbed)
+
+
+@pytest.mark.drill
 def test_a_node_that_only_the_supervisor_cannot_reach_is_not_lost(
     patient: Cluster, project: Project
 ) -> None:

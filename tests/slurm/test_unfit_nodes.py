@@ -7,6 +7,7 @@ from harness import Run
 from lab import Cluster
 from submitting import LONG, Project, assert_like
 
+from kempner.cluster.hosts import expand_hosts
 from kempner.run.ledger import read_lines
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,6 +30,45 @@ def test_a_node_that_does_not_see_the_runs_folder_is_left_out(
     assert "node2 is suspect, and left out" in project.log(job)
     assert [e["ranks"] for e in project.events("attempt_started")] == [2]
     assert_like(project.run, undisturbed)
+
+
+def test_where_nothing_can_take_its_place_the_job_goes_on_elsewhere(
+    cluster: Cluster, project: Project, undisturbed: Run
+) -> None:
+    """Rather than fail there for the last time."""
+    faults = "kill rank 1 at step 3 attempt 1; kill rank 1 at step 4 attempt 2"
+    job = project.train(*LONG, "--supervise.fruitless_restarts=2", nodes=2, KEMPNER_FAULTS=faults)
+    project.end(job)
+    assert_moved_away_from_node2(cluster, project, job)
+    assert_like(project.run, undisturbed)
+
+
+@pytest.mark.drill
+def test_a_save_that_another_node_wrote_elsewhere_is_none(
+    cluster: Cluster, project: Project, undisturbed: Run
+) -> None:
+    runs = project.run.folder / "runs"
+    runs.mkdir()
+    cluster.run("node2", "mount", "-t", "tmpfs", "tmpfs", str(runs))
+    try:
+        job = project.train(*LONG, "--checkpoint.max_failures=1", nodes=2)
+        project.end(job, deadline=300)
+    finally:
+        cluster.run("node2", "umount", str(runs))
+    assert "node2 is suspect, and used all the same" in project.log(job)
+    (reason,) = {why for e in project.events("checkpoint_failed") for why in e["reasons"].values()}
+    assert "its rank has written __1_0.distcp, but rank 0 does not see it in" in reason
+    assert_moved_away_from_node2(cluster, project, job)
+    assert_like(project.run, undisturbed)
+
+
+def assert_moved_away_from_node2(cluster: Cluster, project: Project, job: str) -> None:
+    (requeued,) = project.events("requeued")
+    assert "back into the queue without node2" in requeued["reason"]
+    assert cluster.job(job)["Restarts"] == "1"
+    *before, after = [e["nodes"] for e in project.events("attempt_started")]
+    assert set(before) == {"node[1-2]"}
+    assert "node2" not in expand_hosts(after)
 
 
 @pytest.mark.drill

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,22 @@ def test_what_latest_does_not_reach_is_left_behind(
     latest: int | None, step: int, left: list[int]
 ) -> None:
     assert left_behind([10, 20, 30], latest, step) == left
+
+
+def test_what_is_not_seen_here_is_not_committed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node has written it, into another folder of the same name."""
+    store.commit(10)
+    path, manifest = store.write(20)
+    (path / sidecar_name(0)).unlink()
+    with pytest.raises(FileNotFoundError, match=r"written sums-00000.json, but rank 0 does not"):
+        commit.await_files(path, manifest.files, seconds=0.0)
+    monkeypatch.setattr(commit, "await_files", partial(commit.await_files, seconds=0.0))
+    with pytest.raises(FileNotFoundError, match="on a file system that all nodes share"):
+        commit.commit(store.folder, path, manifest, store.fence, store.reports.append)
+    assert store.folder.committed() == [10]
+    assert not (path / "manifest.json").exists()
 
 
 def test_a_superseded_attempt_commits_nothing(store: Store) -> None:

@@ -149,6 +149,20 @@ def test_only_a_job_that_runs_and_may_and_gets_on_is_put_back(
     assert words in parting.reason
 
 
+@pytest.mark.parametrize(
+    ("scarce", "words"),
+    [
+        (False, "back into the queue without node2, node3, and on from its checkpoint"),
+        (True, "waits for node2, node3 because there are too few others, and on from"),
+    ],
+)
+def test_a_job_does_without_bad_nodes_where_there_are_others(scarce: bool, words: str) -> None:
+    lost = Decision(ExitCode.CRASHED, "no answer", 3, bad_nodes=("node2", "node3"))
+    parting = part(lost, RUNNING, RUNNING, True, 0, scarce)
+    assert parting.requeue
+    assert words in parting.reason
+
+
 def test_a_job_that_was_never_seen_before_is_judged_by_itself() -> None:
     assert part(STOPPED, None, RUNNING, True, 0).requeue
     assert "cancelled" in part(STOPPED, None, COMPLETING, True, 0).reason

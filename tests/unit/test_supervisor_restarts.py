@@ -53,6 +53,16 @@ def test_progress_is_what_counts(
     assert CRASH.reason in verdict.reason
 
 
+def test_the_last_start_is_said_to_be_the_last() -> None:
+    told = [judge(CRASH, Failure(7, 5), [Failure(6, 5)] * n, budget=3) for n in range(4)]
+    assert [(verdict.again, verdict.last) for verdict in told] == [
+        (True, False),
+        (True, False),
+        (True, True),
+        (False, False),
+    ]
+
+
 def test_without_a_budget_nothing_is_started_again() -> None:
     assert not judge(CRASH, Failure(7, 5), [], 0).again
 

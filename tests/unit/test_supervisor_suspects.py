@@ -56,6 +56,17 @@ def test_what_the_ledger_says_against_a_node(
     assert {node: suspect.reason for node, suspect in found.items()} == accused
 
 
+def test_what_may_be_chance_is_no_proof() -> None:
+    twice = [failed(1, "node2"), failed(2, "node2")]
+    for events, proven in (
+        (twice, False),
+        ([failed(1, "node2", ECC)], True),
+        ([named("node2", "computes wrong"), *twice], True),
+        ([*twice, named("node2", "computes wrong")], True),
+    ):
+        assert suspects(events, NOW, DAY)["node2"].proven is proven
+
+
 def test_a_ledger_of_an_earlier_version_names_no_node() -> None:
     old = {"event": "attempt_failed", "attempt": 1, "raised": "", "time": NOW}
     assert suspects([old, {**old, "attempt": 2}], NOW, DAY) == {}

@@ -108,7 +108,8 @@ class CheckpointManager:
 
         A damaged one is set aside, never deleted. Raises `DataError` if what there is cannot be
         used: damaged throughout, or made with another model, other data or another seed (unless
-        `accept` names "data" or "seed").
+        `accept` names "data" or "seed"); `NotSharedError` on a rank that does not see what rank 0
+        has chosen.
         """
         self._told_by_rank_0(self._prepare_folder)
         if (position := self._load_newest(self._choose, accept)) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from kempner.checkpoint.image import container
 from kempner.checkpoint.index import INDEX, CompactIndex, decode
 from kempner.checkpoint.manifest import Manifest
 from kempner.checkpoint.verify import verify_files
-from kempner.run.exit_codes import DataError
+from kempner.run.exit_codes import DataError, NotSharedError
 from kempner.run.files import await_entry
 
 METADATA = ".metadata"
@@ -127,10 +128,14 @@ class StockContents:
 def open_contents(checkpoint: Path, manifest: Manifest) -> Contents:
     """What a checkpoint holds. Raises `DataError` unless that is as the manifest says.
 
-    A rank may see the folder later than rank 0, which has chosen it: that is waited for.
+    A rank may see the folder later than rank 0, which has chosen it: that is waited for. One that
+    never does raises `NotSharedError`: the checkpoint is no worse for it.
     """
     if not await_entry(checkpoint):
-        raise DataError(f"{checkpoint} is not there; is it on storage that all hosts share?")
+        raise NotSharedError(
+            f"{checkpoint} is not seen from {platform.node()}, although rank 0 has chosen it: is "
+            "it on a file system that all nodes share?"
+        )
     name = INDEX if INDEX in manifest.files else METADATA
     for damage in verify_files(checkpoint, manifest, [name]):
         raise DataError(str(damage))

@@ -51,6 +51,10 @@ class DataError(RunError):
     code = ExitCode.BAD_DATA
 
 
+class NotSharedError(RunError):
+    """This node does not see what another one has made; what that holds, it cannot tell."""
+
+
 class CheckpointWriteError(RunError):
     """A checkpoint could not be committed."""
 

@@ -13,7 +13,7 @@ from kempner.cluster.hosts import node_name
 from kempner.cluster.world import World
 from kempner.config.sections import Config
 from kempner.run.attempts import Attempt, begin_attempt
-from kempner.run.exit_codes import ExitCode, RunError, UsageError
+from kempner.run.exit_codes import ExitCode, NotSharedError, RunError, UsageError
 from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger
@@ -95,7 +95,11 @@ def run_rank(config: Config, presence: Presence, shutdown: ShutdownHandler) -> E
     open_log(run.log(attempt.number, world.rank), attempt=attempt.number, rank=world.rank)
     progress.enter(Phase.LOAD)
     faults.strike(Phase.LOAD)
-    training = build(config, presence, ranks, attempt, shutdown, faults)
+    try:
+        training = build(config, presence, ranks, attempt, shutdown, faults)
+    except NotSharedError as error:
+        accuse(presence, error)
+        raise
     progress.enter(Phase.COMPILE)
     logger().info("ready", step=training.position.step, reached=progress.reached, **_place(ranks))
     try:
@@ -110,13 +114,18 @@ def check_node(presence: Presence) -> None:
 
     Raises `UnfitDeviceError`, after the supervisor was told which node it is.
     """
-    node = node_name(os.environ)
     try:
-        check_device(choose_device(presence.world), node)
+        check_device(choose_device(presence.world), node_name(os.environ))
     except UnfitDeviceError as error:
-        if presence.link is not None:
-            presence.link.record(SUSPECT, {"node": node, "reason": str(error)})
+        accuse(presence, error)
         raise
+
+
+def accuse(presence: Presence, error: RunError) -> None:
+    """Tell the supervisor, if there is one, what is wrong with this node."""
+    if presence.link is not None:
+        node = node_name(os.environ)
+        presence.link.record(SUSPECT, {"node": node, "reason": str(error)})
 
 
 def thread_count(config: Config, world: World) -> int:

@@ -62,6 +62,33 @@ def test_a_save_that_another_node_wrote_elsewhere_is_none(
     assert_like(project.run, undisturbed)
 
 
+@pytest.mark.drill
+def test_a_node_that_does_not_see_a_checkpoint_has_no_say_about_it(
+    cluster: Cluster, project: Project, undisturbed: Run
+) -> None:
+    """It was taken for damaged, and set aside with all others."""
+    options = (*LONG, "--resilience.health_check=false")
+    stopped = project.train(*options, nodes=2, options=("--no-requeue",))
+    project.reach(stopped, 31)
+    project.warn(stopped)
+    project.end(stopped, "FAILED")
+    (step,) = (event["step"] for event in project.events("stopped"))
+    runs = project.run.folder / "runs"
+    cluster.run("node2", "mount", "-t", "tmpfs", "tmpfs", str(runs))
+    try:
+        job = project.train(*options, nodes=2)
+        project.end(job, deadline=300)
+    finally:
+        cluster.run("node2", "umount", str(runs))
+    (suspect,) = project.events("suspect")
+    assert suspect["node"] == "node2"
+    assert f"step-{step:08d} is not seen from node2" in suspect["reason"]
+    assert project.events("checkpoint_damaged") == []
+    (requeued,) = project.events("requeued")
+    assert "back into the queue without node2" in requeued["reason"]
+    assert_like(project.run, undisturbed)
+
+
 def assert_moved_away_from_node2(cluster: Cluster, project: Project, job: str) -> None:
     (requeued,) = project.events("requeued")
     assert "back into the queue without node2" in requeued["reason"]

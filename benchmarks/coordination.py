@@ -31,8 +31,8 @@ from kempner.checkpoint import saver
 from kempner.checkpoint.commit import commit
 from kempner.checkpoint.image import container
 from kempner.checkpoint.layout import CheckpointFolder
-from kempner.checkpoint.manifest import FileSums, Identity, Manifest, Position
-from kempner.checkpoint.plan import TensorSpec, place
+from kempner.checkpoint.manifest import FileSums, Identity, Manifest, Position, sidecar_name
+from kempner.checkpoint.plan import TensorSpec, data_file, place
 from kempner.checkpoint.stream import write_stream
 from kempner.run import logs
 from kempner.run.attempts import Fence, begin_attempt
@@ -40,8 +40,11 @@ from kempner.run.layout import RunDirectory
 
 
 def write_no_data(path: Path, content: memoryview) -> FileSums:
-    """In place of a rank's data file nothing; `.metadata` as it is."""
-    return FileSums(0, ()) if path.suffix == ".distcp" else write_stream(path, content)
+    """In place of a rank's data file an empty one; `.metadata` as it is."""
+    if path.suffix != ".distcp":
+        return write_stream(path, content)
+    path.touch()
+    return FileSums(0, ())
 
 
 def measure_saves(items: int, saves: int, folder: Path) -> None:
@@ -111,9 +114,13 @@ def simulate(world: int, saves: int, folder: Path) -> None:
     seconds, busy = [], []
     for number in range(saves):
         encoded = [note.encode() for _ in range(world)]
-        start, cpu = time.perf_counter(), time.thread_time()
         path = checkpoints.path / f".step-{number:08}.a1-00000000"
         path.mkdir(parents=True)
+        for rank in range(world):  # what the others have made, and made durable
+            (path / data_file(rank)).touch()
+            (path / sidecar_name(rank)).touch()
+        os.sync()
+        start, cpu = time.perf_counter(), time.thread_time()
         write_stream(path / layout.described_in, described)
         notes = [saver._Note.decode(numbers) for numbers in encoded]
         assert saver._agreed(notes)

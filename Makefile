@@ -26,8 +26,9 @@ test-slurm: $(READY)
 test-rest: $(READY)
 	$(BIN)/python -m pytest --ignore=tests/slurm --numprocesses=2 --dist=loadfile --durations=8
 
-# All of what `make test` does a part of: kills, power loss, damage, lost nodes. Hours; as root, or
-# the full disks and the cluster are left out. What happened is in docs/drills.jsonl.
+# All of what `make test` does a part of: kills, power loss, damage, lost nodes. More than an hour on
+# two cores; as root, or the full disks and the cluster are left out. What happened is in
+# docs/drills.jsonl.
 drills: $(READY)
 	rm -f docs/drills.jsonl
 	KEMPNER_DRILLS=all KEMPNER_DRILLS_RECORD=docs/drills.jsonl \

@@ -100,20 +100,14 @@ def submit(command: Sequence[str], environ: Mapping[str, str]) -> str:
     return _run(command, tries=1, environ=environ).split()[-1]
 
 
-def kill_wait() -> float:
-    """Seconds between the SIGTERM and the SIGKILL with which Slurm ends a job. Raises `SlurmError`.
+def configured_seconds(name: str) -> float | None:
+    """A time that slurm.conf sets, in seconds; None if the answer has none of that name.
 
-    Without an answer that can be read, Slurm's default of 30.
+    Raises `SlurmError`.
     """
-    return _configured_seconds("KillWait", default=30.0)
-
-
-def node_timeout() -> float:
-    """Seconds after which Slurm takes a node that does not answer for down. Raises `SlurmError`.
-
-    Without an answer that can be read, Slurm's default of 300.
-    """
-    return _configured_seconds("SlurmdTimeout", default=300.0)
+    shown = _run(["scontrol", "show", "config"])
+    found = re.search(rf"^{name}\s*= (\d+) sec", shown, re.MULTILINE)
+    return float(found[1]) if found else None
 
 
 def partition_nodes(partitions: str) -> set[str]:
@@ -182,12 +176,6 @@ def hostnames(nodelist: str) -> list[str]:
         return _run(["scontrol", "show", "hostnames", nodelist]).split()
     except SlurmError:
         return expand_hosts(nodelist)
-
-
-def _configured_seconds(name: str, default: float) -> float:
-    shown = _run(["scontrol", "show", "config"])
-    found = re.search(rf"^{name}\s*= (\d+) sec", shown, re.MULTILINE)
-    return float(found[1]) if found else default
 
 
 def _run(

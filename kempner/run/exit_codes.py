@@ -51,7 +51,11 @@ class DataError(RunError):
     code = ExitCode.BAD_DATA
 
 
-class NotSharedError(RunError):
+class UnfitNodeError(RunError):
+    """It is this node's fault: on another one it would not have happened."""
+
+
+class NotSharedError(UnfitNodeError):
     """This node does not see what another one has made; what that holds, it cannot tell."""
 
 

@@ -130,10 +130,12 @@ def part(
             "Give it a longer --time or a shorter --signal, then submit it again",
         )
     why = f"{_PREEMPTED}: " if job.preempt_time is not None else ""
-    bad = ", ".join(decision.bad_nodes)
-    where = f" without {bad}" if bad and not scarce else ""
-    until = f", waits for {bad} because there are too few others" if bad and scarce else ""
-    what = f"the job goes back into the queue{where}{until}, and on from its checkpoint"
+    where, bad = "", ", ".join(decision.bad_nodes)
+    if bad and scarce:
+        where = f", waits for {bad} because there are too few others"
+    elif bad:
+        where = f" without {bad}"
+    what = f"the job goes back into the queue{where}, and on from its checkpoint"
     return Parting(True, why + what)
 
 

@@ -69,10 +69,10 @@ class Pace:
         """The phases that are over, now that it is `phase`, and of which reports can tell."""
         if phase is self._phase or self._phase in (Phase.STEP, *_TOLD_LITTLE):
             return ()
-        if self._begun or self._phase not in _TO_THE_FIRST_STEP:
+        if self._begun:
             return (self._phase,)
-        end = _TO_THE_FIRST_STEP.index(phase) if phase in _TO_THE_FIRST_STEP else None
-        return _TO_THE_FIRST_STEP[_TO_THE_FIRST_STEP.index(self._phase) : end]
+        way = (*_TO_THE_FIRST_STEP, phase)
+        return way[way.index(self._phase) : way.index(phase)]
 
     def took(self, phase: Phase, seconds: float, times: int = 1) -> None:
         """A phase took so long."""

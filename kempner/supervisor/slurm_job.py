@@ -118,7 +118,7 @@ class SlurmJob:
             )
 
     def _watch(self) -> None:
-        kill_wait = self._kill_wait()
+        kill_wait = self._configured("KillWait", usual=30.0)
         while not self._done.is_set():
             state = self.state()
             if state is not None and self._post is not None:
@@ -130,15 +130,13 @@ class SlurmJob:
 
     def node_timeout(self) -> float:
         """Seconds until Slurm, too, sees that a node is gone."""
-        try:
-            return scontrol.node_timeout()
-        except SlurmError as error:
-            logger().warning("taking SlurmdTimeout to be 300 s", reason=str(error))
-            return 300.0
+        return self._configured("SlurmdTimeout", usual=300.0)
 
-    def _kill_wait(self) -> float:
+    def _configured(self, name: str, usual: float) -> float:
+        """Seconds that slurm.conf sets, or Slurm's own default where it does not say."""
         try:
-            return scontrol.kill_wait()
+            found = scontrol.configured_seconds(name)
         except SlurmError as error:
-            logger().warning("taking KillWait to be 30 s", reason=str(error))
-            return 30.0
+            logger().warning(f"taking {name} to be {usual:.0f} s", reason=str(error))
+            return usual
+        return usual if found is None else found

@@ -58,13 +58,12 @@ def suspects(
     for event in events:
         if event.get("event") not in (SUSPECT, FAILED) or event["time"] < now - keep_for:
             continue
-        reason, proven = _evidence(event), True
-        if not reason:
-            reason, proven = _habit(event, before), False
+        evidence = _evidence(event)
+        reason = evidence or _habit(event, before)
         if event["event"] == FAILED:
             before = event
         if reason and (node := event.get("node")):
-            proven = proven or (node in found and found[node].proven)
+            proven = bool(evidence) or (node in found and found[node].proven)
             found[node] = Suspect(node, reason, event["time"], proven)
     return found
 

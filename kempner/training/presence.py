@@ -16,17 +16,18 @@ from pathlib import Path
 
 import psutil
 
+from kempner.cluster.hosts import node_name
 from kempner.cluster.stalled import dead_connections
 from kempner.cluster.world import World, discover
 from kempner.config.sections import Config, SuperviseSection
 from kempner.run.attempts import Attempt
-from kempner.run.exit_codes import ExitCode, UsageError
+from kempner.run.exit_codes import ExitCode, RunError, UnfitNodeError, UsageError
 from kempner.run.launch import Launch, forget_secret
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger
 from kempner.run.link import Link, Reactions
 from kempner.run.logs import logger
-from kempner.run.messages import SIGNALLED, Stop, Usage
+from kempner.run.messages import SIGNALLED, SUSPECT, Stop, Usage
 from kempner.run.progress import Progress
 from kempner.run.signals import Received, follow_parent, inbox, leave_alone
 from kempner.training.orphan import RESUMABLE, hand_back
@@ -57,6 +58,11 @@ class Presence:
         """Let the supervisor know that a signal came here; one rank of all is enough."""
         if self.link is not None and self.world.rank == 0:
             self.link.record(SIGNALLED, {})
+
+    def accuse(self, error: RunError) -> None:
+        """Tell the supervisor that this node is not fit, if that is what the error says."""
+        if self.link is not None and isinstance(error, UnfitNodeError):
+            self.link.record(SUSPECT, {"node": node_name(os.environ), "reason": str(error)})
 
     def leave(self, code: int, sentence: str) -> None:
         """Last words. What the supervisor cannot take for the ledger any more is written here.

@@ -13,19 +13,19 @@ from kempner.cluster.hosts import node_name
 from kempner.cluster.world import World
 from kempner.config.sections import Config
 from kempner.run.attempts import Attempt, begin_attempt
-from kempner.run.exit_codes import ExitCode, NotSharedError, RunError, UsageError
+from kempner.run.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.launch import Launch
 from kempner.run.layout import RunDirectory
 from kempner.run.ledger import Ledger
 from kempner.run.logs import logger, open_log
-from kempner.run.messages import SUSPECT, Phase
+from kempner.run.messages import Phase
 from kempner.training.assembly import build
 from kempner.training.distributed import Ranks, choose_device, connect
 from kempner.training.faults import arm
 from kempner.training.loop import train
 from kempner.training.memory import describe_shortage
 from kempner.training.presence import Presence
-from kempner.training.selfcheck import UnfitDeviceError, check_device
+from kempner.training.selfcheck import check_device
 from kempner.training.shutdown import ShutdownHandler
 
 _PEER_GONE = (
@@ -47,6 +47,7 @@ def main(config: Config, presence: Presence, shutdown: ShutdownHandler) -> NoRet
         code = run_rank(config, presence, shutdown)
     except RunError as error:
         logger().error(str(error))
+        presence.accuse(error)
         code, sentence = error.code, str(error)
     except Exception as error:  # noqa: BLE001 - the process ends here, with a code for the cause
         code, sentence = classify(error, presence), f"{type(error).__name__}: {error}"
@@ -86,7 +87,7 @@ def run_rank(config: Config, presence: Presence, shutdown: ShutdownHandler) -> E
     faults = arm(config, presence)
     faults.strike(Phase.START)
     if config.resilience.health_check:
-        check_node(presence)
+        check_device(choose_device(world), node_name(os.environ))
     progress.enter(Phase.RENDEZVOUS)
     ranks = connect(world, config)
     grace = config.supervise.stop_grace if presence.launch is not None else None
@@ -95,11 +96,7 @@ def run_rank(config: Config, presence: Presence, shutdown: ShutdownHandler) -> E
     open_log(run.log(attempt.number, world.rank), attempt=attempt.number, rank=world.rank)
     progress.enter(Phase.LOAD)
     faults.strike(Phase.LOAD)
-    try:
-        training = build(config, presence, ranks, attempt, shutdown, faults)
-    except NotSharedError as error:
-        accuse(presence, error)
-        raise
+    training = build(config, presence, ranks, attempt, shutdown, faults)
     progress.enter(Phase.COMPILE)
     logger().info("ready", step=training.position.step, reached=progress.reached, **_place(ranks))
     try:
@@ -107,25 +104,6 @@ def run_rank(config: Config, presence: Presence, shutdown: ShutdownHandler) -> E
     finally:
         training.telemetry.close()
         training.feed.close()
-
-
-def check_node(presence: Presence) -> None:
-    """See whether this rank's device computes right, before others depend on it.
-
-    Raises `UnfitDeviceError`, after the supervisor was told which node it is.
-    """
-    try:
-        check_device(choose_device(presence.world), node_name(os.environ))
-    except UnfitDeviceError as error:
-        accuse(presence, error)
-        raise
-
-
-def accuse(presence: Presence, error: RunError) -> None:
-    """Tell the supervisor, if there is one, what is wrong with this node."""
-    if presence.link is not None:
-        node = node_name(os.environ)
-        presence.link.record(SUSPECT, {"node": node, "reason": str(error)})
 
 
 def thread_count(config: Config, world: World) -> int:

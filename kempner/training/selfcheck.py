@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kempner.run.exit_codes import RunError
+from kempner.run.exit_codes import UnfitNodeError
 
 SIZE = 256
 """Rows of the matrices: enough to use every part of a GPU that multiplies, a moment on a CPU."""
 
 
-class UnfitDeviceError(RunError):
+class UnfitDeviceError(UnfitNodeError):
     """The device computes something else than what is right."""
 
 

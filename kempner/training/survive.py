@@ -198,6 +198,7 @@ class _LastWords:
         self.code = None
         if isinstance(error, RunError):
             print(f"kempner: {error}", file=sys.stderr, flush=True)
+            self._presence.accuse(error)
             self._presence.leave(error.code, str(error))
             return
         self._earlier_hook(kind, error, trace)

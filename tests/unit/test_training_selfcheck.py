@@ -10,10 +10,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kempner.cluster.world import discover
+from kempner.run.exit_codes import DataError
 from kempner.run.layout import RunDirectory
 from kempner.run.progress import Progress
 from kempner.training.presence import Presence
-from kempner.training.rank import check_node
 from kempner.training.selfcheck import UnfitDeviceError, check_device
 
 CPU = torch.device("cpu")
@@ -55,8 +55,10 @@ def test_the_supervisor_is_told_which_node_it_is(
     link = Told()
     run = RunDirectory(tmp_path)
     presence = Presence(discover({}), run, None, Progress(), link)  # type: ignore[arg-type]
-    check_node(presence)
+    check_device(torch.device("cpu"), "node2")
+    presence.accuse(DataError("a file is missing, which is no fault of this node's"))
     assert link.events == []
     with Flaky(), pytest.raises(UnfitDeviceError) as raised:
-        check_node(presence)
+        check_device(torch.device("cpu"), "node2")
+    presence.accuse(raised.value)
     assert link.events == [("suspect", {"node": "node2", "reason": str(raised.value)})]

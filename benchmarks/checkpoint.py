@@ -32,8 +32,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from ways_to_save import WAYS, Nothing, Subject
 
-from kempner.checkpoint.state import local_part
-from kempner.run import logs
+from kempner.checkpoint.tensors.state import local_part
+from kempner.run.process import logs
 
 
 def segment(way: Nothing, number: int | None, steps: int) -> tuple[float, float]:

@@ -27,16 +27,16 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from ways_to_save import open_manager
 
-from kempner.checkpoint import saver
-from kempner.checkpoint.commit import commit
-from kempner.checkpoint.image import container
-from kempner.checkpoint.layout import CheckpointFolder
-from kempner.checkpoint.manifest import FileSums, Identity, Manifest, Position, sidecar_name
-from kempner.checkpoint.plan import TensorSpec, data_file, place
-from kempner.checkpoint.stream import write_stream
-from kempner.run import logs
-from kempner.run.attempts import Fence, begin_attempt
-from kempner.run.layout import RunDirectory
+from kempner.checkpoint.format.manifest import FileSums, Identity, Manifest, Position, sidecar_name
+from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, place
+from kempner.checkpoint.io.file_writer import write_stream
+from kempner.checkpoint.store.commit import commit
+from kempner.checkpoint.tensors import save
+from kempner.checkpoint.tensors.file_buffer import container
+from kempner.run.process import logs
+from kempner.run.record.attempts import Fence, begin_attempt
+from kempner.run.record.run_dir import RunDirectory
 
 
 def write_no_data(path: Path, content: memoryview) -> FileSums:
@@ -61,7 +61,7 @@ def measure_saves(items: int, saves: int, folder: Path) -> None:
     optimizer.step()
     run = RunDirectory(folder)
     manager = open_manager(run, model, optimizer, dist.new_group(backend="gloo"))
-    saver.write_stream = write_no_data  # type: ignore[attr-defined]
+    save.write_stream = write_no_data  # type: ignore[attr-defined]
     seconds = []
     for number in range(saves + 1):
         dist.barrier()
@@ -102,14 +102,14 @@ def simulate(world: int, saves: int, folder: Path) -> None:
     start = time.perf_counter()
     place(specs, 0, container)
     own = time.perf_counter() - start
-    layout = saver.Layout(specs, [], None, world)  # type: ignore[arg-type]
+    layout = save.FileLayout(specs, [], None, world)  # type: ignore[arg-type]
     start = time.perf_counter()
     described = layout.described
     first = time.perf_counter() - start
     run = RunDirectory(folder / str(world))
     fence = Fence(run.attempts, begin_attempt(run))
     checkpoints = CheckpointFolder(run.checkpoints)
-    note = saver._Note(True, layout.digest, 1 << 30, 40_000, "0" * 32)
+    note = save._Note(True, layout.digest, 1 << 30, 40_000, "0" * 32)
     identity = Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {})
     seconds, busy = [], []
     for number in range(saves):
@@ -122,9 +122,9 @@ def simulate(world: int, saves: int, folder: Path) -> None:
         os.sync()
         start, cpu = time.perf_counter(), time.thread_time()
         write_stream(path / layout.described_in, described)
-        notes = [saver._Note.decode(numbers) for numbers in encoded]
-        assert saver._agreed(notes)
-        files = saver._list_files(notes, layout.described_entry)
+        notes = [save._Note.decode(numbers) for numbers in encoded]
+        assert save._agreed(notes)
+        files = save._list_files(notes, layout.described_entry)
         manifest = Manifest(Position(number), identity, 1, time.time(), files)
         commit(checkpoints, path, manifest, fence, print)
         seconds.append(time.perf_counter() - start)

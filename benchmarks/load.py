@@ -24,9 +24,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 
-from kempner.checkpoint.image import Image, container, describe
-from kempner.checkpoint.loading import fill
-from kempner.checkpoint.manifest import (
+from kempner.checkpoint.format.manifest import (
     BLOCK_BYTES,
     FileEntry,
     Identity,
@@ -36,10 +34,12 @@ from kempner.checkpoint.manifest import (
     sidecar_name,
     whole_sum,
 )
-from kempner.checkpoint.metadata import build_metadata
-from kempner.checkpoint.plan import data_file, place
-from kempner.checkpoint.reader import METADATA, open_contents
-from kempner.checkpoint.stream import write_stream
+from kempner.checkpoint.format.shard_plan import data_file, place
+from kempner.checkpoint.io.file_writer import write_stream
+from kempner.checkpoint.tensors.dcp_metadata import build_metadata
+from kempner.checkpoint.tensors.dcp_reader import METADATA, open_contents
+from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
+from kempner.checkpoint.tensors.load import fill
 
 WIDTH = 1024
 
@@ -48,7 +48,7 @@ def save(state: dict[str, Tensor], folder: Path, world: int) -> Manifest:
     """Write a state as `world` ranks would that cut every matrix by its rows."""
     specs = [
         replace(s, mesh=(world,), placements=(0 if len(s.shape) > 1 else None,))
-        for s in describe(state, 1)
+        for s in tensor_specs(state, 1)
     ]
     folder.mkdir()
     described = build_metadata(specs, world)
@@ -56,7 +56,7 @@ def save(state: dict[str, Tensor], folder: Path, world: int) -> Manifest:
     files = {METADATA: FileEntry(len(described), xxh3_128=whole_sum(described))}
     for rank in range(world):
         placed = place(specs, rank, container)
-        image = Image(placed, pinned=False)
+        image = FileBuffer(placed, pinned=False)
         for view, item in zip(image.views, placed, strict=True):
             part = state[item.chunk.key]
             for dim, at in enumerate(item.chunk.offsets):

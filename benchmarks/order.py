@@ -10,7 +10,7 @@ from timeit import repeat
 
 import numpy as np
 
-from kempner.data.order import Order
+from kempner.data.order.shuffle import Order
 
 _REPEATS = 15
 

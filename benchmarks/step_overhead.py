@@ -34,7 +34,7 @@ import psutil
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from two_loops import STORE_PORT, Result, Turn, What
 
-from kempner.cluster.ports import free_port
+from kempner.cluster.network.ports import free_port
 
 CONFIG = """
 [run]

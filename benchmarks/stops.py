@@ -30,7 +30,7 @@ from harness import KEMPNER, wait_until  # noqa: E402
 from lab import Cluster  # noqa: E402
 from submitting import Project  # noqa: E402
 
-from kempner.run.ledger import read_lines  # noqa: E402
+from kempner.run.record.ledger import read_lines  # noqa: E402
 
 LONG = ["--train.max_steps=1000000", "--checkpoint.interval=1000000", "--train.log_samples=true"]
 

@@ -21,27 +21,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from kempner.checkpoint.manifest import Position
+from kempner.checkpoint.format.manifest import Position
 from kempner.cluster.world import World
 from kempner.config.loading import load
 from kempner.config.sections import Config
-from kempner.data.tokens import Corpus
+from kempner.data.files.token_file import Corpus
 from kempner.model.sharding import build_model
-from kempner.run import logs
-from kempner.run.exit_codes import ExitCode
-from kempner.run.layout import RunDirectory
-from kempner.run.signals import inbox
-from kempner.supervisor.launcher import Program
-from kempner.supervisor.local import LocalLauncher
-from kempner.supervisor.supervise import supervise
-from kempner.training import assembly, loop, rank
-from kempner.training.council import Ballot, Wish
-from kempner.training.distributed import Ranks, connect
+from kempner.run.process import logs
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.signals import inbox
+from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.daemon import supervise
+from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.local import LocalLauncher
+from kempner.training import build, loop
+from kempner.training import main as rank_main
+from kempner.training.compute.forward_backward import accumulate
+from kempner.training.compute.optimizer import build_optimizer, clip_gradients
+from kempner.training.groups.process_groups import Ranks, connect
 from kempner.training.loop import Training
-from kempner.training.optimizer import build_optimizer, clip_gradients
-from kempner.training.presence import appear
-from kempner.training.shutdown import ShutdownHandler
-from kempner.training.step import accumulate
+from kempner.training.rank_link.rank_link import open_rank_link
+from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.vote.vote import Ballot, Vote, VoteResult
 
 STORE_PORT = "OVERHEAD_PORT"
 """The variable with the port of the store on which turns are given out."""
@@ -114,7 +115,7 @@ def be_kempner(file: Path) -> None:
     config = load(file, [])
     turns, close_ballot = Turns("kempner"), Ballot.close
 
-    def close(ballot: Ballot) -> Wish:
+    def close(ballot: Ballot) -> VoteResult:
         with turns.waiting():
             return close_ballot(ballot)
 
@@ -129,9 +130,9 @@ def be_kempner(file: Path) -> None:
         return ExitCode.COMPLETED
 
     Ballot.close = close  # type: ignore[method-assign, assignment]
-    loop.leave = lambda run, verdict: ExitCode.COMPLETED  # between turns nothing is saved
-    rank.train = train  # type: ignore[attr-defined]
-    rank.main(config, appear(config, shutdown), shutdown)
+    loop.finish_run = lambda run, agreed: ExitCode.COMPLETED  # between turns nothing is saved
+    rank_main.train = train  # type: ignore[attr-defined]
+    rank_main.main(config, open_rank_link(config, shutdown), shutdown)
 
 
 class Plain:
@@ -142,7 +143,7 @@ class Plain:
         corpus = Corpus.open(str(config.data.dataset_path))
         self._model = build_model(config, corpus.index.vocab_size, ranks.device, ranks.mesh)
         self._optimizer = build_optimizer(self._model, config.optimizer)
-        self._feed = assembly._open_feed(config, corpus, ranks, Position())
+        self._feed = build._open_feed(config, corpus, ranks, Position())
         self._step = 0
 
     def work(self, turn: Turn) -> None:
@@ -166,7 +167,7 @@ class Plain:
         loss.item()
 
     def _reduce(self) -> None:
-        votes = torch.tensor(Wish().encode(), dtype=torch.int64)
+        votes = torch.tensor(Vote().encode(), dtype=torch.int64)
         with self._turns.waiting():
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._ranks.votes)
 
@@ -188,7 +189,7 @@ def be_plain(file: Path, program: str, place: int, size: int) -> None:
     """A rank of `plain` or `control`."""
     logs.configure()
     config, world = load(file, []), World(place, size, place, size, launcher="kempner")
-    torch.set_num_threads(rank.thread_count(config, world))
+    torch.set_num_threads(rank_main.thread_count(config, world))
     turns, ranks = Turns(program), connect(world, config)
     plain = Plain(config, ranks, turns)
     turns.take(plain.work)

@@ -20,11 +20,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from kempner.checkpoint import state
+from kempner.checkpoint.format.manifest import Identity, Position
 from kempner.checkpoint.manager import CheckpointManager
-from kempner.checkpoint.manifest import Identity, Position
-from kempner.run.attempts import Fence, begin_attempt
-from kempner.run.layout import RunDirectory
+from kempner.checkpoint.tensors import state
+from kempner.run.record.attempts import Fence, begin_attempt
+from kempner.run.record.run_dir import RunDirectory
 
 STEP_ROWS = 64
 

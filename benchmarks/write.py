@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from kempner.checkpoint.image import page_aligned
-from kempner.checkpoint.stream import SLAB_BYTES, write_stream
+from kempner.checkpoint.io.file_writer import SLAB_BYTES, write_stream
+from kempner.checkpoint.tensors.file_buffer import page_aligned
 
 
 def raw(path: Path, data: torch.Tensor) -> None:

@@ -9,13 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kempner.run import logs
-from kempner.run.attempts import Attempt
-from kempner.run.launch import Control, Launch
-from kempner.run.layout import RunDirectory
-from kempner.run.ledger import read_lines
-from kempner.run.link import Link, Reactions
-from kempner.run.messages import (
+from kempner.run.control.client import ControlClient, Reactions
+from kempner.run.control.heartbeat import Progress
+from kempner.run.control.launch_env import Control, Launch
+from kempner.run.control.protocol import (
     Challenge,
     FromRank,
     FromSupervisor,
@@ -24,11 +21,14 @@ from kempner.run.messages import (
     decode_from_supervisor,
     encode,
 )
-from kempner.run.progress import Progress
-from kempner.supervisor.admission import Membership, listen
-from kempner.supervisor.channel import Channel
-from kempner.supervisor.file_channel import FileChannel
-from kempner.supervisor.news import News
+from kempner.run.process import logs
+from kempner.run.record.attempts import Attempt
+from kempner.run.record.ledger import read_lines
+from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.control.auth import Membership, listen
+from kempner.supervisor.control.events import News
+from kempner.supervisor.control.file_transport import FileTransport
+from kempner.supervisor.control.server import ControlServer
 
 SIZE = 4
 LOOPBACK = "127.0.0.1"
@@ -45,10 +45,10 @@ class Supervisor:
         self.secret = Secret.new()
         self.news: queue.SimpleQueue[News] = queue.SimpleQueue()
         members = Membership(self.secret, attempt=3, size=SIZE)
-        files = FileChannel(self.run, 3, SIZE)
-        self.channel = Channel(listen(LOOPBACK, None), members, files, self.news.put)
+        files = FileTransport(self.run, 3, SIZE)
+        self.channel = ControlServer(listen(LOOPBACK, None), members, files, self.news.put)
         self.channel.start()
-        self.links: list[Link] = []
+        self.links: list[ControlClient] = []
 
     def close(self) -> None:
         """End both sides; nobody is left to call at a port that somebody else may get."""
@@ -86,7 +86,7 @@ class LinkedRank:
             self.stops.put, self.silences.put, self.standstills.put, patience, patience
         )
         launch = supervisor.launch(**changes)
-        self.link = Link(launch, supervisor.run, rank, self.progress, react)
+        self.link = ControlClient(launch, supervisor.run, rank, self.progress, react)
         self.link.start()
         supervisor.links.append(self.link)
 

@@ -13,7 +13,7 @@ from drilling import ALL
 from harness import KEMPNER, Run, wait_until
 from hypothesis import settings
 
-from kempner.cluster.cgroup import MemoryGroup, memory_group
+from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kempner.data.index import INDEX_FILE, Index, Shard, Source, TokenizerIdentity
-from kempner.data.tokens import TokenWriter
-from kempner.run.attempts import read_current
-from kempner.run.layout import RunDirectory
-from kempner.run.ledger import read_lines
+from kempner.data.files.index import INDEX_FILE, Index, Shard, Source, TokenizerIdentity
+from kempner.data.files.token_file import TokenWriter
+from kempner.run.record.attempts import read_current
+from kempner.run.record.ledger import read_lines
+from kempner.run.record.run_dir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 KEMPNER = [sys.executable, "-m", "kempner"]

@@ -17,7 +17,7 @@ from random import Random
 from drilling import SMALLEST_MODEL, note
 from harness import Run
 
-from kempner.run.ledger import read_lines
+from kempner.run.record.ledger import read_lines
 
 EARLY = ("start", "load")
 SAVING = ("stage", "write", "commit")

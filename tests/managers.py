@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from kempner.checkpoint.format.manifest import Identity
 from kempner.checkpoint.manager import CheckpointManager
-from kempner.checkpoint.manifest import Identity
-from kempner.run.attempts import Fence, begin_attempt
-from kempner.run.layout import RunDirectory
+from kempner.run.record.attempts import Fence, begin_attempt
+from kempner.run.record.run_dir import RunDirectory
 
 
 def open_manager(

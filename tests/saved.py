@@ -8,10 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kempner.checkpoint import commit, index
-from kempner.checkpoint.image import Image, container, describe
-from kempner.checkpoint.layout import CheckpointFolder, in_progress_name
-from kempner.checkpoint.manifest import (
+from kempner.checkpoint.format import compact_index
+from kempner.checkpoint.format.manifest import (
     FileEntry,
     Identity,
     Manifest,
@@ -20,13 +18,16 @@ from kempner.checkpoint.manifest import (
     sidecar_name,
     whole_sum,
 )
-from kempner.checkpoint.metadata import build_metadata
-from kempner.checkpoint.plan import TensorSpec, data_file, place
-from kempner.checkpoint.reader import METADATA
-from kempner.checkpoint.stream import write_stream
-from kempner.run.attempts import Fence, begin_attempt
-from kempner.run.files import write_durable
-from kempner.run.layout import RunDirectory
+from kempner.checkpoint.format.names import CheckpointFolder, in_progress_name
+from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, place
+from kempner.checkpoint.io.file_writer import write_stream
+from kempner.checkpoint.store import commit
+from kempner.checkpoint.tensors.dcp_metadata import build_metadata
+from kempner.checkpoint.tensors.dcp_reader import METADATA
+from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
+from kempner.run.process.durable_io import write_durable
+from kempner.run.record.attempts import Fence, begin_attempt
+from kempner.run.record.run_dir import RunDirectory
 
 Model = Mapping[str, object]
 
@@ -63,13 +64,13 @@ def commit_state(
     path.mkdir(parents=True)
     specs = [
         TensorSpec(spec.key, spec.shape, spec.dtype, (world,), (0 if spec.shape else None,))
-        for spec in describe(state, 1)
+        for spec in tensor_specs(state, 1)
     ]
     files: dict[str, FileEntry] = {}
     for rank in range(world):
         files |= _write_rank(path, state, specs, rank)
-    described = index.encode(specs, world) if compact else build_metadata(specs, world)
-    files |= _write_small(path / (index.INDEX if compact else METADATA), described)
+    described = compact_index.encode(specs, world) if compact else build_metadata(specs, world)
+    files |= _write_small(path / (compact_index.INDEX if compact else METADATA), described)
     identity = Identity(world, {"fsdp": world}, 0, "", model or {}, "", {}, {})
     manifest = Manifest(Position(step, 8 * step, 64 * step), identity, attempt.number, 0.5, files)
     return commit.commit(CheckpointFolder(run.checkpoints), path, manifest, fence, print)
@@ -79,7 +80,7 @@ def _write_rank(
     path: Path, state: Mapping[str, Tensor], specs: list[TensorSpec], rank: int
 ) -> dict[str, FileEntry]:
     placed = place(specs, rank, container)
-    image = Image(placed, pinned=False)
+    image = FileBuffer(placed, pinned=False)
     for view, item in zip(image.views, placed, strict=True):
         part = state[item.chunk.key]
         for dim, at in enumerate(item.chunk.offsets):

@@ -20,24 +20,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from kempner.checkpoint import commit, retention, state
-from kempner.checkpoint.compatibility import judge
-from kempner.checkpoint.durations import COMMITTED, RESUMED, Durations, SaveSeconds
-from kempner.checkpoint.image import describe
-from kempner.checkpoint.layout import MANIFEST, CheckpointFolder, in_progress_name
-from kempner.checkpoint.loading import fill
-from kempner.checkpoint.manifest import FileEntry, Identity, Manifest, Position, read
-from kempner.checkpoint.reader import open_contents
-from kempner.checkpoint.reading import reading
-from kempner.checkpoint.saver import Layout, Route, SaveFailedError, write_and_commit
-from kempner.checkpoint.selection import choose, choose_to_go_back
-from kempner.checkpoint.staging import Stager
-from kempner.checkpoint.stream import yield_to_training
-from kempner.checkpoint.verify import Damage
-from kempner.run.attempts import Fence, SupersededError
-from kempner.run.exit_codes import DataError, RunError, UsageError
-from kempner.run.logs import logger
-from kempner.run.progress import Waiting, untimed
+from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest, Position, read
+from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder, in_progress_name
+from kempner.checkpoint.io.file_writer import yield_to_training
+from kempner.checkpoint.io.verify import Damage
+from kempner.checkpoint.store import commit, retention
+from kempner.checkpoint.store.compatibility import compare_identities
+from kempner.checkpoint.store.read_marker import reading
+from kempner.checkpoint.store.selection import choose, choose_to_go_back
+from kempner.checkpoint.tensors import state
+from kempner.checkpoint.tensors.dcp_reader import open_contents
+from kempner.checkpoint.tensors.file_buffer import tensor_specs
+from kempner.checkpoint.tensors.load import fill
+from kempner.checkpoint.tensors.save import FileLayout, Route, SaveFailedError, write_and_commit
+from kempner.checkpoint.tensors.staging import Stager
+from kempner.run.control.heartbeat import Waiting, untimed
+from kempner.run.process.exit_codes import DataError, RunError, UsageError
+from kempner.run.process.logs import logger
+from kempner.run.record.attempts import Fence, SupersededError
+from kempner.run.record.save_times import COMMITTED, RESUMED, Durations, SaveSeconds
 
 T = TypeVar("T")
 
@@ -111,11 +112,11 @@ class CheckpointManager:
         `accept` names "data" or "seed"); `NotSharedError` on a rank that does not see what rank 0
         has chosen.
         """
-        self._told_by_rank_0(self._prepare_folder)
+        self._broadcast_from_rank0(self._prepare_folder)
         if (position := self._load_newest(self._choose, accept)) is not None:
             self._record(RESUMED, step=position.step)
             return position
-        if link := self._told_by_rank_0(self._folder.latest):
+        if link := self._broadcast_from_rank0(self._folder.latest):
             raise DataError(
                 f"no checkpoint in {self._folder.path} verifies, although `latest` names step "
                 f"{link}; to start over from step 0, remove that link"
@@ -124,7 +125,7 @@ class CheckpointManager:
 
     def branch(self) -> list[int]:
         """The steps of the live branch that are committed, ascending; `latest` is the last one."""
-        return self._told_by_rank_0(self._branch)
+        return self._broadcast_from_rank0(self._branch)
 
     def roll_back(self, to: int, accept: Collection[str] = ()) -> Position:
         """Load the newest checkpoint up to step `to` that verifies; `latest` names it afterwards.
@@ -220,9 +221,9 @@ class CheckpointManager:
         """The way of the state into its file; made anew when its tensors are not what they were."""
         if self._route is None or not self._route.binding.intact():
             binding = state.Binding(self._model, self._optimizer)
-            specs = describe(binding.table, dist.get_world_size(self._group))
+            specs = tensor_specs(binding.table, dist.get_world_size(self._group))
             if self._route is None or self._route.layout.specs != specs:
-                layout = Layout.of(specs, self._device, self._group)
+                layout = FileLayout.of(specs, self._device, self._group)
             else:
                 layout = self._route.layout
             self._route = Route.of(binding, layout)
@@ -231,7 +232,7 @@ class CheckpointManager:
     def _write(
         self,
         path: Path,
-        layout: Layout,
+        layout: FileLayout,
         staged: Future[None],
         position: Position,
         started: float,
@@ -280,14 +281,14 @@ class CheckpointManager:
         self, choose: Callable[[], int | None], accept: Collection[str]
     ) -> Position | None:
         """Load what `choose` names, and what it names next as long as that is damaged."""
-        while (step := self._told_by_rank_0(choose)) is not None:
+        while (step := self._broadcast_from_rank0(choose)) is not None:
             with self._marked_as_read(step):
-                manifest, damages = self._told_by_rank_0(partial(self._read_manifest, step))
+                manifest, damages = self._broadcast_from_rank0(partial(self._read_manifest, step))
                 if manifest is not None:
                     damages = self._load(step, manifest, accept)
                     if not damages:
                         return manifest.position
-            self._told_by_rank_0(partial(self._reject, step, damages))
+            self._broadcast_from_rank0(partial(self._reject, step, damages))
         return None
 
     def _branch(self) -> list[int]:
@@ -321,7 +322,7 @@ class CheckpointManager:
     def _load(self, step: int, manifest: Manifest, accept: Collection[str]) -> list[Damage]:
         """Fill the state; returns what is damaged, on all ranks alike, and empty if nothing is."""
         path = self._folder.step(step)
-        judgement = judge(manifest.identity, self._identity, accept)
+        judgement = compare_identities(manifest.identity, self._identity, accept)
         if judgement.refusals:
             raise DataError(f"cannot go on from {path}: {'; '.join(judgement.refusals)}")
         contents, damages = self._together(lambda: open_contents(path, manifest))
@@ -334,7 +335,7 @@ class CheckpointManager:
         _, damages = self._together(lambda: fill(table, path, manifest, contents))
         if not damages:
             self.committed_step = step
-            self._told_by_rank_0(partial(self._go_on_from, step, judgement.remarks))
+            self._broadcast_from_rank0(partial(self._go_on_from, step, judgement.remarks))
         return damages
 
     def _together(self, work: Callable[[], T]) -> tuple[T | None, list[Damage]]:
@@ -365,7 +366,7 @@ class CheckpointManager:
         for remark in remarks:
             logger().warning(remark)
 
-    def _told_by_rank_0(self, answer: Callable[[], T]) -> T:
+    def _broadcast_from_rank0(self, answer: Callable[[], T]) -> T:
         """What only one process may ask of the file system, asked by rank 0 for all.
 
         A `RunError` of rank 0 is raised on every rank.

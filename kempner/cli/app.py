@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import kempner
-from kempner.cli import checkpoint, config, exchange, prepare, status, supervise, train
+from kempner.cli import checkpoint, checkpoint_convert, config, prepare, status, supervise, train
 
 app = typer.Typer(
     add_completion=False,
@@ -34,5 +34,5 @@ def _options(
 ) -> None: ...
 
 
-for command in (prepare, train, supervise, status, checkpoint, exchange, config):
+for command in (prepare, train, supervise, status, checkpoint, checkpoint_convert, config):
     command.register(app)

@@ -12,17 +12,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kempner.checkpoint.findings import record
-from kempner.checkpoint.inventory import Item, at_step, locate, survey
-from kempner.checkpoint.manifest import Manifest, rank_of, read
-from kempner.checkpoint.reading import Readers, reading_at
-from kempner.checkpoint.retention import Keep, expendable
-from kempner.checkpoint.retention import prune as delete
-from kempner.checkpoint.verify import Damage
-from kempner.checkpoint.verify import verify as find_damage
+from kempner.checkpoint.format.manifest import Manifest, rank_of, read
+from kempner.checkpoint.io.verify import Damage
+from kempner.checkpoint.io.verify import verify as find_damage
+from kempner.checkpoint.io.verify_log import record
+from kempner.checkpoint.store.inventory import Item, at_step, locate, survey
+from kempner.checkpoint.store.read_marker import Readers, reading_at
+from kempner.checkpoint.store.retention import Keep, expendable
+from kempner.checkpoint.store.retention import prune as delete
 from kempner.cli.progress import bar
 from kempner.insight.status import spans
-from kempner.run.exit_codes import CheckpointWriteError, DataError, ExitCode, UsageError
+from kempner.run.process.exit_codes import CheckpointWriteError, DataError, ExitCode, UsageError
 
 Folder = Annotated[
     Path,

@@ -12,8 +12,8 @@ import typer
 from kempner.config.errors import ConfigError
 from kempner.config.loading import dumps, load
 from kempner.config.sections import Config
-from kempner.model.memory import estimate_memory
-from kempner.model.sizes import Shape, count_parameters
+from kempner.model.spec.memory import estimate_memory
+from kempner.model.spec.shape import Shape, count_parameters
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration in TOML.")]
 """The first argument of every command that takes a configuration."""

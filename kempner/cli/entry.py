@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from kempner.run.exit_codes import ExitCode
+    from kempner.run.process.exit_codes import ExitCode
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -28,14 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _arm_signals(arguments: Sequence[str]) -> None:
     """Installs the handlers of a command that must stop in order, before any slow import."""
     if arguments[:1] == ["train"]:
-        from kempner.training.shutdown import ShutdownHandler
+        from kempner.training.rank_link.shutdown import ShutdownHandler
 
         ShutdownHandler().install()
     elif arguments[:1] == ["supervise"]:
-        from kempner.run.signals import inbox, leave_alone
+        from kempner.run.process.signals import exit_immediately, inbox
 
         inbox().install()
-        inbox().react_with(leave_alone)
+        inbox().react_with(exit_immediately)
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -44,7 +44,7 @@ def _run(arguments: Sequence[str]) -> int:
 
     from kempner.cli.app import app
     from kempner.config.errors import ConfigError
-    from kempner.run.exit_codes import ExitCode, RunError
+    from kempner.run.process.exit_codes import ExitCode, RunError
 
     try:
         outcome = app(args=arguments, prog_name="kempner", standalone_mode=False)

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 
 from kempner.cli.progress import bar
-from kempner.run.exit_codes import ExitCode
+from kempner.run.process.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from kempner.data.prepare import Prepared
+    from kempner.data.prepare.pipeline import Prepared
 
 
 def register(app: typer.Typer) -> None:
@@ -44,7 +44,7 @@ def _prepare(
     ] = None,
 ) -> ExitCode:
     """Turn text into token files; started again after an interruption, go on."""
-    from kempner.data.prepare import prepare
+    from kempner.data.prepare.pipeline import prepare
 
     console = Console(stderr=True)
     try:

@@ -10,8 +10,8 @@ import typer
 
 from kempner.insight.job import find_run, read_job
 from kempner.insight.status import read_status
-from kempner.run.exit_codes import UsageError
-from kempner.run.layout import RunDirectory
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.run_dir import RunDirectory
 
 
 def register(app: typer.Typer) -> None:

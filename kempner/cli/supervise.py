@@ -12,19 +12,20 @@ import typer
 from typer.core import TyperCommand
 
 from kempner.cli.config import TAKES_OVERRIDES
-from kempner.cluster.job import restart_count
+from kempner.cluster.slurm.job import restart_count
 from kempner.config.loading import load
 from kempner.config.sections import Config
-from kempner.run import logs
-from kempner.run.exit_codes import ExitCode, UsageError
-from kempner.run.layout import RunDirectory
-from kempner.run.signals import inbox
-from kempner.supervisor.entering import element, enter, find_job, introduction
-from kempner.supervisor.launcher import Program
-from kempner.supervisor.local import LocalLauncher
-from kempner.supervisor.slurm_job import SlurmJob
-from kempner.supervisor.step import StepLauncher, TorchrunLauncher
-from kempner.supervisor.supervise import supervise as follow
+from kempner.run.process import logs
+from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.process.signals import inbox
+from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.daemon import supervise as follow
+from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.local import LocalLauncher
+from kempner.supervisor.launchers.srun import SrunLauncher
+from kempner.supervisor.launchers.torchrun import TorchrunLauncher
+from kempner.supervisor.slurm.job_monitor import JobMonitor
+from kempner.supervisor.slurm.setup import element, enter, find_job, introduction
 
 
 class LauncherName(StrEnum):
@@ -113,10 +114,10 @@ def _in_a_job(
     allocation, resources = enter(
         job, os.environ, config, given=jobid is not None, per_task=per_task
     )
-    step = (StepLauncher if per_task else TorchrunLauncher)(allocation, config.supervise)
+    step = (SrunLauncher if per_task else TorchrunLauncher)(allocation, config.supervise)
     restarts = restart_count(os.environ)
     print(introduction(allocation, resources, run, given, restarts), flush=True)
-    around = SlurmJob(job, allocation.batch, given if config.slurm.resubmit else None)
+    around = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)
     return follow(run, step, program, config, inbox(), around)
 
 

@@ -6,9 +6,9 @@ import typer
 
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
 from kempner.config.loading import load
-from kempner.run import logs
-from kempner.training.presence import appear
-from kempner.training.shutdown import ShutdownHandler
+from kempner.run.process import logs
+from kempner.training.rank_link.rank_link import open_rank_link
+from kempner.training.rank_link.shutdown import ShutdownHandler
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +26,7 @@ def train(context: typer.Context, file: ConfigFile) -> None:
     shutdown.install()
     logs.configure()
     config = load(file, context.args)
-    presence = appear(config, shutdown)
-    from kempner.training.rank import main
+    rank_link = open_rank_link(config, shutdown)
+    from kempner.training.main import main
 
-    main(config, presence, shutdown)
+    main(config, rank_link, shutdown)

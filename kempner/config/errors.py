@@ -67,7 +67,7 @@ def dotted(keys: Sequence[str | int]) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def describe(details: ErrorDetails, known: Sequence[str]) -> str:
+def describe_error(details: ErrorDetails, known: Sequence[str]) -> str:
     """One of pydantic's errors as a clause without its place; `known` are the dotted keys."""
     kind, keys, value = details["type"], details["loc"], details["input"]
     context: dict[str, Any] = details.get("ctx", {})

@@ -12,7 +12,7 @@ import tomli
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from kempner.config.errors import ConfigError, describe, dotted, shorten
+from kempner.config.errors import ConfigError, describe_error, dotted, shorten
 from kempner.config.overrides import Override, parse, place
 from kempner.config.sections import Config, RunSection
 
@@ -178,7 +178,7 @@ def _explain(
         name, _, text = origin.partition("=")
         hint = f"; with the shell's quotes around TOML's: {name}='\"{text}\"'"
     more = f" (and {len(others)} more)" if others else ""
-    return f"{origin}: {describe(first, known)}{hint}{more}"
+    return f"{origin}: {describe_error(first, known)}{hint}{more}"
 
 
 def _origin(path: Path | None, given: Sequence[Override], keys: Keys) -> str:

@@ -6,29 +6,30 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from kempner.config.faults import parse_faults
+from kempner.config.fault_spec import parse_faults
 from kempner.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
-class HangCeilings(Section):
+class HangTimeouts(Section):
     """Seconds without a move that are always a hang, where a phase needs a limit of its own."""
 
     start: PositiveFloat | None = None
-    """From the launch until a rank looks for the others; resilience.hang_ceiling when left out."""
+    """From the launch until a rank looks for the others; resilience.hang_timeout_max when left
+    out."""
     rendezvous: PositiveFloat | None = None
-    """Until all ranks have met; resilience.hang_ceiling when left out."""
+    """Until all ranks have met; resilience.hang_timeout_max when left out."""
     load: PositiveFloat | None = None
-    """Loading a checkpoint; resilience.hang_ceiling when left out."""
+    """Loading a checkpoint; resilience.hang_timeout_max when left out."""
     compile: PositiveFloat | None = None
-    """The first step of an attempt; resilience.hang_ceiling when left out."""
+    """The first step of an attempt; resilience.hang_timeout_max when left out."""
     step: PositiveFloat | None = None
-    """Any other step; resilience.hang_ceiling when left out."""
+    """Any other step; resilience.hang_timeout_max when left out."""
     eval: PositiveFloat | None = None
-    """One evaluation; resilience.hang_ceiling when left out."""
+    """One evaluation; resilience.hang_timeout_max when left out."""
     save: PositiveFloat | None = None
-    """A save, as far as training waits for it; resilience.hang_ceiling when left out."""
+    """A save, as far as training waits for it; resilience.hang_timeout_max when left out."""
     exit: PositiveFloat | None = None
-    """The ranks' last wait for each other; resilience.hang_ceiling when left out."""
+    """The ranks' last wait for each other; resilience.hang_timeout_max when left out."""
 
     def of(self, phase: str) -> float | None:
         """A phase's own ceiling in seconds; None when left out."""
@@ -43,12 +44,12 @@ class ResilienceSection(Section):
     hang_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10.0
     """No rank has moved for this many times what the phase usually takes: then it is a hang. What
     is usual is learned from the run, as the 95th percentile; of steps, of the time between two."""
-    hang_floor: PositiveFloat = 300.0
+    hang_timeout_min: PositiveFloat = 300.0
     """Seconds without a move that are never a hang."""
-    hang_ceiling: PositiveFloat = 1800.0
+    hang_timeout_max: PositiveFloat = 1800.0
     """Seconds without a move that are always a hang; the only limit for a phase of which nothing
     has been learned yet."""
-    hang_ceilings: HangCeilings = HangCeilings()
+    hang_timeout_max_of: HangTimeouts = HangTimeouts()
     """Other ceilings for single phases."""
 
     straggler_share: Annotated[float, Field(gt=0, lt=1)] = 0.15

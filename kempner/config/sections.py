@@ -227,13 +227,13 @@ class SuperviseSection(Section):
     control_ports: Annotated[str, Field(pattern=r"^[0-9]{1,5}-[0-9]{1,5}$")] | None = None
     """First and last port, as in "20000-20100", of which the supervisor takes a free one to listen
     to the ranks; any free port when left out."""
-    silence_limit: Annotated[float, Field(ge=10, allow_inf_nan=False)] = 60.0
+    supervisor_timeout: Annotated[float, Field(ge=10, allow_inf_nan=False)] = 60.0
     """Seconds without a word from the supervisor, who says one every two seconds, after which ranks
     commit and leave."""
     lease: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 45.0
     """Seconds without a sign of life after which a supervisor on another machine counts as dead,
     and may be replaced by one that is started now."""
-    fruitless_restarts: NonNegativeInt = 3
+    max_restarts_without_progress: NonNegativeInt = 3
     """Times in a row that failed ranks are started again without a new checkpoint in between; as
     long as each start saves something new, there is no limit. 0: never start again."""
     spare_nodes: NonNegativeInt = 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.cluster import scontrol
-from kempner.cluster.job import JobState, parse_job
-from kempner.cluster.scontrol import SlurmError
-from kempner.run.exit_codes import UsageError
-from kempner.run.layout import RUN_LINE, RunDirectory
-from kempner.run.ledger import read_lines
+from kempner.cluster.slurm import scontrol
+from kempner.cluster.slurm.job import JobState, parse_job
+from kempner.cluster.slurm.scontrol import SlurmError
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.ledger import read_lines
+from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 
 
 @dataclass(frozen=True)

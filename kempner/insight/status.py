@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from kempner.checkpoint.layout import CheckpointFolder
-from kempner.run import gave_up
-from kempner.run.attempts import read_current
-from kempner.run.gave_up import GaveUp
-from kempner.run.layout import RunDirectory
-from kempner.run.ledger import read_lines
+from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.run.record import gave_up
+from kempner.run.record.attempts import read_current
+from kempner.run.record.gave_up import GaveUp
+from kempner.run.record.ledger import read_lines
+from kempner.run.record.run_dir import RunDirectory
 
 
 @dataclass(frozen=True)

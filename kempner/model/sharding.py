@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from kempner.config.sections import Config
 from kempner.model.init import initialise
-from kempner.model.sizes import Shape
+from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
 
 

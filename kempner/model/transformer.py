@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kempner.model.sizes import Shape
+from kempner.model.spec.shape import Shape
 
 
 def rotary_table(head_dim: int, max_seq_len: int, theta: float) -> Tensor:

@@ -23,12 +23,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-from kempner.cluster.job import restart_count
-from kempner.run.attempts import SupersededError
-from kempner.run.clock import AwakeClock
-from kempner.run.exit_codes import UsageError
-from kempner.run.layout import RunDirectory
-from kempner.run.logs import logger
+from kempner.cluster.slurm.job import restart_count
+from kempner.run.process.awake_clock import AwakeClock
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.logs import logger
+from kempner.run.record.attempts import SupersededError
+from kempner.run.record.run_dir import RunDirectory
 
 RENEWALS = 15
 """How often a lease is renewed within its time: so many must fail before it is lost."""

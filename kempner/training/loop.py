@@ -8,26 +8,26 @@ from dataclasses import asdict, dataclass, replace
 
 from torch.optim import Optimizer
 
+from kempner.checkpoint.format.manifest import Position, Rollback
 from kempner.checkpoint.manager import CheckpointManager, Recorder
-from kempner.checkpoint.manifest import Position, Rollback
 from kempner.config.sections import Config
-from kempner.data.loader import Feed, MicroBatch, StepBatch
+from kempner.data.serve.loader import Feed, MicroBatch, StepBatch
 from kempner.model.transformer import Transformer
-from kempner.run.exit_codes import DivergedError, ExitCode
-from kempner.run.logs import logger
-from kempner.run.messages import EVALUATED, Phase
-from kempner.run.progress import Progress
-from kempner.training.anomalies import ROLLED_BACK, Health, Plan, observe, plan_rollback
-from kempner.training.council import Council, Wish
-from kempner.training.distributed import Ranks
-from kempner.training.evaluation import Evaluation
-from kempner.training.faults import Faults
-from kempner.training.last_save import finish, refuse_to_go_on_unsaved
-from kempner.training.optimizer import update
-from kempner.training.schedule import learning_rate
-from kempner.training.shutdown import ShutdownHandler
-from kempner.training.step import accumulate, weightless
-from kempner.training.telemetry import Telemetry
+from kempner.run.control.heartbeat import Progress
+from kempner.run.control.protocol import EVALUATED, Phase
+from kempner.run.process.exit_codes import DivergedError, ExitCode
+from kempner.run.process.logs import logger
+from kempner.training.compute.forward_backward import accumulate, weightless
+from kempner.training.compute.optimizer import update
+from kempner.training.fault_injection import FaultInjector
+from kempner.training.groups.process_groups import Ranks
+from kempner.training.observe.evaluation import Evaluation
+from kempner.training.observe.metrics import StepMetrics
+from kempner.training.policy.anomalies import ROLLED_BACK, Health, Plan, observe, plan_rollback
+from kempner.training.policy.lr_schedule import learning_rate
+from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.vote.final_save import finish, refuse_to_go_on_unsaved
+from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 
 
 @dataclass
@@ -44,24 +44,24 @@ class Training:
     optimizer: Optimizer
     feed: Feed
     open_feed: Callable[[Position], Feed]
-    council: Council
+    vote_group: VoteGroup
     shutdown: ShutdownHandler
     checkpoints: CheckpointManager
     evaluation: Evaluation
     progress: Progress
-    telemetry: Telemetry
-    faults: Faults
+    step_metrics: StepMetrics
+    faults: FaultInjector
     record: Recorder
     position: Position
     health: Health
     save_postponed: bool = False
 
-    def wish(self, void: bool = False) -> Wish:
+    def vote(self, void: bool = False) -> Vote:
         """What this rank wants at this moment."""
         self.checkpoints.poll()
         at_the_end = self.position.step == self.config.train.max_steps
-        return Wish(
-            stop=self.shutdown.wish(),
+        return Vote(
+            stop=self.shutdown.reason(),
             void=void,
             diverged=self.health.trouble is not None or (at_the_end and not self.health.sound),
             failed_saves=self.checkpoints.settled_failures,
@@ -88,12 +88,12 @@ def train(run: Training) -> ExitCode:
     """Train to the last step or until the ranks agree to stop; either way, commit and say how."""
     last = run.config.train.max_steps
     run.progress.step = run.position.step
-    verdict = evaluate_if_due(run)  # again, if the run was stopped in the middle of it
+    agreed = evaluate_if_due(run)  # again, if the run was stopped in the middle of it
     # The last step, too, must be a sound one: what is suspicious then gets a vote of its own.
-    while (run.position.step < last or not run.health.sound) and not verdict.stop:
+    while (run.position.step < last or not run.health.sound) and not agreed.stop:
         step = run.position.step + 1
         batch = run.feed.take(give_up=run.shutdown.should_shutdown)
-        ballot = run.council.open(run.wish(void=batch is None))
+        ballot = run.vote_group.open(run.vote(void=batch is None))
         with run.faults.during_step(step, run.model):
             loss = accumulate(
                 run.model,
@@ -106,10 +106,10 @@ def train(run: Training) -> ExitCode:
             )
         run.checkpoints.release_staging()
         with run.progress.waiting("the vote"):
-            verdict = ballot.close()
-        if verdict.void or batch is None or (verdict.diverged and verdict.stop):
+            agreed = ballot.close()
+        if agreed.void or batch is None or (agreed.diverged and agreed.stop):
             break  # a rank had no data, or nobody wants the step: it did not happen, on any rank
-        if verdict.diverged:
+        if agreed.diverged:
             roll_back(run)
             continue
         rate = run.rate(step)
@@ -123,14 +123,14 @@ def train(run: Training) -> ExitCode:
         )
         run.position = advance(run, batch)
         run.progress.made(step)
-        run.telemetry.record(run.position, loss, norm, rate, batch.samples)
-        due = save_is_due(run, verdict)
-        take_note(run, everything=due or leaving(run, verdict))
+        run.step_metrics.record(run.position, loss, norm, rate, batch.samples)
+        due = save_is_due(run, agreed)
+        take_note(run, everything=due or is_last_step(run, agreed))
         if due:
             save_unless_suspicious(run)
-        if not verdict.stop:
-            verdict = evaluate_if_due(run)
-    return leave(run, verdict)
+        if not agreed.stop:
+            agreed = evaluate_if_due(run)
+    return finish_run(run, agreed)
 
 
 def advance(run: Training, batch: StepBatch) -> Position:
@@ -146,7 +146,7 @@ def advance(run: Training, batch: StepBatch) -> Position:
 
 def take_note(run: Training, everything: bool) -> None:
     """Learn what the last steps came to; of the newest one only if `everything` is asked for."""
-    for numbers in run.telemetry.arrivals(everything):
+    for numbers in run.step_metrics.arrivals(everything):
         run.health, anomaly = observe(run.health, numbers, run.config.resilience)
         if anomaly is not None and run.ranks.world.rank == 0:
             step, in_a_row = numbers.position.step, run.health.suspects
@@ -155,21 +155,21 @@ def take_note(run: Training, everything: bool) -> None:
     run.position = replace(run.position, losses=run.health.losses)
 
 
-def leaving(run: Training, verdict: Wish) -> bool:
+def is_last_step(run: Training, agreed: VoteResult) -> bool:
     """Whether this step is the last one of this attempt, to be saved before the ranks part."""
-    return bool(verdict.stop) or run.position.step == run.config.train.max_steps
+    return bool(agreed.stop) or run.position.step == run.config.train.max_steps
 
 
-def save_is_due(run: Training, verdict: Wish) -> bool:
+def save_is_due(run: Training, agreed: VoteResult) -> bool:
     """Whether to save now and train on: at the interval, and later where that did not work out.
 
     Raises `CheckpointWriteError`, on all ranks alike, when saves keep failing.
     """
-    refuse_to_go_on_unsaved(verdict, run.config.checkpoint.max_failures)
+    refuse_to_go_on_unsaved(agreed, run.config.checkpoint.max_failures)
     on_interval = run.position.step % run.config.checkpoint.interval == 0
     # After a second failure the next try waits for the interval: what is wrong will take a while.
-    overdue = verdict.failed_saves == 1 or run.save_postponed
-    return not leaving(run, verdict) and (on_interval or overdue)
+    overdue = agreed.failed_saves == 1 or run.save_postponed
+    return not is_last_step(run, agreed) and (on_interval or overdue)
 
 
 def save_unless_suspicious(run: Training) -> None:
@@ -201,11 +201,13 @@ def roll_back(run: Training) -> None:
         run.progress.step = good.step
         run.feed.close()
         run.feed = run.open_feed(run.position)
-        run.telemetry.start(run.position)
+        run.step_metrics.start(run.position)
     run.record(ROLLED_BACK, **asdict(rollback))
     if run.ranks.world.rank == 0:
         logger().warning("went back to a good checkpoint", **asdict(rollback))
-    run.telemetry.say(f"back at step {good.step}, without {trouble.cursor - good.cursor} samples")
+    run.step_metrics.say(
+        f"back at step {good.step}, without {trouble.cursor - good.cursor} samples"
+    )
 
 
 def agree_on_rollback(run: Training, trouble: Position) -> int:
@@ -226,31 +228,31 @@ def agree_on_rollback(run: Training, trouble: Position) -> int:
     )
 
 
-def evaluate_if_due(run: Training) -> Wish:
-    """Evaluate where the interval says so; the verdict of its last vote."""
+def evaluate_if_due(run: Training) -> VoteResult:
+    """Evaluate where the interval says so; the result of its last vote."""
     if not run.evaluation.due(run.position.step):
-        return Wish()
+        return VoteResult()
     began = time.monotonic()
     with run.progress.during(Phase.EVAL):
-        run.faults.strike(Phase.EVAL, run.position.step)
-        result = run.evaluation.run(run.model, run.ranks, run.council, run.wish)
+        run.faults.maybe_inject(Phase.EVAL, run.position.step)
+        result = run.evaluation.run(run.model, run.ranks, run.vote_group, run.vote)
     if result.loss is not None:
-        run.telemetry.evaluated(run.position, result.loss)
+        run.step_metrics.evaluated(run.position, result.loss)
         took = round(time.monotonic() - began, 3)
         run.record(EVALUATED, step=run.position.step, loss=result.loss, seconds=took)
-    return result.verdict
+    return result.agreed
 
 
-def leave(run: Training, verdict: Wish) -> ExitCode:
+def finish_run(run: Training, agreed: VoteResult) -> ExitCode:
     """Commit the state of the last step if there is time, say why the run ends, and part.
 
     Raises `CheckpointWriteError` if the state cannot be committed.
     """
     run.progress.phase = Phase.SAVE
     take_note(run, everything=True)
-    code, words = finish(run, verdict)
-    run.telemetry.say(words)
-    run.telemetry.close()
+    code, words = finish(run, agreed)
+    run.step_metrics.say(words)
+    run.step_metrics.close()
     run.progress.phase = Phase.EXIT
-    run.ranks.farewell()
+    run.ranks.final_barrier()
     return code

@@ -22,26 +22,26 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from kempner.checkpoint.durations import Durations
+from kempner.checkpoint.format.manifest import Identity, Position
 from kempner.checkpoint.manager import CheckpointManager
-from kempner.checkpoint.manifest import Identity, Position
 from kempner.config.sections import CheckpointSection, DistributedSection, SuperviseSection
-from kempner.run import logs
-from kempner.run.attempts import Attempt, Fence
-from kempner.run.exit_codes import ExitCode, RunError
-from kempner.run.launch import Launch, Terms
-from kempner.run.layout import RunDirectory
-from kempner.run.ledger import read_lines
-from kempner.run.logs import logger, open_log
-from kempner.run.messages import Phase
-from kempner.training.assembly import host_facts, versions
-from kempner.training.council import Council, Wish
-from kempner.training.distributed import Ranks, adopt
-from kempner.training.last_save import finish, refuse_to_go_on_unsaved
-from kempner.training.presence import Presence, join
-from kempner.training.rank import agree_on_attempt, classify
-from kempner.training.seeds import set_rng
-from kempner.training.shutdown import ShutdownHandler
+from kempner.run.control.launch_env import Launch, LaunchTerms
+from kempner.run.control.protocol import Phase
+from kempner.run.process import logs
+from kempner.run.process.exit_codes import ExitCode, RunError
+from kempner.run.process.logs import logger, open_log
+from kempner.run.record.attempts import Attempt, Fence
+from kempner.run.record.ledger import read_lines
+from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.save_times import Durations
+from kempner.training.build import host_facts, versions
+from kempner.training.compute.seeds import set_rng
+from kempner.training.groups.process_groups import Ranks, adopt
+from kempner.training.main import agree_on_attempt, classify
+from kempner.training.rank_link.rank_link import RankLink, join
+from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.vote.final_save import finish, refuse_to_go_on_unsaved
+from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 
 
 def survive(
@@ -74,21 +74,21 @@ def survive(
     launch = Launch.from_environment(os.environ)
     told = launch.terms if launch is not None else None
     run = RunDirectory(Path(run_dir or (told.run if told else _beside(sys.argv[0]))))
-    presence = join(run, _as_told(told), shutdown)
-    last_words = _LastWords(presence)
-    presence.progress.enter(Phase.LOAD)
+    rank_link = join(run, _as_told(told), shutdown)
+    last_words = _LastWords(rank_link)
+    rank_link.progress.enter(Phase.LOAD)
     device = next(model.parameters()).device
-    ranks = adopt(presence.world, device, timedelta(seconds=DistributedSection().timeout))
-    shutdown.join_group(told.stop_grace if told else None, presence.tell_of_signal)
-    attempt = agree_on_attempt(run, ranks, presence.launch)
+    ranks = adopt(rank_link.world, device, timedelta(seconds=DistributedSection().timeout))
+    shutdown.join_group(told.stop_grace if told else None, rank_link.tell_of_signal)
+    attempt = agree_on_attempt(run, ranks, rank_link.launch)
     open_log(run.log(attempt.number, ranks.world.rank), attempt=attempt.number)
     if isinstance(model, DistributedDataParallel):
         model = model.module
     checkpoints = _open_checkpoints(
-        run, model, optimizer, ranks, presence, attempt, seed, keep_last
+        run, model, optimizer, ranks, rank_link, attempt, seed, keep_last
     )
     survivor = Survivor(
-        presence, ranks, attempt, shutdown, checkpoints, last_words, steps, save_every, seed
+        rank_link, ranks, attempt, shutdown, checkpoints, last_words, steps, save_every, seed
     )
     optimizer.register_step_pre_hook(lambda *_: checkpoints.release_staging())
     return survivor
@@ -99,7 +99,7 @@ class Survivor:
 
     def __init__(
         self,
-        presence: Presence,
+        rank_link: RankLink,
         ranks: Ranks,
         attempt: Attempt,
         shutdown: ShutdownHandler,
@@ -109,11 +109,11 @@ class Survivor:
         save_every: int,
         seed: int,
     ) -> None:
-        self._presence, self._attempt, self._last_words = presence, attempt, last_words
+        self._presence, self._attempt, self._last_words = rank_link, attempt, last_words
         self._steps, self._save_every, self._seed = steps, save_every, seed
-        self._progress = presence.progress
+        self._progress = rank_link.progress
         self.ranks, self.shutdown, self.checkpoints = ranks, shutdown, checkpoints
-        self.council = Council(ranks.votes)
+        self.vote_group = VoteGroup(ranks.votes)
         self.position = checkpoints.restore() or Position()
         """How many steps are done."""
         self.suspicious = False
@@ -125,26 +125,26 @@ class Survivor:
         if self.position.step:
             self._say(f"resumed at step {self.position.step}")
         logger().info("ready", step=self.position.step, pid=os.getpid())
-        verdict = Wish()
-        while self.position.step < self._steps and not verdict.stop:
+        agreed = VoteResult()
+        while self.position.step < self._steps and not agreed.stop:
             step = self.position.step + 1
-            ballot = self.council.open(self.wish())
+            ballot = self.vote_group.open(self.vote())
             set_rng(self._seed, step, 0, self.ranks.world.rank)
             yield step
             with self._progress.waiting("the vote"):
-                verdict = ballot.close()
+                agreed = ballot.close()
             self.position = replace(self.position, step=step, cursor=step)
             self._progress.made(step)
-            if self._save_is_due(verdict):
+            if self._save_is_due(agreed):
                 with self._progress.during(Phase.SAVE):
                     self.checkpoints.save(self.position)
-        self._leave(verdict)
+        self._leave(agreed)
 
-    def wish(self) -> Wish:
+    def vote(self) -> Vote:
         """What this rank wants at this moment."""
         self.checkpoints.poll()
-        return Wish(
-            stop=self.shutdown.wish(),
+        return Vote(
+            stop=self.shutdown.reason(),
             failed_saves=self.checkpoints.settled_failures,
             seconds_left=self.shutdown.seconds_left(),
         )
@@ -153,18 +153,18 @@ class Survivor:
         """A line for the run's ledger."""
         self._presence.record(self._attempt, event, fields)
 
-    def _save_is_due(self, verdict: Wish) -> bool:
-        refuse_to_go_on_unsaved(verdict, CheckpointSection().max_failures)
+    def _save_is_due(self, agreed: VoteResult) -> bool:
+        refuse_to_go_on_unsaved(agreed, CheckpointSection().max_failures)
         step = self.position.step
-        due = step % self._save_every == 0 or verdict.failed_saves == 1
-        return due and step < self._steps and not verdict.stop
+        due = step % self._save_every == 0 or agreed.failed_saves == 1
+        return due and step < self._steps and not agreed.stop
 
-    def _leave(self, verdict: Wish) -> None:
+    def _leave(self, agreed: VoteResult) -> None:
         self._progress.phase = Phase.SAVE
-        code, words = finish(self, verdict)
+        code, words = finish(self, agreed)
         self._say(words)
         self._progress.phase = Phase.EXIT
-        self.ranks.farewell()
+        self.ranks.final_barrier()
         self._last_words.code = code
         if code is not ExitCode.COMPLETED:
             raise SystemExit(int(code))
@@ -181,10 +181,10 @@ class _LastWords:
     for ranks that wait for this one.
     """
 
-    def __init__(self, presence: Presence) -> None:
+    def __init__(self, rank_link: RankLink) -> None:
         self.code: ExitCode | None = None
         """How the loop ended, if it did; without that the exit status says more."""
-        self._presence, self._earlier_hook = presence, sys.excepthook
+        self._presence, self._earlier_hook = rank_link, sys.excepthook
         sys.excepthook = self._hook
         atexit.register(self._say)
 
@@ -198,18 +198,20 @@ class _LastWords:
         self.code = None
         if isinstance(error, RunError):
             print(f"kempner: {error}", file=sys.stderr, flush=True)
-            self._presence.accuse(error)
+            self._presence.report_unfit_node(error)
             self._presence.leave(error.code, str(error))
             return
         self._earlier_hook(kind, error, trace)
         self._presence.leave(classify(error, self._presence), f"{kind.__name__}: {error}")
 
 
-def _as_told(terms: Terms | None) -> SuperviseSection:
+def _as_told(terms: LaunchTerms | None) -> SuperviseSection:
     """The supervisor's patience; without one nobody waits for anybody."""
     if terms is None:
         return SuperviseSection()
-    return SuperviseSection(silence_limit=terms.silence_limit, stop_grace=terms.stop_grace)
+    return SuperviseSection(
+        supervisor_timeout=terms.supervisor_timeout, stop_grace=terms.stop_grace
+    )
 
 
 def _beside(script: str) -> Path:
@@ -222,7 +224,7 @@ def _open_checkpoints(
     model: nn.Module,
     optimizer: Optimizer,
     ranks: Ranks,
-    presence: Presence,
+    rank_link: RankLink,
     attempt: Attempt,
     seed: int,
     keep_last: int,
@@ -246,7 +248,7 @@ def _open_checkpoints(
         fence=Fence(run.attempts, attempt),
         group=ranks.saves,
         keep_last=keep_last,
-        record=lambda event, **fields: presence.record(attempt, event, fields),
+        record=lambda event, **fields: rank_link.record(attempt, event, fields),
         durations=Durations.from_ledger(read_lines(run.ledger) if ranks.world.rank == 0 else ()),
-        waiting=presence.progress.waiting,
+        waiting=rank_link.progress.waiting,
     )

@@ -14,11 +14,11 @@ from pathlib import Path
 from sample import load_model, sample_text
 from yardstick import held_out_loss
 
-from kempner.checkpoint.layout import CheckpointFolder
+from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.config.loading import load
-from kempner.data.tokens import Corpus
-from kempner.run.layout import RunDirectory
-from kempner.run.ledger import read_lines
+from kempner.data.files.token_file import Corpus
+from kempner.run.record.ledger import read_lines
+from kempner.run.record.run_dir import RunDirectory
 
 PROMPT = "The "
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint import state_dict_loader
 
-from kempner.checkpoint.layout import LATEST
+from kempner.checkpoint.format.names import LATEST
 from kempner.config.loading import load
 from kempner.config.sections import Config
-from kempner.data.index import read_index
+from kempner.data.files.index import read_index
 from kempner.model.generate import generate
 from kempner.model.sharding import build_model
 from kempner.model.transformer import Transformer
-from kempner.run.layout import RunDirectory
+from kempner.run.record.run_dir import RunDirectory
 
 BYTES = 256
 """Token ids below are bytes; the next one ends a document."""

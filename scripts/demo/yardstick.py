@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kempner.config.loading import load
 from kempner.config.sections import Config
-from kempner.data.tokens import Corpus
+from kempner.data.files.token_file import Corpus
 
 Codes = NDArray[np.int64]
 """n-grams as numbers: of tokens a, b, c over V the number (a V + b) V + c."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kempner.checkpoint.layout import CheckpointFolder
-from kempner.checkpoint.selection import choose
-from kempner.checkpoint.verify import verify
+from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.checkpoint.io.verify import verify
+from kempner.checkpoint.store.selection import choose
 
 
 def resumable(folder: CheckpointFolder) -> int | None:

@@ -7,18 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from kempner.config.loading import load
-from kempner.run.attempts import begin_attempt
-from kempner.run.layout import RunDirectory
-from kempner.training.assembly import build
-from kempner.training.distributed import connect
-from kempner.training.faults import arm
-from kempner.training.presence import appear
-from kempner.training.shutdown import ShutdownHandler
+from kempner.run.record.attempts import begin_attempt
+from kempner.run.record.run_dir import RunDirectory
+from kempner.training.build import build
+from kempner.training.fault_injection import arm
+from kempner.training.groups.process_groups import connect
+from kempner.training.rank_link.rank_link import open_rank_link
+from kempner.training.rank_link.shutdown import ShutdownHandler
 
 config_file, *arguments = sys.argv[1:]
 split = arguments.index("--")
 config, shutdown = load(Path(config_file), arguments[:split]), ShutdownHandler()
-alone = appear(config, shutdown)
+alone = open_rank_link(config, shutdown)
 ranks = connect(alone.world, config)
 for path in arguments[split + 1 :]:
     run = RunDirectory(Path(path))
@@ -28,4 +28,4 @@ for path in arguments[split + 1 :]:
     print("loaded", training.position.step, flush=True)
     training.checkpoints.close()
     training.feed.close()
-    training.telemetry.close()
+    training.step_metrics.close()

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from kempner.checkpoint.manifest import Position
-from kempner.run.attempts import Attempt
-from kempner.run.exit_codes import ExitCode
-from kempner.run.messages import Phase, Report
-from kempner.supervisor.news import Sighting
-from kempner.supervisor.policy import RankExit
+from kempner.checkpoint.format.manifest import Position
+from kempner.run.control.protocol import Phase, Report
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.record.attempts import Attempt
+from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.policy.outcome import RankExit
 from simulated.engine import Life, Process
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Crew(ABC):
         self.phase, self.position = Phase.START, Position()
         self.asked_at: float | None = None
         self.deadline: float | None = None
-        self._seen: dict[int, Sighting] = {}
+        self._seen: dict[int, LastReport] = {}
 
     @abstractmethod
     def delay_saves(self, seconds: float) -> None:
@@ -165,13 +165,13 @@ class Crew(ABC):
         """Whether none is left that can be reached."""
         return len(self.gone | self.cut) == self.size
 
-    def sightings(self) -> dict[int, Sighting]:
+    def last_reports(self) -> dict[int, LastReport]:
         """What the supervisor last heard of each rank; they speak once a second."""
         now, phase, step = self.world.engine.now, self.phase, self.position.step
         report = Report(step, phase, 0.0, 0.0)
         for rank in range(self.size):
             if rank not in self.gone and rank not in self._mute:
-                self._seen[rank] = Sighting(report, now)
+                self._seen[rank] = LastReport(report, now)
         return dict(self._seen)
 
     def _notice(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The supervisor in a simulated job: the order of `kempner.supervisor.supervise` and `watch`.
+"""The supervisor in a simulated job: the order of `kempner.supervisor.daemon` and `watch`.
 
 Every decision is the real one; what is modelled is when it hears of what.
 """
@@ -9,17 +9,17 @@ from dataclasses import asdict, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from kempner.checkpoint.durations import Durations, last_step
-from kempner.cluster.allocation import Allocation, without
-from kempner.cluster.job import JobState
-from kempner.run.exit_codes import ExitCode
-from kempner.run.messages import Phase
-from kempner.supervisor import advice, policy, restarts
-from kempner.supervisor.habits import LEARNED, learned, to_fields
-from kempner.supervisor.pace import Pace
-from kempner.supervisor.policy import Decision, RankExit
-from kempner.supervisor.restarts import Failure
-from kempner.supervisor.stillness import Hang, Stillness
+from kempner.cluster.slurm.allocation import Allocation, without
+from kempner.cluster.slurm.job import JobState
+from kempner.run.control.protocol import Phase
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.record.save_times import Durations, last_step
+from kempner.supervisor.monitors.hang_detector import Hang, HangDetector
+from kempner.supervisor.monitors.phase_durations import LEARNED, learned, to_fields
+from kempner.supervisor.monitors.phase_stats import PhaseStats
+from kempner.supervisor.policy import outcome, restart, stop
+from kempner.supervisor.policy.outcome import Decision, RankExit
+from kempner.supervisor.policy.restart import Failure
 from simulated.engine import Process, Steps
 from simulated.ranks import Ranks
 
@@ -62,14 +62,14 @@ class Daemon:
 
     def _live(self) -> Steps:
         while True:
-            earlier = restarts.failures(self._world.ledger)
+            earlier = restart.failures(self._world.ledger)
             self._world.oracle.began(self._job.id)
             self._begin()
             decision = yield from self._follow()
-            if decision.code in restarts.FAILURES and self.stop_reason is None:
+            if decision.code in restart.FAILURES and self.stop_reason is None:
                 failure = self._failure(decision)
-                budget = self._world.config.supervise.fruitless_restarts
-                verdict = restarts.judge(decision, failure, earlier, budget)
+                budget = self._world.config.supervise.max_restarts_without_progress
+                verdict = restart.decide_restart(decision, failure, earlier, budget)
                 self._world.record("attempt_failed", **asdict(failure))
                 self._world.oracle.failed(self._job.id, failure.step, failure.raised)
                 gone: tuple[str, ...] = ()
@@ -102,8 +102,8 @@ class Daemon:
         past, self._began_at = world.ledger, now
         size = len(self._allocation.nodes) * world.setting.per_node
         unlike = () if last_step(past) else (Phase.LOAD,)
-        self._pace = Pace(learned(past, size), unlike)
-        self._stillness = Stillness(world.config.resilience, now)
+        self._pace = PhaseStats(learned(past, size), unlike)
+        self._stillness = HangDetector(world.config.resilience, now)
         self._asked_at = -ASK_EVERY
         self._first: JobState | None = None
         self._seen: JobState | None = None
@@ -121,23 +121,23 @@ class Daemon:
             self._enforce(ranks)
             yield self._world.setting.looks
         ranks.kill()
-        if habits := self._pace.learned():
-            self._world.record(LEARNED, ranks=ranks.size, phases=to_fields(habits))
+        if phase_durations := self._pace.learned():
+            self._world.record(LEARNED, ranks=ranks.size, phases=to_fields(phase_durations))
         if self._hang is not None and self.stop_reason is None:
             return Decision(ExitCode.HUNG, self._hang.sentence, self._hang.laggard)
-        return policy.decide(self._exits(), self.stop_reason is not None)
+        return outcome.decide_outcome(self._exits(), self.stop_reason is not None)
 
     def _enforce(self, ranks: Ranks) -> None:
         now, section = self._awake(), self._world.config.supervise
-        sightings = ranks.sightings()
-        self._pace.see(sightings, now - self._began_at)
+        last_reports = ranks.last_reports()
+        self._pace.see(last_reports, now - self._began_at)
         if self._world.engine.now - self._asked_at >= ASK_EVERY:
             self._ask_slurm()
         self._heed_the_job()
         if self._stop_asked_at is None and self._failed_at is None:
             if self._hang is None:
                 usual = self._pace.usual()
-                self._hang = self._stillness.see(sightings, now, self._world.engine.now, usual)
+                self._hang = self._stillness.see(last_reports, now, self._world.engine.now, usual)
                 self._hung_at = now
                 if self._hang is not None:
                     self._pace.misjudged(self._hang.phase, self._hang.still)
@@ -160,14 +160,12 @@ class Daemon:
         if self._first is None or self._seen is None:
             return
         self._durations = self.ranks.saves.learned if self.ranks else self._durations
-        found = advice.advise(
+        found = stop.decide_stop(
             self._first,
             self._seen,
             self._world.setting.kill_wait,
             left=None if self._job_ends is None else self._job_ends - self._awake(),
-            lead=advice.stop_lead(
-                self._durations, self._pace.quantile(0.95), self._seen.time_limit
-            ),
+            lead=stop.stop_lead(self._durations, self._pace.quantile(0.95), self._seen.time_limit),
             warned=self._warned,
         )
         if found is not None:
@@ -191,7 +189,7 @@ class Daemon:
         if ranks is not self.ranks or not self.life.alive or end.rank in self._ends:
             return
         self._ends[end.rank] = sign, end
-        if policy.failed(end) and self._failed_at is None:
+        if outcome.failed(end) and self._failed_at is None:
             self._failed_at = self._awake()
             self._world.engine.call(1.0, lambda: ranks.peers_leave(told=True))
         if end.status == ExitCode.STOPPED and self._stop_asked_at is None:
@@ -219,8 +217,8 @@ class Daemon:
     def _part(self, decision: Decision) -> None:
         world, job = self._world, self._job
         state, step = world.slurm.show(job), last_step(world.ledger)
-        fruitless = advice.fruitless_requeues(world.ledger, job.id, step)
-        parting = advice.part(decision, self._first, state, True, fruitless)
+        fruitless = stop.requeues_without_progress(world.ledger, job.id, step)
+        parting = stop.part(decision, self._first, state, True, fruitless)
         refusal = ""
         if parting.requeue:
             preempted = state is not None and state.preempt_time is not None

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
-from kempner.checkpoint import commit, layout, retention
-from kempner.run import files
+from kempner.checkpoint.format import names
+from kempner.checkpoint.store import commit, retention
+from kempner.run.process import durable_io
 
 Entry: TypeAlias = "dict[str, Entry] | object"
 """A folder is a dict, a link is a `Link`, anything else is a file's content."""
@@ -163,15 +164,15 @@ def in_memory() -> Iterator[None]:
     A manifest is kept as an object: that its text survives a round trip is tested elsewhere.
     """
     exchanged = [
-        (files, {"write_durable": _write_durable, "fsync_directory": _fsync_directory}),
+        (durable_io, {"write_durable": _write_durable, "fsync_directory": _fsync_directory}),
         (commit, {"write_durable": _write_durable, "fsync_directory": _fsync_directory}),
         (commit, {"encode": lambda manifest: manifest}),
-        (layout, {"fsync_directory": _fsync_directory}),
+        (names, {"fsync_directory": _fsync_directory}),
         (retention, {"fsync_directory": _fsync_directory}),
         (retention, {"shutil": SimpleNamespace(rmtree=lambda place, **how: place.remove())}),
     ]
     with ExitStack() as stack:
-        for module, names in exchanged:
-            for name, value in names.items():
+        for module, functions in exchanged:
+            for name, value in functions.items():
                 stack.enter_context(patch.object(module, name, value))
         yield

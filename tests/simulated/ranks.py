@@ -10,15 +10,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from kempner.checkpoint.manifest import Position, Rollback
-from kempner.data.slices import Slicing
-from kempner.run.attempts import Attempt
-from kempner.run.exit_codes import DataError, DivergedError, ExitCode, RunError
-from kempner.run.messages import Phase
-from kempner.training import anomalies, leaving, loop
-from kempner.training.anomalies import Health, Numbers, remembered
-from kempner.training.last_save import LAST_TRIES
-from kempner.training.leaving import Action, Outlook
+from kempner.checkpoint.format.manifest import Position, Rollback
+from kempner.data.order.batch_slices import Slicing
+from kempner.run.control.protocol import Phase
+from kempner.run.process.exit_codes import DataError, DivergedError, ExitCode, RunError
+from kempner.run.record.attempts import Attempt
+from kempner.training import loop
+from kempner.training.policy import anomalies, final_save
+from kempner.training.policy.anomalies import Health, Numbers, remembered
+from kempner.training.policy.final_save import Action, SaveSituation
+from kempner.training.vote.final_save import LAST_TRIES
 from simulated.crew import Crew, Hear
 from simulated.engine import Process, Steps
 from simulated.saves import Saves
@@ -148,8 +149,8 @@ class Ranks(Crew):
         stopping, tries, clock = self.asked_at is not None, LAST_TRIES, self.world.engine
         while True:
             self.saves.poll()
-            move = leaving.next_move(
-                Outlook(
+            move = final_save.decide_final_save(
+                SaveSituation(
                     step=self.position.step,
                     committed=self.saves.committed_step,
                     in_flight_step=self.saves.in_flight_step,
@@ -180,7 +181,7 @@ class Ranks(Crew):
         """Go into a phase, where a fault may wait."""
         self.phase = phase
         if (fault := self.world.take_trap(phase.value)) is not None:
-            self.world.strike(self, fault)
+            self.world.maybe_inject(self, fault)
         yield from self.work(0.0)
 
     def work(self, seconds: float) -> Steps:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from kempner.checkpoint import commit, retention, selection
-from kempner.checkpoint.durations import COMMITTED, RESUMED, SUSPENDED, Durations, SaveSeconds
-from kempner.checkpoint.layout import MANIFEST, CheckpointFolder, in_progress_name
-from kempner.checkpoint.manifest import Position
-from kempner.checkpoint.retention import Keep
-from kempner.run.attempts import Fence, SupersededError
-from kempner.run.exit_codes import DataError
+from kempner.checkpoint.format.manifest import Position
+from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder, in_progress_name
+from kempner.checkpoint.store import commit, retention, selection
+from kempner.checkpoint.store.retention import Keep
+from kempner.run.process.exit_codes import DataError
+from kempner.run.record.attempts import Fence, SupersededError
+from kempner.run.record.save_times import COMMITTED, RESUMED, SUSPENDED, Durations, SaveSeconds
 from simulated.engine import Process, Steps
 from simulated.storage import Died
 
@@ -169,7 +169,7 @@ class Saves:
 
     def _phase(self, name: str, seconds: float) -> Steps:
         if (fault := self._world.take_trap(name)) is not None:
-            self._world.strike(self._ranks, fault)
+            self._world.maybe_inject(self._ranks, fault)
         if seconds:
             yield seconds
         # A file of a rank that is gone or stopped is never written; only rank 0 does what follows.

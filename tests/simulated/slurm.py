@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kempner.cluster.job import JobState
+from kempner.cluster.slurm.job import JobState
 from simulated.engine import Life
 
 if TYPE_CHECKING:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from kempner.checkpoint.layout import LATEST, WITHDRAWN, parse_step
-from kempner.checkpoint.manifest import Identity, Manifest, Position
-from kempner.run.attempts import Attempt, begin_attempt
-from kempner.run.layout import RunDirectory
+from kempner.checkpoint.format.manifest import Identity, Manifest, Position
+from kempner.checkpoint.format.names import LATEST, WITHDRAWN, parse_step
+from kempner.run.record.attempts import Attempt, begin_attempt
+from kempner.run.record.run_dir import RunDirectory
+from simulated.checks.oracle import Oracle
 from simulated.engine import Engine
 from simulated.faults import Fault, Kind
 from simulated.files import Disk, Place
-from simulated.oracle import Oracle
 
 _NOBODY = Identity(1, {}, 0, None, {}, "", {}, {})
 

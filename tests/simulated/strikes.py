@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from kempner.checkpoint.layout import MANIFEST, CheckpointFolder
+from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
 from simulated.faults import Fault, Kind
 
 if TYPE_CHECKING:
@@ -19,19 +19,19 @@ SLOW_FOR = 600.0
 """Seconds for which steps are slow."""
 
 
-def strike(world: World, job: Job, fault: Fault) -> bool:
+def maybe_inject(world: World, job: Job, fault: Fault) -> bool:
     """Whether there was anything to strike."""
     return _STRIKES[fault.kind](world, job, fault)
 
 
 def _on_ranks(act: Callable[[World, Ranks, Fault], object]) -> Strike:
-    def strike(world: World, job: Job, fault: Fault) -> bool:
+    def maybe_inject(world: World, job: Job, fault: Fault) -> bool:
         if job.ranks is None or job.ranks.over:
             return False
         act(world, job.ranks, fault)
         return True
 
-    return strike
+    return maybe_inject
 
 
 def _rank(ranks: Ranks, fault: Fault) -> int:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from kempner.checkpoint.durations import last_step
 from kempner.config.sections import (
     CheckpointSection,
     Config,
@@ -14,11 +13,12 @@ from kempner.config.sections import (
     SuperviseSection,
     TrainSection,
 )
-from kempner.training import orphan
+from kempner.run.record.save_times import last_step
+from kempner.training.rank_link import orphan_requeue
 from simulated import strikes
+from simulated.checks.oracle import Invariant, Oracle, Violation
 from simulated.daemon import Daemon
 from simulated.faults import Fault, Kind, Schedule, Setting
-from simulated.oracle import Invariant, Oracle, Violation
 from simulated.ranks import Ranks
 from simulated.slurm import Job, Slurm
 from simulated.storage import Storage
@@ -148,8 +148,8 @@ class World(Storage):
         if job is None or job.daemon is not None or ranks.attempt.number in self._claimed:
             return
         self._claimed.add(ranks.attempt.number)
-        noticed = job.bereaved_at + self.config.supervise.silence_limit
-        wait = max(orphan.TURN, noticed - self.engine.now)
+        noticed = job.bereaved_at + self.config.supervise.supervisor_timeout
+        wait = max(orphan_requeue.TURN, noticed - self.engine.now)
         self.engine.call(wait, lambda: self._hand_back(job, ranks))
 
     def abandoned(self, ranks: Ranks, steps: int) -> None:
@@ -170,7 +170,7 @@ class World(Storage):
     def _hand_back(self, job: Job, ranks: Ranks) -> None:
         if job.ranks is not ranks or (state := self.slurm.show(job)) is None:
             return
-        if orphan.judge(state, state.restarts).requeue:
+        if orphan_requeue.decide_orphan_requeue(state, state.restarts).requeue:
             self.record("requeued", step=last_step(self.ledger), job=job.id)
             self.slurm.requeue(job)
         elif state.state == "RUNNING" and state.may_requeue:
@@ -181,7 +181,7 @@ class World(Storage):
         job.life.end()
         job.daemon, job.bereaved_at = None, self.engine.now
         if (ranks := job.ranks) is not None:
-            self.engine.call(self.config.supervise.silence_limit, lambda: ranks.ask(None))
+            self.engine.call(self.config.supervise.supervisor_timeout, lambda: ranks.ask(None))
         self.engine.call(PATROL, lambda: self._look_after(job, job.restarts))
 
     def _look_after(self, job: Job, launch: int) -> None:
@@ -217,7 +217,7 @@ class World(Storage):
             self._traps[fault.phase] = fault
             return
         job = next((job for job in self.slurm.jobs if not job.over), None)
-        if job is not None and strikes.strike(self, job, fault):
+        if job is not None and strikes.maybe_inject(self, job, fault):
             self.struck_by(fault)
 
     def start_second(self) -> None:
@@ -230,7 +230,7 @@ class World(Storage):
         if fault.kind in _IMPAIRING:
             self._impaired_until = self.engine.now + _IMPAIRED_FOR
 
-    def strike(self, ranks: Ranks, fault: Fault) -> None:
+    def maybe_inject(self, ranks: Ranks, fault: Fault) -> None:
         """A fault that has waited for its phase."""
         rank = fault.who % ranks.size
         self.struck_by(fault)
@@ -252,7 +252,9 @@ def _configure(setting: Setting) -> Config:
         checkpoint=CheckpointSection(interval=setting.interval, keep_last=setting.keep_last),
         resilience=ResilienceSection(spike_window=16),
         supervise=SuperviseSection(
-            fruitless_restarts=setting.budget, min_nodes=setting.least, spare_nodes=setting.spare
+            max_restarts_without_progress=setting.budget,
+            min_nodes=setting.least,
+            spare_nodes=setting.spare,
         ),
     )
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from kempner.cluster.world import discover
 from kempner.config.loading import load
-from kempner.run.exit_codes import RunError
-from kempner.run.logs import configure
-from kempner.training.distributed import connect
+from kempner.run.process.exit_codes import RunError
+from kempner.run.process.logs import configure
+from kempner.training.groups.process_groups import connect
 
 
 def main(config: str) -> int:
@@ -39,7 +39,7 @@ def main(config: str) -> int:
         "peers": sorted({c.raddr.ip.removeprefix("::ffff:") for c in sockets}),
     }
     print(json.dumps(said), flush=True)
-    ranks.farewell()
+    ranks.final_barrier()
     return 0
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from callers import Supervisor
 
-from kempner.run import link as link_module
-from kempner.supervisor import channel as channel_module
+from kempner.run.control import client as link_module
+from kempner.supervisor.control import server as channel_module
 
 
 @pytest.fixture

@@ -1,0 +1,119 @@
+"""A checkpoint in formats that others read: DCP's own, safetensors, and one file of `torch.save`.
+
+Every block is checked against its checksum on the way. The result appears under its name when it
+is complete and durable; whatever goes wrong before leaves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from kempner.checkpoint.convert.file_formats import lay_out_safetensors, lay_out_torch, shard
+from kempner.checkpoint.convert.tensor_copy import OnBytes, Source, length, pour
+from kempner.checkpoint.format.compact_index import CompactIndex
+from kempner.checkpoint.format.contents import Saved
+from kempner.checkpoint.format.manifest import FileEntry
+from kempner.checkpoint.io.file_writer import reserve, write_all
+from kempner.checkpoint.io.verified_reader import VerifiedFile
+from kempner.checkpoint.tensors.dcp_metadata import metadata_of
+from kempner.checkpoint.tensors.dcp_reader import METADATA
+from kempner.run.process.durable_io import fsync_directory, publish, write_durable
+
+SHARD_BYTES = 5 * 10**9
+"""Weights beyond this are spread over several safetensors files, as Hugging Face does."""
+
+MODEL = "model."
+
+_SLAB_BLOCKS = 16
+
+
+def export_torch(source: Source, out: Path, on_bytes: OnBytes) -> None:
+    """One file at `out` with model, optimizer and position; see `lay_out_torch`."""
+    with publish(out) as path:
+        position = source.manifest.position
+        facts = {"step": position.step, "cursor": position.cursor, "tokens": position.tokens}
+        pour(path, lay_out_torch(path, source.contents.tensors, facts), source, on_bytes)
+
+
+def export_safetensors(
+    source: Source,
+    out: Path,
+    names: Mapping[str, str],
+    besides: Mapping[str, bytes],
+    on_bytes: OnBytes,
+) -> None:
+    """A folder at `out` with the model's weights, called as `names` says by key.
+
+    `model.safetensors`, or numbered files and `model.safetensors.index.json` where there is more
+    than `SHARD_BYTES`. `besides` are small files to add.
+    """
+    shards = shard(model_tensors(source), SHARD_BYTES)
+    with publish(out) as path:
+        path.mkdir()
+        weight_map: dict[str, str] = {}
+        for number, tensors in enumerate(shards, 1):
+            file = _shard_name(number, len(shards))
+            weight_map |= {names[key]: file for key in tensors}
+            pour(path / file, lay_out_safetensors(path / file, tensors, names), source, on_bytes)
+        if len(shards) > 1:
+            size = sum(length(saved) for tensors in shards for saved in tensors.values())
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            besides = {**besides, "model.safetensors.index.json": _json(index)}
+        for name, content in besides.items():
+            write_durable(path / name, content)
+        fsync_directory(path)
+
+
+def export_dcp(source: Source, out: Path, on_bytes: OnBytes) -> None:
+    """A folder at `out` for the stock `torch.distributed.checkpoint`: no manifest, no sums."""
+    files = source.manifest.files
+    with publish(out) as path:
+        path.mkdir()
+        for name, entry in files.items():
+            if entry.sums is not None:
+                _copy(source, name, entry, path / name, on_bytes)
+        write_durable(path / METADATA, _metadata(source))
+        fsync_directory(path)
+
+
+def _metadata(source: Source) -> bytes:
+    """DCP's `.metadata`, made now if the checkpoint has an index in its place."""
+    contents = source.contents
+    if isinstance(contents, CompactIndex):
+        return metadata_of(contents.specs, contents.world)
+    return (source.path / METADATA).read_bytes()
+
+
+def model_tensors(source: Source) -> dict[str, Saved]:
+    """The model's share of a checkpoint, by key."""
+    tensors = source.contents.tensors
+    return {key: saved for key, saved in tensors.items() if key.startswith(MODEL)}
+
+
+def _copy(source: Source, name: str, entry: FileEntry, target: Path, on_bytes: OnBytes) -> None:
+    file = VerifiedFile(source.path / name, entry, source.manifest.files)
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        reserve(descriptor, entry.bytes)
+        step = _SLAB_BLOCKS * file.block_bytes
+        buffer = memoryview(bytearray(min(step, entry.bytes)))
+        for start in range(0, entry.bytes, step):
+            slab = buffer[: min(step, entry.bytes - start)]
+            file.fill(slab, start // file.block_bytes)
+            write_all(descriptor, slab, start)
+            on_bytes(len(slab))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+        file.close()
+
+
+def _shard_name(number: int, of: int) -> str:
+    return f"model-{number:05d}-of-{of:05d}.safetensors" if of > 1 else "model.safetensors"
+
+
+def _json(content: object) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

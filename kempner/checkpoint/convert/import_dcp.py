@@ -1,0 +1,237 @@
+"""A checkpoint of the stock `torch.distributed.checkpoint`, made into one that a run resumes from.
+
+Every tensor is read without running what is in its container, checked against what `.metadata` says
+of it, and written anew: in kempner's own containers, with checksums, and committed like any save.
+Memory holds two of the largest stored part.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from kempner.checkpoint.convert.key_map import Fit, fit
+from kempner.checkpoint.convert.tensor_copy import OnBytes, octets
+from kempner.checkpoint.format.manifest import (
+    FileEntry,
+    Identity,
+    Manifest,
+    Position,
+    encode_sidecar,
+    sidecar_name,
+    sum_file,
+    whole_sum,
+)
+from kempner.checkpoint.format.names import CheckpointFolder, in_progress_name
+from kempner.checkpoint.format.shard_plan import (
+    Chunk,
+    Placed,
+    TensorSpec,
+    arrange,
+    data_file,
+    file_length,
+    listed,
+)
+from kempner.checkpoint.io.file_writer import reserve, write_all
+from kempner.checkpoint.store import commit
+from kempner.checkpoint.tensors.dcp_metadata import pack
+from kempner.checkpoint.tensors.dcp_reader import METADATA, RestrictedReader
+from kempner.checkpoint.tensors.file_buffer import container
+from kempner.run.process.durable_io import write_durable
+from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.record.attempts import Attempt
+
+_NOBODY = 0
+"""The attempt in the names of what belongs to no attempt of the run."""
+
+_ADAMW = {"step", "exp_avg", "exp_avg_sq"}
+"""The entries by which AdamW's state is known; those of others are not theirs alone."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A stock checkpoint whose keys fit."""
+
+    path: Path
+    metadata: Metadata
+    fit: Fit
+
+    @classmethod
+    def open(cls, path: Path) -> Foreign:
+        """Raises `DataError` if there is no stock checkpoint, or its keys do not fit."""
+        try:
+            metadata = RestrictedReader(path).read_metadata()
+        except OSError as error:
+            raise DataError(
+                f"{path / METADATA} cannot be read ({error.strerror}); give the folder that "
+                "torch.distributed.checkpoint wrote"
+            ) from error
+        entries = metadata.state_dict_metadata
+        tensors = {k for k, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        try:
+            return cls(path, metadata, fit(tensors, entries.keys() - tensors))
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
+
+    def specs(self) -> list[TensorSpec]:
+        """The tensors under our names; how they were cut, the parts say."""
+        return [
+            TensorSpec(ours, tuple(entry.size), _dtype_name(entry), (1,), (None,))
+            for ours, entry in ((ours, self._entry(key)) for key, ours in self.fit.names.items())
+        ]
+
+    def files(self) -> dict[str, dict[Chunk, _StorageInfo]]:
+        """What is stored where: file, then part under our name. Raises `DataError` for gaps."""
+        found: dict[str, dict[Chunk, _StorageInfo]] = {}
+        for key, ours in self.fit.names.items():
+            entry, elements = self._entry(key), 0
+            for number, chunk in enumerate(entry.chunks):
+                stored = self.metadata.storage_data.get(MetadataIndex(key, chunk.offsets, number))
+                if stored is None or Path(stored.relative_path).name != stored.relative_path:
+                    raise DataError(f"{self.path}: {key} is stored nowhere in this folder")
+                part = Chunk(ours, tuple(chunk.offsets), tuple(chunk.sizes), _dtype_name(entry))
+                found.setdefault(stored.relative_path, {})[part] = stored
+                elements += math.prod(chunk.sizes)
+            if elements != math.prod(entry.size):
+                raise DataError(f"{self.path}: {key} does not have all of its elements")
+        return dict(sorted(found.items()))
+
+    def _entry(self, key: str) -> TensorStorageMetadata:
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)  # `fit` lets only those through
+        return entry
+
+
+@dataclass(frozen=True)
+class _Unclaimed:
+    """Stands where an attempt's fence stands in a save: nothing else may have been committed."""
+
+    folder: CheckpointFolder
+    step: int
+    attempt: Attempt
+
+    def check(self) -> None:
+        if self.folder.latest() is not None or set(self.folder.committed()) - {self.step}:
+            raise UsageError(
+                f"{self.folder.path} has checkpoints already; import into a run that has none"
+            )
+
+
+def take_over(foreign: Foreign, into: Path, position: Position, on_bytes: OnBytes) -> Path:
+    """Commit a stock checkpoint as the first one of the folder `into`; return its path.
+
+    Raises `DataError` if something in it is no plain tensor, `UsageError` if `into` has a
+    checkpoint, and `OSError` for what cannot be written.
+    """
+    folder = CheckpointFolder(into)
+    attempt = Attempt(_NOBODY, secrets.token_hex(4))
+    guard = _Unclaimed(folder, position.step, attempt)
+    guard.check()
+    path = into / in_progress_name(position.step, attempt.number, attempt.nonce)
+    path.mkdir(parents=True)
+    try:
+        files = _write(foreign, path, on_bytes)
+        world = sum(entry.sums is not None for entry in files.values())
+        manifest = Manifest(position, _what_is_known(foreign, world), _NOBODY, time.time(), files)
+        return commit.commit(folder, path, manifest, guard, lambda sentence: None)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)  # the next attempt sweeps what cannot go now
+        raise
+
+
+def _what_is_known(foreign: Foreign, world: int) -> Identity:
+    names = (name for name in foreign.fit.names.values() if name.startswith("optimizer."))
+    entries = {name.rpartition(".")[2] for name in names}
+    return Identity(
+        world=world,
+        mesh={},
+        seed=None,
+        data_fingerprint=None,
+        model={},
+        config_hash="",
+        host={},
+        versions={},
+        optimizer="adamw" if entries == _ADAMW else None,
+    )
+
+
+def _write(foreign: Foreign, path: Path, on_bytes: OnBytes) -> dict[str, FileEntry]:
+    files: dict[str, FileEntry] = {}
+    contents = []
+    for rank, (name, parts) in enumerate(foreign.files().items()):
+        placed = arrange(parts, container)
+        contents.append(listed(placed))
+        target = path / data_file(rank)
+        _write_file(target, placed, _read_parts(foreign.path / name, placed, parts), on_bytes)
+        sums = sum_file(target)
+        files[target.name] = FileEntry(sums.bytes, sums=sidecar_name(rank))
+        files |= _write_small(path / sidecar_name(rank), encode_sidecar({target.name: sums}))
+    return files | _write_small(path / METADATA, pack(foreign.specs(), contents))
+
+
+def _write_small(path: Path, content: bytes) -> dict[str, FileEntry]:
+    write_durable(path, content)
+    return {path.name: FileEntry(len(content), xxh3_128=whole_sum(content))}
+
+
+def _write_file(
+    path: Path, placed: Sequence[Placed], tensors: Iterator[Tensor], on_bytes: OnBytes
+) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        reserve(descriptor, file_length(placed))
+        for item, tensor in zip(placed, tensors, strict=True):
+            at = item.start
+            for content in (item.container.before, octets(tensor), item.container.after):
+                write_all(descriptor, memoryview(content), at)
+                at += len(content)
+            on_bytes(tensor.nbytes)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_parts(
+    path: Path, placed: Sequence[Placed], parts: Mapping[Chunk, _StorageInfo]
+) -> Iterator[Tensor]:
+    """The tensors of one file in the order of `placed`, contiguous."""
+    try:
+        with open(path, "rb") as file:
+            for item in placed:
+                stored = parts[item.chunk]
+                if stored.transform_descriptors:
+                    raise DataError(f"{path} is compressed or encrypted, which cannot be imported")
+                file.seek(stored.offset)
+                content = io.BytesIO(file.read(stored.length))
+                yield _tensor(content, item.chunk, f"{path}, byte {stored.offset}")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _tensor(content: io.BytesIO, chunk: Chunk, where: str) -> Tensor:
+    try:
+        tensor = torch.load(content, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise DataError(f"{where}: {chunk.key} is refused: it is no plain tensor") from error
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        raise DataError(f"{where}: {chunk.key} is refused: it is no plain tensor")
+    if (f"torch.{chunk.dtype}", chunk.sizes) != (str(tensor.dtype), tuple(tensor.shape)):
+        raise DataError(f"{where}: {chunk.key} is not of the dtype and shape that it should be")
+    return tensor.contiguous()
+
+
+def _dtype_name(entry: TensorStorageMetadata) -> str:
+    return str(entry.properties.dtype).removeprefix("torch.")

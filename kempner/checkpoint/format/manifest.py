@@ -1,0 +1,242 @@
+"""The manifest: a checkpoint exists if and only if this file does and is whole.
+
+`manifest.json` says where the run stood and lists every other file of the checkpoint. Small files
+carry one xxh3_128 of their bytes. A data file names its rank's sidecar (`sums-<rank>.json`), which
+holds an xxh3_64 for each of the file's blocks, so that a reader can check the range that it needs.
+
+The manifest is stored in one canonical form (sorted keys, two spaces, a final newline) and carries
+a checksum of itself, so that any flipped bit in it shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from kempner.checkpoint.format.names import MANIFEST
+from kempner.run.process.exit_codes import DataError
+
+FORMAT: Final = 1
+BLOCK_BYTES: Final = 1 << 20
+_SIDECAR = re.compile(r"sums-(\d{5,})\.json")
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """The loss left the rails, at step `at` for good; the run went back to step `to`.
+
+    The samples [`start`, `end`) of the endless order, from that checkpoint to the trouble, are left
+    out from then on.
+    """
+
+    at: int
+    to: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the run stands: all of the state that is not in a tensor.
+
+    `step` steps are done, `cursor` is the next global sample, `tokens` counts what was trained on.
+    `losses` are those of the last sound steps, the newest last, with which new ones are compared;
+    `rollbacks` are all of the run so far.
+    """
+
+    step: int = 0
+    cursor: int = 0
+    tokens: int = 0
+    losses: tuple[float, ...] = ()
+    rollbacks: tuple[Rollback, ...] = ()
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file: its length in bytes, and either its whole checksum or the sidecar with its sums."""
+
+    bytes: int
+    xxh3_128: str | None = None
+    sums: str | None = None
+
+
+@dataclass(frozen=True)
+class FileSums:
+    """What a sidecar says of one data file: length, and an xxh3_64 of every block, in order."""
+
+    bytes: int
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What must fit between a checkpoint and the run that resumes from it.
+
+    `world` is the number of ranks, `mesh` their device mesh by dimension, `data_fingerprint` and
+    `seed` fix the order of the samples, `model` is the resolved model section, `config_hash` the
+    digest of the whole configuration, `host` what bit-identity depends on besides (device, threads,
+    processor), `versions` the software, `optimizer` the name of the one whose state is saved (a
+    manifest that does not say was written when there was one only). Of an imported checkpoint
+    little of it is known: what is None or empty is compared with nothing.
+    """
+
+    world: int
+    mesh: Mapping[str, int]
+    seed: int | None
+    data_fingerprint: str | None
+    model: Mapping[str, Any]
+    config_hash: str
+    host: Mapping[str, Any]
+    versions: Mapping[str, str]
+    optimizer: str | None = "adamw"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint but its tensors; `created` is Unix time in seconds."""
+
+    position: Position
+    identity: Identity
+    attempt: int
+    created: float
+    files: Mapping[str, FileEntry]
+
+
+_IDENTITY = tuple(f.name for f in dataclasses.fields(Identity))
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The canonical bytes of a manifest, checksum included."""
+    listed = {
+        name: {key: value for key, value in asdict(entry).items() if value is not None}
+        for name, entry in manifest.files.items()
+    }
+    fields: dict[str, Any] = {
+        "format": FORMAT,
+        **asdict(manifest.position),
+        **asdict(manifest.identity),
+        "attempt": manifest.attempt,
+        "created": manifest.created,
+        "files": listed,
+    }
+    return _canonical(fields | {"checksum": _checksum(fields)})
+
+
+def decode(content: bytes, where: Path) -> Manifest:
+    """Read a manifest back. Raises `DataError`, naming `where`, unless every byte is as written."""
+    try:
+        fields = json.loads(content)
+        checksum = fields.pop("checksum")
+        if checksum != _checksum(fields) or content != _canonical(fields | {"checksum": checksum}):
+            raise DataError(f"{where} is damaged: its checksum does not match")
+        if fields["format"] != FORMAT:
+            raise DataError(
+                f"{where} has format {fields['format']}, this kempner reads format {FORMAT}"
+            )
+        return Manifest(
+            position=_position(fields),
+            identity=Identity(**{name: fields[name] for name in _IDENTITY if name in fields}),
+            attempt=fields["attempt"],
+            created=fields["created"],
+            files={_plain(name): FileEntry(**e) for name, e in fields["files"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{where} is damaged: it is no manifest ({error})") from error
+
+
+def _position(fields: Mapping[str, Any]) -> Position:
+    return Position(
+        step=fields["step"],
+        cursor=fields["cursor"],
+        tokens=fields["tokens"],
+        losses=tuple(fields.get("losses", ())),
+        rollbacks=tuple(Rollback(**rollback) for rollback in fields.get("rollbacks", ())),
+    )
+
+
+def _plain(name: str) -> str:
+    if name != Path(name).name:
+        raise ValueError(f"{name!r} is no file of this folder")
+    return name
+
+
+def read(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint folder. Raises `DataError` if it is absent or damaged."""
+    path = checkpoint / MANIFEST
+    try:
+        return decode(path.read_bytes(), path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def digest(manifest: Manifest) -> str:
+    """What tells a checkpoint from every other one, wherever it is renamed to."""
+    return whole_sum(encode(manifest))
+
+
+def sidecar_name(rank: int) -> str:
+    """The file with the block sums of what `rank` wrote."""
+    return f"sums-{rank:05d}.json"
+
+
+def rank_of(name: str, entry: FileEntry) -> int | None:
+    """The rank that wrote a file of a checkpoint; None for what belongs to all of them."""
+    match = _SIDECAR.fullmatch(entry.sums or name)
+    return int(match[1]) if match else None
+
+
+def encode_sidecar(files: Mapping[str, FileSums]) -> bytes:
+    """The canonical bytes of a sidecar: file name to length and block sums."""
+    listed = {name: {"bytes": s.bytes, "blocks": list(s.blocks)} for name, s in files.items()}
+    return _canonical({"format": FORMAT, "block_bytes": BLOCK_BYTES, "files": listed})
+
+
+def decode_sidecar(content: bytes, where: Path) -> tuple[int, dict[str, FileSums]]:
+    """The block size in bytes, and file name to sums. Raises `DataError` for anything else."""
+    try:
+        fields = json.loads(content)
+        files = {
+            name: FileSums(bytes=entry["bytes"], blocks=tuple(entry["blocks"]))
+            for name, entry in fields["files"].items()
+        }
+        return int(fields["block_bytes"]), files
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{where} is damaged: it holds no block sums ({error})") from error
+
+
+def sum_file(path: Path) -> FileSums:
+    """Read a file once and sum its blocks."""
+    blocks, length = [], 0
+    with open(path, "rb", buffering=0) as file:
+        while block := _read_block(file, BLOCK_BYTES):
+            blocks.append(xxhash.xxh3_64_hexdigest(block))
+            length += len(block)
+    return FileSums(bytes=length, blocks=tuple(blocks))
+
+
+def whole_sum(content: bytes | memoryview) -> str:
+    """The checksum of a small file."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def _read_block(file: Any, size: int) -> bytes:
+    parts, missing = [], size
+    while missing and (part := file.read(missing)):
+        parts.append(part)
+        missing -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    return whole_sum(_canonical(fields))
+
+
+def _canonical(fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps(fields, sort_keys=True, indent=2) + "\n").encode()

@@ -1,0 +1,158 @@
+"""Pours a buffer into a file: reserved first, checksummed on the way, durable at the end.
+
+Everything happens in large calls that release the interpreter, so that training goes on beside it.
+The page cache is bypassed (O_DIRECT) where buffer and file system allow it: another copy, and the
+kernel's work to clean it up, would take a core from training. Where they do not, pages are written
+back early and dropped behind: a cache full of dirty checkpoint pages makes the last fsync, and
+whatever else needs memory, slow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from kempner.checkpoint.format.manifest import BLOCK_BYTES, FileSums
+
+SLAB_BYTES = 16 * BLOCK_BYTES
+"""Bytes per write(2)."""
+
+WRITE_BEHIND = 4
+"""Slabs that may be on their way to the disk before the writer waits for the oldest."""
+
+DIRECT_ALIGNMENT = 4096
+"""What addresses, places and lengths of writes past the page cache have to be multiples of."""
+
+_NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
+_START_WRITING, _WAIT_WRITTEN = 2, 7  # SYNC_FILE_RANGE_WRITE; WAIT_BEFORE | WRITE | WAIT_AFTER
+_IOPRIO_WHO_PROCESS, _IOPRIO_LOWEST = 1, (2 << 13) | 7  # best effort, level 7
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}.get(os.uname().machine)
+
+
+def yield_to_training() -> None:
+    """Give the calling thread, and no other, the lowest scheduling and I/O priority."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, 19)
+    if _SYS_IOPRIO_SET is not None:
+        # Best effort: a kernel without I/O priorities writes at the usual one.
+        _libc.syscall(_SYS_IOPRIO_SET, _IOPRIO_WHO_PROCESS, thread, _IOPRIO_LOWEST)
+
+
+def write_stream(path: Path, content: memoryview) -> FileSums:
+    """Create `path` with `content` (bytes), fsync it, and return the checksums of its blocks.
+
+    Raises `OSError`, naming `path`: ENOSPC or EDQUOT before anything is written where the file
+    system can reserve space.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        return _pour(descriptor, content)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _pour(descriptor: int, content: memoryview) -> FileSums:
+    reserve(descriptor, len(content))
+    blocks: list[str] = []
+    write = _Direct(descriptor) if _begins_on_a_page(content) else _Cached(descriptor)
+    with ThreadPoolExecutor(1, "checksums", initializer=yield_to_training) as beside:
+        for start in range(0, len(content), SLAB_BYTES):
+            slab = content[start : start + SLAB_BYTES]
+            sums = beside.submit(_sum_blocks, slab)
+            write(slab, start)
+            blocks += sums.result()
+    os.fsync(descriptor)
+    return FileSums(bytes=len(content), blocks=tuple(blocks))
+
+
+def _sum_blocks(slab: memoryview) -> list[str]:
+    starts = range(0, len(slab), BLOCK_BYTES)
+    return [xxhash.xxh3_64_hexdigest(slab[at : at + BLOCK_BYTES]) for at in starts]
+
+
+def _begins_on_a_page(content: memoryview) -> bool:
+    if len(content) < DIRECT_ALIGNMENT or content.readonly:
+        return False
+    return ctypes.addressof(ctypes.c_byte.from_buffer(content)) % DIRECT_ALIGNMENT == 0
+
+
+class _Cached:
+    """Writes slabs, in order, through the page cache, and keeps it small."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __call__(self, slab: memoryview, start: int) -> None:
+        write_all(self._descriptor, slab, start)
+        _sync_range(self._descriptor, start, len(slab), _START_WRITING)
+        if start >= WRITE_BEHIND * SLAB_BYTES:
+            _drop_behind(self._descriptor, start - WRITE_BEHIND * SLAB_BYTES)
+
+
+class _Direct(_Cached):
+    """Writes slabs, in order, past the page cache as long as the file system takes them so."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
+        self._bypass = self._set(os.O_DIRECT)
+
+    def __call__(self, slab: memoryview, start: int) -> None:
+        whole = len(slab) - len(slab) % DIRECT_ALIGNMENT if self._bypass else 0
+        try:
+            write_all(self._descriptor, slab[:whole], start)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+            whole = 0  # it wants another alignment
+        if whole < len(slab):  # the end of the file, or all of it from here on
+            self._bypass = self._set(0)
+            super().__call__(slab[whole:], start + whole)
+
+    def _set(self, flag: int) -> bool:
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flag)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+            return False
+        return bool(flag)
+
+
+def reserve(descriptor: int, length: int) -> None:
+    """Have `length` bytes set aside for a file, where the file system can. Raises `OSError`."""
+    if length and _libc.fallocate(descriptor, 0, 0, length) != 0:
+        code = ctypes.get_errno()
+        if code not in _NOT_SUPPORTED:
+            raise OSError(code, os.strerror(code))
+
+
+def write_all(descriptor: int, slab: memoryview, at: int) -> None:
+    """Write every byte of `slab` from byte `at` on. Raises `OSError`."""
+    while slab:
+        written = os.pwrite(descriptor, slab, at)
+        slab, at = slab[written:], at + written
+
+
+def _drop_behind(descriptor: int, start: int) -> None:
+    _sync_range(descriptor, start, SLAB_BYTES, _WAIT_WRITTEN)
+    os.posix_fadvise(descriptor, start, SLAB_BYTES, os.POSIX_FADV_DONTNEED)
+
+
+def _sync_range(descriptor: int, start: int, length: int, flags: int) -> None:
+    if _libc.sync_file_range(descriptor, start, length, flags) != 0:
+        code = ctypes.get_errno()
+        if code not in _NOT_SUPPORTED:
+            raise OSError(code, os.strerror(code))

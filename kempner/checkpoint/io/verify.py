@@ -1,0 +1,147 @@
+"""Is a checkpoint what was written? Reads every byte, and needs no torch."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from kempner.checkpoint.format.manifest import (
+    FileEntry,
+    FileSums,
+    Manifest,
+    decode_sidecar,
+    read,
+    whole_sum,
+)
+from kempner.checkpoint.format.names import MANIFEST
+from kempner.run.process.exit_codes import DataError
+
+READERS = 4
+"""Files that are read at a time."""
+
+OnRead = Callable[[int], None]
+"""Told how many bytes more were read; from several threads."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that is wrong: the file, and a sentence that names the block if there is one."""
+
+    file: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
+
+def verify(checkpoint: Path, on_read: OnRead = lambda count: None) -> list[Damage]:
+    """Everything that is wrong with a checkpoint; empty if every byte is as committed."""
+    try:
+        manifest = read(checkpoint)
+    except DataError as error:
+        return [Damage(MANIFEST, str(error))]
+    interrupted = threading.Event()
+
+    def check(name: str) -> list[Damage]:
+        return [] if interrupted.is_set() else verify_files(checkpoint, manifest, [name], count)
+
+    def count(length: int) -> None:
+        if interrupted.is_set():
+            raise DataError("was not read to its end")
+        on_read(length)
+
+    with ThreadPoolExecutor(READERS, "verifier") as pool:
+        try:
+            return [damage for found in pool.map(check, manifest.files) for damage in found]
+        finally:
+            interrupted.set()  # without it, Ctrl-C would wait for the files being read
+
+
+def verify_files(
+    checkpoint: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    on_read: OnRead = lambda count: None,
+) -> list[Damage]:
+    """Check the named files against the manifest, so that ranks can share the reading."""
+    damages: list[Damage] = []
+    for name in names:
+        entry = manifest.files.get(name)
+        if entry is None:
+            damages.append(Damage(name, "is not in the manifest"))
+            continue
+        try:
+            if entry.sums is None:
+                on_read(len(_check_whole(checkpoint / name, entry)))
+                continue
+            block_bytes, sums = _load_sidecar(checkpoint, manifest.files, entry.sums)
+            _check_blocks(checkpoint / name, entry, block_bytes, sums, on_read)
+        except DataError as error:
+            damages.append(Damage(name, str(error)))
+        except OSError as error:
+            damages.append(Damage(name, f"cannot be read: {error.strerror}"))
+    return damages
+
+
+def _load_sidecar(
+    checkpoint: Path, files: Mapping[str, FileEntry], name: str
+) -> tuple[int, dict[str, FileSums]]:
+    if name not in files:
+        raise DataError(f"its block sums {name} are not in the manifest")
+    try:
+        content = _check_whole(checkpoint / name, files[name])
+    except DataError as error:
+        raise DataError(f"its block sums, {name}: {error}") from error
+    return decode_sidecar(content, checkpoint / name)
+
+
+def _check_whole(path: Path, entry: FileEntry) -> bytes:
+    content = path.read_bytes()
+    _check_length(len(content), entry)
+    if whole_sum(content) != entry.xxh3_128:
+        raise DataError("checksum does not match")
+    return content
+
+
+def _check_blocks(
+    path: Path,
+    entry: FileEntry,
+    block_bytes: int,
+    sums: Mapping[str, FileSums],
+    on_read: OnRead,
+) -> None:
+    """Read a file to its end. Raises `DataError` that names the first block that is not right."""
+    expected = sums.get(path.name)
+    if expected is None or expected.bytes != entry.bytes:
+        raise DataError("its block sums do not speak of this file")
+    with open(path, "rb") as file:
+        _check_length(os.fstat(file.fileno()).st_size, entry)
+        damaged = _damaged_blocks(file, expected, block_bytes, on_read)
+    if damaged:
+        more = f", and neither do {len(damaged) - 1} more blocks" if damaged[1:] else ""
+        first, at = damaged[0], damaged[0] * block_bytes
+        raise DataError(f"block {first} (from byte {at}) does not match its checksum{more}")
+
+
+def _damaged_blocks(
+    file: BinaryIO, expected: FileSums, block_bytes: int, on_read: OnRead
+) -> list[int]:
+    damaged = []
+    for number, digest in enumerate(expected.blocks):
+        block = file.read(block_bytes)
+        if xxhash.xxh3_64_hexdigest(block) != digest:
+            damaged.append(number)
+        on_read(len(block))
+    return damaged
+
+
+def _check_length(length: int, entry: FileEntry) -> None:
+    if length != entry.bytes:
+        raise DataError(f"has {length} bytes instead of {entry.bytes}")

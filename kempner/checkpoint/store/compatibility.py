@@ -1,0 +1,68 @@
+"""May this run go on from that checkpoint? A pure comparison, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kempner.checkpoint.format.manifest import Identity
+
+
+@dataclass(frozen=True)
+class Compatibility:
+    """`refusals` forbid the resume; `remarks` are worth a line in the log."""
+
+    refusals: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+
+def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) -> Compatibility:
+    """Compare what a checkpoint was made with to what would go on from it.
+
+    Another model or optimizer is always refused. Other data and another seed are refused unless
+    `accept` names them ("data", "seed"). Another world is fine: only bit-identity is not promised
+    across it.
+    """
+    refusals = [
+        f"model.{key} is {now.model.get(key)!r} but the checkpoint was made with {value!r}"
+        for key, value in saved.model.items()
+        if now.model.get(key) != value
+    ]
+    if saved.optimizer not in (None, now.optimizer):
+        refusals.append(
+            f"optimizer.name is {now.optimizer!r} but the checkpoint was made with "
+            f"{saved.optimizer!r}, and has the state of that one only"
+        )
+    remarks = []
+    for what, key, was, is_now in (
+        ("data", "data.dataset_path", saved.data_fingerprint, now.data_fingerprint),
+        ("seed", "train.seed", saved.seed, now.seed),
+    ):
+        if was is None:
+            remarks.append(f"the checkpoint was imported: its {what} is taken to be this run's")
+        if was is None or was == is_now:
+            continue
+        if what in accept:
+            remarks.append(f"going on with another {what} than the checkpoint's, as asked")
+        else:
+            refusals.append(
+                f"{key} differs from the checkpoint's ({is_now} instead of {was}), so samples "
+                f"would repeat or be missed; if that is meant, "
+                f'add --checkpoint.accept_changes=["{what}"]'
+            )
+    if saved.world != now.world:
+        remarks.append(
+            f"the checkpoint was written by {saved.world} ranks, now there are {now.world}"
+        )
+    if saved.host:
+        remarks += _host_remarks(saved.host, now.host)
+    return Compatibility(tuple(refusals), tuple(remarks))
+
+
+def _host_remarks(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key} was {saved.get(key)!r} and is {now.get(key)!r}: results may differ in the last bits"
+        for key in sorted({*saved, *now})
+        if saved.get(key) != now.get(key)
+    ]

@@ -1,0 +1,126 @@
+"""DCP's `.metadata`, made from the specs of a state: for a large world in a process of its own.
+
+At 512 ranks it lists more than a million chunks. Making it is Python under the interpreter's lock,
+and would hold up training for as long as it takes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from kempner.checkpoint.format.shard_plan import Listed, TensorSpec, data_file, list_all
+from kempner.checkpoint.tensors.file_buffer import container
+from kempner.run.process.signals import STOP_SIGNALS, follow_parent
+
+MADE_HERE = 20_000
+"""Chunks up to which `.metadata` is made in the calling process: a tenth of a second of work."""
+
+_DCP_VERSION = "1.0.0"
+
+
+def metadata_of(specs: Sequence[TensorSpec], world: int) -> bytes:
+    """`build_metadata`, in a process of its own where it would take long.
+
+    Blocks the calling thread, without holding the interpreter's lock. Raises `RuntimeError` with
+    the process's last words if it fails.
+    """
+    if len(specs) * world <= MADE_HERE:
+        return build_metadata(specs, world)
+    # A mask outlives exec: a stop signal to the whole group must not end the planning of a save.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        return _made_elsewhere(specs, world)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def build_metadata(specs: Sequence[TensorSpec], world: int) -> bytes:
+    """DCP's `.metadata` for a state that `world` ranks write; the same bytes at every save."""
+    return pack(specs, list_all(specs, world, container))
+
+
+def pack(specs: Sequence[TensorSpec], files: Iterable[Sequence[Listed]]) -> bytes:
+    """DCP's `.metadata` for tensors whose parts lie in `files`, one of each rank."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = {spec.key: [] for spec in specs}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for rank, contents in enumerate(files):
+        file = data_file(rank)
+        for key, offsets, sizes, start, length in contents:
+            described = _describe(offsets, sizes)
+            index = MetadataIndex(key, described.offsets, len(chunks[key]))
+            chunks[key].append(described)
+            storage[index] = _StorageInfo(file, start, length)
+    metadata = Metadata(
+        state_dict_metadata={spec.key: _tensor(spec, chunks[spec.key]) for spec in specs},
+        planner_data={spec.key: (spec.key,) for spec in specs},
+        storage_data=storage,
+        storage_meta=StorageMeta(),
+        version=_DCP_VERSION,
+    )
+    return pickle.dumps(metadata)
+
+
+def _tensor(spec: TensorSpec, chunks: list[ChunkStorageMetadata]) -> TensorStorageMetadata:
+    properties = TensorProperties(dtype=getattr(torch, spec.dtype))
+    return TensorStorageMetadata(properties, torch.Size(spec.shape), chunks)
+
+
+@lru_cache(1 << 12)
+def _describe(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
+    """One object for all the tensors of a rank that are cut alike: a pickle holds it once."""
+    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=_size(sizes))
+
+
+@lru_cache(1 << 12)
+def _size(sizes: tuple[int, ...]) -> torch.Size:
+    return torch.Size(sizes)
+
+
+def _made_elsewhere(specs: Sequence[TensorSpec], world: int) -> bytes:
+    command = [sys.executable, "-m", __name__, str(os.getpid())]
+    with tempfile.TemporaryFile() as made, tempfile.TemporaryFile() as words:
+        ended = subprocess.run(
+            command,
+            input=pickle.dumps((list(specs), world)),
+            stdout=made,
+            stderr=words,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        if ended.returncode != 0:
+            words.seek(0)
+            last = words.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise RuntimeError(f"planning ended with {ended.returncode}: {''.join(last)}")
+        made.seek(0)
+        return made.read()
+
+
+def _main() -> None:
+    """Read specs and world from the parent, and write `.metadata`; both are pickles."""
+    follow_parent(int(sys.argv[1]), signal.SIGKILL)
+    os.nice(19)
+    gc.disable()  # nothing here is garbage, and looking for it takes longer than the work
+    specs, world = pickle.load(sys.stdin.buffer)
+    sys.stdout.buffer.write(build_metadata(specs, world))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,110 @@
+"""A rank's data file in memory, byte for byte as it will be on disk.
+
+DCP's format keeps every tensor in a container of its own (`torch.save`), whose bytes around the
+data depend on dtype and shape alone. They are put in place once. From then on the state is copied
+straight into the holes between them, and the file is one stream; the stock
+`torch.distributed.checkpoint` reads it.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.serialization import skip_data
+
+from kempner.checkpoint.format.shard_plan import Container, Placed, TensorSpec, file_length
+from kempner.checkpoint.io.file_writer import DIRECT_ALIGNMENT
+
+
+def tensor_specs(table: Mapping[str, Tensor], world: int) -> list[TensorSpec]:
+    """The specs of a state; the same on every rank.
+
+    A tensor that is no DTensor is taken to be the same on all ranks of the `world`.
+    """
+    return [_spec(key, tensor, world) for key, tensor in table.items()]
+
+
+@cache
+def container(dtype: str, sizes: tuple[int, ...]) -> Container:
+    """What `torch.save` puts around a tensor of this dtype and shape."""
+    tensor = torch.empty(sizes, dtype=getattr(torch, dtype))
+    length = tensor.numel() * tensor.element_size()
+    if length == 0:
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        return Container(buffer.getvalue(), 0, b"")
+    with tempfile.TemporaryFile() as file:  # with a hole where the data would be
+        with skip_data():
+            torch.save(tensor, file)
+        file.seek(0)
+        reader: Any = torch._C.PyTorchFileReader(file)
+        start = reader.get_record_offset("data/0")
+        file.seek(0)
+        before = file.read(start)
+        file.seek(start + length)
+        return Container(before, length, file.read())
+
+
+def page_aligned(length: int, *, pinned: bool = False) -> Tensor:
+    """`length` bytes of zeros, which begin where a write past the page cache may begin."""
+    room = torch.zeros(length + DIRECT_ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    start = -room.data_ptr() % DIRECT_ALIGNMENT
+    return room[start : start + length]
+
+
+class FileBuffer:
+    """One rank's file: a buffer that holds `placed`, and views into it for the tensors.
+
+    `pinned` asks for page-locked memory, from which a GPU copies without waiting for the host.
+    """
+
+    def __init__(self, placed: Sequence[Placed], *, pinned: bool) -> None:
+        self._buffer = page_aligned(file_length(placed), pinned=pinned)
+        self.views = [self._install(item) for item in placed]
+        """A tensor for each placed chunk, in order, with its dtype and sizes."""
+
+    @property
+    def content(self) -> memoryview:
+        """The bytes of the file."""
+        return self._buffer.numpy().data
+
+    def _install(self, item: Placed) -> Tensor:
+        before, after = item.container.before, item.container.after
+        data = item.start + len(before)
+        end = data + item.container.data
+        self._put(item.start, before)
+        self._put(end, after)
+        dtype = getattr(torch, item.chunk.dtype)
+        if data == end:
+            return torch.empty(item.chunk.sizes, dtype=dtype)
+        # torch aligns the data within a container as the plan aligns containers.
+        return self._buffer[data:end].view(dtype).view(item.chunk.sizes)
+
+    def _put(self, at: int, content: bytes) -> None:
+        if content:
+            source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            self._buffer[at : at + len(content)] = source
+
+
+def _spec(key: str, tensor: Tensor, world: int) -> TensorSpec:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return TensorSpec(key, shape, dtype, (world,), (None,))
+    placements: list[int | None] = []
+    for placement in tensor.placements:
+        if type(placement) is Shard:
+            placements.append(placement.dim)
+        elif isinstance(placement, Replicate):
+            placements.append(None)
+        else:
+            raise NotImplementedError(f"{key} is placed as {placement}, which cannot be planned")
+    return TensorSpec(key, shape, dtype, tuple(tensor.device_mesh.shape), tuple(placements))

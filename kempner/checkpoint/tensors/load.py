@@ -1,0 +1,194 @@
+"""Fills a rank's tensors from a checkpoint of any world: only what it needs, checked as it comes.
+
+What to read follows from the checkpoint's own metadata and the rank's own shards, so no rank asks
+another. Every block that is read is checked against its checksum first, and every element of every
+tensor must have come from somewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from kempner.checkpoint.format.contents import Contents, Part, overlap
+from kempner.checkpoint.format.manifest import Manifest
+from kempner.checkpoint.io.verified_reader import Cursor, VerifiedFile
+from kempner.checkpoint.io.verify import verify_files
+from kempner.checkpoint.tensors.state import local_part
+from kempner.run.process.exit_codes import DataError
+
+SLAB_BYTES = 8 << 20
+"""Largest read, but for single rows that are larger."""
+
+RUN_PIECES = 8
+"""Fewest pieces that are worth a thread of their own."""
+
+READERS = 4
+"""Threads that read and check; both release the interpreter."""
+
+_HEADER = struct.Struct("<4s5H3I2H")  # a zip archive's local file header, APPNOTE 4.3.7
+_HEADER_MAGIC = b"PK\x03\x04"
+_RECORD = b"/data/0"
+_PREFIX_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What a saved chunk and a local tensor have in common."""
+
+    stored: Part
+    from_chunk: tuple[slice, ...]
+    into_local: tuple[slice, ...]
+    key: str
+
+    @property
+    def elements(self) -> int:
+        return math.prod(s.stop - s.start for s in self.from_chunk)
+
+
+def fill(
+    table: Mapping[str, Tensor], checkpoint: Path, manifest: Manifest, contents: Contents
+) -> int:
+    """Read the local part of every tensor of `table`, in place; returns the bytes read.
+
+    Raises `DataError` if a block is damaged, a file is missing, or an element is not covered. What
+    the ranks of a world read between them is every block of every file.
+    """
+    pieces = [
+        part
+        for key, tensor in table.items()
+        for piece in _pieces(key, tensor, contents)
+        for part in _cut(piece, tensor.element_size())
+    ]
+    for damage in verify_files(checkpoint, manifest, _idle_files(manifest)):
+        raise DataError(str(damage))
+    names = sorted({piece.stored.file for piece in pieces})
+    files: dict[str, VerifiedFile] = {}
+    try:
+        for name in names:
+            if name not in manifest.files:
+                raise DataError(f"{name} is not in the manifest")
+            files[name] = VerifiedFile(checkpoint / name, manifest.files[name], manifest.files)
+        pieces.sort(key=lambda piece: (piece.stored.file, piece.stored.start))
+        with ThreadPoolExecutor(READERS, "reader") as pool:
+            runs = _runs(pieces)
+            return sum(pool.map(lambda run: _read_run(run, table, files), runs))
+    finally:
+        for file in files.values():
+            file.close()
+
+
+def _idle_files(manifest: Manifest) -> Iterable[str]:
+    """Data files in which there is no tensor: their ranks had nothing to write."""
+    return [name for name, entry in manifest.files.items() if entry.sums and entry.bytes == 0]
+
+
+def _pieces(key: str, tensor: Tensor, contents: Contents) -> Iterable[_Piece]:
+    """The saved parts that overlap this rank's part of a tensor."""
+    offsets, sizes = _local_place(tensor)
+    found = []
+    for part in contents.parts(key, offsets, sizes):
+        shared = overlap(offsets, sizes, part.offsets, part.sizes)
+        if shared is not None:
+            low, high = shared
+            from_chunk, into_local = _slices(low, high, part.offsets), _slices(low, high, offsets)
+            found.append(_Piece(part, from_chunk, into_local, key))
+    if sum(piece.elements for piece in found) != math.prod(sizes):
+        raise DataError(f"{key}: the checkpoint does not hold every element of it")
+    return found
+
+
+def _cut(piece: _Piece, element_size: int) -> Iterable[_Piece]:
+    """The piece in groups of rows, so that a large tensor needs no second one to be read into."""
+    if not piece.from_chunk:
+        return [piece]
+    row_bytes = element_size * math.prod(piece.stored.sizes[1:])
+    rows = max(1, SLAB_BYTES // max(1, row_bytes))
+    source, target = piece.from_chunk[0], piece.into_local[0]
+    starts = range(0, source.stop - source.start, rows)
+    return [
+        replace(
+            piece,
+            from_chunk=(_shifted(source, at, rows), *piece.from_chunk[1:]),
+            into_local=(_shifted(target, at, rows), *piece.into_local[1:]),
+        )
+        for at in starts
+    ]
+
+
+def _shifted(whole: slice, at: int, length: int) -> slice:
+    return slice(whole.start + at, min(whole.start + at + length, whole.stop))
+
+
+def _slices(low: Iterable[int], high: Iterable[int], origin: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+
+
+def _local_place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of what this rank holds of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def _runs(pieces: Sequence[_Piece]) -> Iterable[Sequence[_Piece]]:
+    """Neighbours for one thread to read one after the other; each run is from one file."""
+    for _, group in groupby(pieces, key=lambda piece: piece.stored.file):
+        of_file = list(group)
+        length = max(RUN_PIECES, -(-len(of_file) // READERS))
+        yield from (of_file[at : at + length] for at in range(0, len(of_file), length))
+
+
+def _read_run(
+    run: Sequence[_Piece], table: Mapping[str, Tensor], files: Mapping[str, VerifiedFile]
+) -> int:
+    """Read pieces of one file; returns the bytes read."""
+    file = files[run[0].stored.file]
+    cursor, checked = Cursor(file), -1
+    for piece in run:
+        container = piece.stored.start
+        before = _data_offset(file.peek(container, _PREFIX_BYTES), piece.stored)
+        if checked != container:
+            cursor.read(container, container + before)  # what was peeked at, now checked
+            checked = container
+        _copy(piece, local_part(table[piece.key]), before, cursor)
+    end = run[-1].stored.start + run[-1].stored.length
+    if end == file.sums.bytes:
+        cursor.read(end - 1, end)  # the file's last block may hold no data
+    return cursor.bytes_read
+
+
+def _copy(piece: _Piece, target: Tensor, before: int, cursor: Cursor) -> None:
+    """Put one piece where it belongs; its data begin `before` bytes into the container."""
+    stored, rows = piece.stored, piece.from_chunk
+    # Rows are contiguous, so only those that are wanted are read; a cut along another dimension
+    # reads the rows whole.
+    first, end = (rows[0].start, rows[0].stop) if rows else (0, 1)
+    width = target.element_size() * math.prod(piece.stored.sizes[1:])
+    if before + width * (piece.stored.sizes[0] if rows else 1) > stored.length:
+        raise DataError(f"{piece.key}: its container at byte {stored.start} is too small for it")
+    start = stored.start + before + first * width
+    content = cursor.read(start, start + (end - first) * width)
+    sizes = (end - first, *piece.stored.sizes[1:]) if rows else ()
+    values = torch.frombuffer(content, dtype=target.dtype).view(sizes)
+    target[piece.into_local].copy_(values[(slice(None), *rows[1:])] if rows else values)
+
+
+def _data_offset(prefix: bytes, stored: Part) -> int:
+    """Where in its container a tensor's data begin, by the container's own headers."""
+    name = prefix.find(_RECORD)
+    header = prefix.rfind(_HEADER_MAGIC, 0, name)
+    if name < 0 or header < 0:
+        raise DataError(f"{stored.file}: no tensor at byte {stored.start}")
+    *_, name_length, extra_length = _HEADER.unpack_from(prefix, header)
+    return header + _HEADER.size + int(name_length) + int(extra_length)

@@ -1,0 +1,143 @@
+"""`kempner checkpoint export` and `import`: checkpoints for others, and from others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kempner.checkpoint.store.inventory import checkpoints_of, locate, pick
+from kempner.checkpoint.store.read_marker import reading_at
+from kempner.cli import checkpoint
+from kempner.cli.progress import bar
+from kempner.run.process.exit_codes import CheckpointWriteError, UsageError
+
+if TYPE_CHECKING:
+    from kempner.checkpoint.convert.tensor_copy import Source
+
+
+class Format(StrEnum):
+    """What a checkpoint can be turned into."""
+
+    DCP = "dcp"
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `export` and `import` to `checkpoint`, which is in `app` already."""
+    checkpoint.commands.command("export")(export)
+    checkpoint.commands.command("import")(import_)
+
+
+def export(
+    directory: checkpoint.Folder,
+    format_: Annotated[
+        Format,
+        typer.Option(
+            "--format",
+            help="dcp: a folder for torch.distributed.checkpoint. safetensors: a folder with the "
+            "model's weights, as Hugging Face has them. torch: one file for torch.load.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="File or folder to make; it must not be there.")],
+    step: Annotated[int | None, typer.Option(help="Which one; `latest` by default.")] = None,
+) -> None:
+    """Write a checkpoint in another format, checking every block that it reads."""
+    chosen = pick(*locate(directory), step)
+
+    from kempner.checkpoint.convert.export import export_dcp, export_safetensors, export_torch
+    from kempner.checkpoint.convert.export import model_tensors as weights
+    from kempner.checkpoint.convert.tensor_copy import Source, total
+
+    with _into(out), reading_at(chosen):
+        source = Source.open(chosen)
+        tensors = weights(source) if format_ is Format.SAFETENSORS else source.contents.tensors
+        with _counter(f"exporting {chosen.name}", total(tensors)) as on_bytes:
+            if format_ is Format.TORCH:
+                export_torch(source, out, on_bytes)
+            elif format_ is Format.DCP:
+                export_dcp(source, out, on_bytes)
+            else:
+                names, besides = _as_hugging_face(source)
+                export_safetensors(source, out, names, besides, on_bytes)
+    typer.echo(f"{out}: {chosen.name} as {format_}, {len(tensors):,} tensors")
+
+
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SRC", help="A folder that torch.distributed.checkpoint wrote."),
+    ],
+    into: Annotated[
+        Path, typer.Option(metavar="RUN_DIR|DIR", help="A run, or its checkpoints; none yet.")
+    ],
+    step: Annotated[int, typer.Option(min=0, help="Optimizer steps that are done.")] = 0,
+    cursor: Annotated[
+        int, typer.Option(min=0, help="The next sample, in the order of the run's data.")
+    ] = 0,
+) -> None:
+    """Make a checkpoint of the stock torch.distributed.checkpoint one that a run resumes from."""
+    from kempner.checkpoint.convert.import_dcp import Foreign, take_over
+    from kempner.checkpoint.convert.key_map import listed
+    from kempner.checkpoint.convert.tensor_copy import total
+    from kempner.checkpoint.format.contents import Saved
+    from kempner.checkpoint.format.manifest import Position
+
+    foreign = Foreign.open(source)
+    tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in foreign.specs()}
+    folder = checkpoints_of(into)
+    with _into(folder), _counter("importing", total(tensors)) as on_bytes:
+        path = take_over(foreign, folder, Position(step, cursor), on_bytes)
+    typer.echo(f"{path}: committed, {len(tensors):,} tensors, step {step}, cursor {cursor}")
+    if foreign.fit.left_out:
+        typer.echo(f"left out, because a run makes it anew: {listed(foreign.fit.left_out)}")
+
+
+def _as_hugging_face(source: Source) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Names for the weights by key, and files to go with them.
+
+    Those of Hugging Face's Llama if the model is kempner's own, otherwise the model's.
+    """
+    from kempner.checkpoint.convert.export import MODEL, model_tensors
+    from kempner.model.spec.huggingface import llama_config, llama_name
+
+    tensors = model_tensors(source)
+    own = {key: key.removeprefix(MODEL) for key in tensors}
+    llama = {key: name for key, ours in own.items() if (name := llama_name(ours)) is not None}
+    dtype = next((saved.dtype for saved in tensors.values()), "float32")
+    config = llama_config(source.manifest.identity.model, dtype)
+    if len(llama) < len(own) or config is None:
+        return own, {}
+    return llama, {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+
+
+@contextmanager
+def _into(out: Path) -> Iterator[None]:
+    """Says in a sentence why `out` cannot be made."""
+    try:
+        yield
+    except FileExistsError as error:
+        raise UsageError(f"{error.filename} is there already; name what is not there") from error
+    except OSError as error:
+        raise CheckpointWriteError(f"{out} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _counter(doing: str, in_all: int) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes that counts what it is told."""
+    done = 0
+    with bar(Console(stderr=True), doing) as show:
+
+        def count(length: int) -> None:
+            nonlocal done
+            done += length
+            show(done, in_all)
+
+        yield count

@@ -1,0 +1,180 @@
+"""What this job has on this node: CPUs, memory, GPUs, each with where the number comes from.
+
+What is configured wins; then the variables that Slurm sets, which depend on how the job was asked
+for; then `scontrol show job` and `scontrol show node`, as the caller has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+from kempner.cluster.slurm.hostlist import expand_counts
+
+_NO_GPUS = ("", "(null)", "N/A", "none")
+_SOCKETS = re.compile(r"\([^)]*\)")
+_GPU = re.compile(r"(?:gres[:/])?gpu(?:[:=]|$)")
+_UNITS = {"": 1, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A number and its source; memory is in MiB. None means that nobody says."""
+
+    value: int | None
+    source: str
+
+    def __str__(self) -> str:
+        return f"{'unknown' if self.value is None else self.value} ({self.source})"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the job may use on this node."""
+
+    cpus: Amount
+    memory_mb: Amount
+    gpus: Amount
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was configured, None where nothing was; `section` names its table in an error."""
+
+    cpus: int | None = None
+    memory_mb: int | None = None
+    gpus: int | None = None
+
+
+def count_gpus(text: str) -> int:
+    """The number of GPUs in any spelling of Slurm: `4`, `gpu:4`, `gres:gpu:4`, `gpu:h100:4`,
+    `h100:4`, `gres/gpu=4`, `gpu:h100:4(S:0-1)`, sums such as `gpu:a100:2,gpu:v100:2`, `(null)`.
+
+    Beside parts that are called `gpu` the others are other resources, and do not count. Raises
+    `ValueError` with a sentence.
+    """
+    if text.strip() in _NO_GPUS:
+        return 0
+    parts = [part.strip() for part in _SOCKETS.sub("", text).split(",")]
+    named = [part for part in parts if _GPU.match(part)]
+    if not named and any(part.startswith("gres") for part in parts):
+        return 0
+    return sum(_count(part, text) for part in named or parts)
+
+
+def parse_memory(text: str) -> int:
+    """MiB of `4000`, `4000M`, `4G`, `1T` or `512K`, rounded down. Raises `ValueError`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"{text!r} is no amount of memory of Slurm")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def detect(
+    environ: Mapping[str, str],
+    *,
+    configured: Wanted | None = None,
+    job: Mapping[str, str] | None = None,
+    node: Mapping[str, str] | None = None,
+) -> Resources:
+    """What this process may use, as far as anybody says.
+
+    `job` and `node` are the fields of `scontrol show job -o` and `scontrol show node -o`. Raises
+    `ValueError` with a sentence if a number cannot be read.
+    """
+    wanted, job, node = configured or Wanted(), job or {}, node or {}
+    cpus = _first(chain([("slurm.cpus", wanted.cpus)], _cpus(environ, job)))
+    gpus = _first(chain([("slurm.gpus_per_node", wanted.gpus)], _gpus(environ, job, node)))
+    said = _memory(environ, cpus.value, gpus.value, job, node)
+    memory = _first(chain([("slurm.memory_mb", wanted.memory_mb)], said))
+    if memory.value == 0:
+        memory = Amount(_whole(node), f"{memory.source} = 0: the whole node")
+    return Resources(cpus, memory, gpus)
+
+
+_Found = Iterator[tuple[str, int | None]]
+
+
+def _cpus(environ: Mapping[str, str], job: Mapping[str, str]) -> _Found:
+    yield _variable(environ, "SLURM_CPUS_ON_NODE", int)
+    yield _variable(environ, "SLURM_JOB_CPUS_PER_NODE", _here(environ))
+    if "NumCPUs" in job and "NumNodes" in job:
+        yield "scontrol show job: NumCPUs / NumNodes", int(job["NumCPUs"]) // int(job["NumNodes"])
+
+
+def _gpus(environ: Mapping[str, str], job: Mapping[str, str], node: Mapping[str, str]) -> _Found:
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        yield _variable(environ, name, count_gpus)
+    if "SLURM_GPUS_PER_TASK" in environ and "SLURM_TASKS_PER_NODE" in environ:
+        tasks = _here(environ)(environ["SLURM_TASKS_PER_NODE"])
+        per_task = count_gpus(environ["SLURM_GPUS_PER_TASK"])
+        yield "SLURM_GPUS_PER_TASK x tasks on this node", per_task * tasks
+    if "TresPerNode" in job:
+        yield "scontrol show job: TresPerNode", _gpus_among(job["TresPerNode"])
+    visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    yield "CUDA_VISIBLE_DEVICES", len(visible) or None
+    if "Gres" in node and not job:  # the node may have more than the job was given
+        yield "scontrol show node: Gres", _gpus_among(node["Gres"])
+
+
+def _gpus_among(resources: str) -> int:
+    """The GPUs of a field that names all resources, none of them by its type alone."""
+    return count_gpus(resources) if "gpu" in resources else 0
+
+
+def _memory(
+    environ: Mapping[str, str],
+    cpus: int | None,
+    gpus: int | None,
+    job: Mapping[str, str],
+    node: Mapping[str, str],
+) -> _Found:
+    """In every variable and field 0 means the whole node."""
+    yield _variable(environ, "SLURM_MEM_PER_NODE", parse_memory)
+    for name, many in (("SLURM_MEM_PER_CPU", cpus), ("SLURM_MEM_PER_GPU", gpus)):
+        source, each = _variable(environ, name, parse_memory)
+        yield f"{source} x {many}", None if each is None or many is None else each * many
+    if "MinMemoryNode" in job:
+        yield "scontrol show job: MinMemoryNode", parse_memory(job["MinMemoryNode"])
+    if "MinMemoryCPU" in job and cpus is not None:
+        each = parse_memory(job["MinMemoryCPU"])
+        yield f"scontrol show job: MinMemoryCPU x {cpus}", each * cpus
+    yield "scontrol show node: RealMemory", _whole(node)
+
+
+def _whole(node: Mapping[str, str]) -> int | None:
+    return int(node["RealMemory"]) if "RealMemory" in node else None
+
+
+def _first(found: Iterable[tuple[str, int | None]]) -> Amount:
+    for source, value in found:
+        if value is not None:
+            return Amount(value, source)
+    return Amount(None, "neither Slurm nor the configuration says")
+
+
+def _variable(
+    environ: Mapping[str, str], name: str, parse: Callable[[str], int]
+) -> tuple[str, int | None]:
+    return name, parse(environ[name]) if environ.get(name) else None
+
+
+def _here(environ: Mapping[str, str]) -> Callable[[str], int]:
+    """Reads the count of this node out of a list with one per node."""
+    node = int(environ.get("SLURM_NODEID") or "0")
+
+    def read(text: str) -> int:
+        counts = expand_counts(text)
+        return counts[node] if node < len(counts) else counts[-1]
+
+    return read
+
+
+def _count(part: str, text: str) -> int:
+    """`h100:4` is 4, and `gpu` alone is 1."""
+    found = re.fullmatch(r"(?:[A-Za-z][\w./-]*[:=])*(\d+)", part)
+    if found is None and not re.fullmatch(r"(?:gres[:/])?gpu(?::[A-Za-z][\w.-]*)?", part):
+        raise ValueError(f"{text!r} is no number of GPUs in a spelling of Slurm")
+    return int(found[1]) if found else 1

@@ -1,0 +1,270 @@
+"""Token files: a header of 64 bytes, then the tokens as little-endian unsigned integers.
+
+| offset | bytes | content                                             |
+|--------|-------|-----------------------------------------------------|
+| 0      | 8     | `KEMPTOK1`                                          |
+| 8      | 4     | bytes per token: 2 or 4                             |
+| 12     | 4     | zero                                                |
+| 16     | 8     | number of tokens                                    |
+| 24     | 16    | xxh3_128 of the tokens' bytes, big-endian           |
+| 40     | 24    | zero                                                |
+
+The checksum makes a file that took another's place known at once, without reading it through.
+Files are read with positioned reads and never mapped: an I/O error of a mapping is a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128
+
+from kempner.data.files.index import Dtype, Index, Shard, read_index, sample_count
+from kempner.run.process.exit_codes import DataError
+
+Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+
+_MAGIC = b"KEMPTOK1"
+_HEADER = struct.Struct("<8sIIQ16s24x")
+_ITEM_SIZES: dict[Dtype, int] = {"uint16": 2, "uint32": 4}
+_BLOCK = 8 * 2**20
+
+
+def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
+    """How the tokens lie on disk."""
+    return np.dtype(dtype).newbyteorder("<")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished token file."""
+
+    tokens: int
+    bytes: int
+    checksum: str
+
+
+class TokenWriter:
+    """Writes one token file; it is valid, and durable, once `finish` has returned."""
+
+    def __init__(self, path: Path, dtype: Dtype) -> None:
+        self._item_size = _ITEM_SIZES[dtype]
+        self._dtype = numpy_dtype(dtype)
+        self._checksum = xxh3_128()
+        self._tokens = 0
+        self._file = open(path, "wb", buffering=2**20)  # noqa: SIM115 - closed by __exit__
+        self._file.write(bytes(_HEADER.size))
+
+    def append(self, tokens: NDArray[Any]) -> None:
+        """Add tokens [k]. ValueError if one does not fit the type."""
+        if tokens.size and not 0 <= int(tokens.max()) <= np.iinfo(self._dtype).max:
+            raise ValueError(f"token {int(tokens.max())} does not fit {self._dtype}")
+        content = tokens.astype(self._dtype, copy=False).tobytes()
+        self._checksum.update(content)
+        self._tokens += tokens.size
+        self._file.write(content)
+
+    def finish(self) -> Written:
+        """Write the header and fsync the file."""
+        digest = self._checksum.digest()
+        self._file.seek(0)
+        self._file.write(_HEADER.pack(_MAGIC, self._item_size, 0, self._tokens, digest))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        size = _HEADER.size + self._tokens * self._item_size
+        return Written(self._tokens, size, digest.hex())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+
+class Corpus:
+    """The token stream of a prepared directory, read where it is needed.
+
+    At most `max_open` shards are open at once. An instance belongs to one thread; `reopened`
+    gives another thread its own. Pickled, it travels without its open files.
+    """
+
+    def __init__(self, directory: Path, index: Index, max_open: int) -> None:
+        if max_open < 1:
+            raise ValueError(f"a corpus needs at least one open file, not {max_open}")
+        self.directory = directory
+        self.index = index
+        self.max_open = max_open
+        self.dtype = numpy_dtype(index.dtype)
+        self._starts = index.starts()
+        self._open: OrderedDict[int, int] = OrderedDict()
+
+    @classmethod
+    def open(cls, directory: str | Path, max_open: int = 64) -> Corpus:
+        """Read the index; the shards are opened, and checked against it, when they are needed.
+
+        Raises DataError if the index is missing or damaged.
+        """
+        return cls(Path(directory), read_index(Path(directory)), max_open)
+
+    def reopened(self, max_open: int) -> Corpus:
+        """The same corpus with open files of its own."""
+        return Corpus(self.directory, self.index, max_open)
+
+    def samples(self, seq_len: int) -> int:
+        """How many samples there are; DataError if there are none."""
+        return sample_count(self.index, seq_len)
+
+    def sample(self, number: int, seq_len: int) -> Tokens:
+        """Sample [seq_len + 1]: inputs are all but the last token, targets all but the first.
+
+        Raises IndexError beyond the last sample, DataError as `read` does.
+        """
+        return self.read(number * seq_len, seq_len + 1)
+
+    def read(self, start: int, count: int) -> Tokens:
+        """Tokens [count] from position `start` of the stream on, across shards.
+
+        Raises IndexError outside the stream; DataError, naming the shard, if it is missing,
+        cannot be read, or is not the file that the index describes.
+        """
+        if start < 0 or count < 0 or start + count > self.index.tokens:
+            raise IndexError(f"tokens {start} to {start + count} of {self.index.tokens}")
+        out = np.empty(count, self.dtype)
+        number = bisect_right(self._starts, start) - 1
+        filled = 0
+        while filled < count:
+            offset = start + filled - self._starts[number]
+            here = min(count - filled, self.index.shards[number].tokens - offset)
+            self._read_shard(number, offset, out[filled : filled + here])
+            filled += here
+            number += 1
+        return out
+
+    def close(self) -> None:
+        """Close all files; they are opened again when needed."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def __reduce__(self) -> tuple[type[Corpus], tuple[Path, Index, int]]:
+        return Corpus, (self.directory, self.index, self.max_open)
+
+    def _read_shard(self, number: int, offset: int, into: Tokens) -> None:
+        path = self.directory / self.index.shards[number].file
+        position = _HEADER.size + offset * into.itemsize
+        with _named_errors(path):
+            _read_fully(path, self._descriptor(number, path), into.view(np.uint8).data, position)
+
+    def _descriptor(self, number: int, path: Path) -> int:
+        if number in self._open:
+            self._open.move_to_end(number)
+            return self._open[number]
+        if len(self._open) >= self.max_open:
+            os.close(self._open.popitem(last=False)[1])
+        self._open[number] = _open_shard(path, self.index.shards[number], self.index.dtype)
+        return self._open[number]
+
+
+def verify_shard(directory: Path, shard: Shard, dtype: Dtype) -> None:
+    """Read a token file through. DataError, naming it, if it is not what the index says."""
+    path = directory / shard.file
+    checksum = xxh3_128()
+    block = bytearray(_BLOCK)
+    with _named_errors(path):
+        descriptor = _open_shard(path, shard, dtype)
+        try:
+            for start in range(_HEADER.size, shard.bytes, _BLOCK):
+                part = memoryview(block)[: min(_BLOCK, shard.bytes - start)]
+                _read_fully(path, descriptor, part, start)
+                checksum.update(part)
+        finally:
+            os.close(descriptor)
+    if checksum.hexdigest() != shard.checksum:
+        raise DataError(
+            f"{path} is damaged: its tokens have the checksum {checksum.hexdigest()}, "
+            f"the index says {shard.checksum}; prepare the data again into another directory"
+        )
+
+
+def verify(directory: str | Path) -> Index:
+    """Read every token file of a prepared directory through, and return its index.
+
+    Raises DataError, naming the first file that is not what the index says.
+    """
+    index = read_index(Path(directory))
+    for shard in index.shards:
+        verify_shard(Path(directory), shard, index.dtype)
+    return index
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"token file {path} cannot be read: {error.strerror}") from error
+
+
+def _open_shard(path: Path, shard: Shard, dtype: Dtype) -> int:
+    """A descriptor of the file that the index describes; DataError if it is another."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        refusal = _mismatch(os.pread(descriptor, _HEADER.size, 0), size, shard, dtype)
+    except OSError:
+        os.close(descriptor)
+        raise
+    if refusal:
+        os.close(descriptor)
+        raise DataError(f"token file {path} is not the one its index describes: {refusal}")
+    return descriptor
+
+
+def _mismatch(header: bytes, size: int, shard: Shard, dtype: Dtype) -> str:
+    """What is wrong with a file of this header and size in bytes; empty if nothing is."""
+    if len(header) < _HEADER.size:
+        return f"it has {size} bytes, the index says {shard.bytes}"
+    magic, item_size, _, tokens, digest = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        return f"it starts with {magic!r}, a token file starts with {_MAGIC!r}"
+    if item_size != _ITEM_SIZES[dtype]:
+        held = f"uint{8 * item_size}" if item_size in _ITEM_SIZES.values() else f"type {item_size}"
+        return f"it holds {held} tokens, the index says {dtype}"
+    if tokens != shard.tokens:
+        return f"it holds {tokens} tokens, the index says {shard.tokens}"
+    if digest.hex() != shard.checksum:
+        return f"its checksum is {digest.hex()}, the index says {shard.checksum}"
+    if size != shard.bytes or size != _HEADER.size + tokens * item_size:
+        return (
+            f"it has {size} bytes, the index says {shard.bytes}, "
+            f"its header {_HEADER.size + tokens * item_size}"
+        )
+    return ""
+
+
+def _read_fully(path: Path, descriptor: int, into: memoryview, position: int) -> None:
+    """Fill `into` from `position` on; a network file system may give less than was asked for."""
+    filled = 0
+    while filled < len(into):
+        got = os.preadv(descriptor, [into[filled:]], position + filled)
+        if got == 0:
+            raise DataError(
+                f"token file {path} was truncated while in use: "
+                f"it ends at byte {position + filled}, {position + len(into)} were expected"
+            )
+        filled += got

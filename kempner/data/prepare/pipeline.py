@@ -1,0 +1,193 @@
+"""Text to token files, in parallel, and resumable at any point.
+
+    OUT/index.json                   written last; what it lists is complete
+    OUT/shard-00000.tokens           renamed to this name when it is durable
+    OUT/.progress/inputs.json        what is being prepared
+    OUT/.progress/shard-00000.json   written when that shard is in place
+    OUT/.progress/*.<pid>            being written
+
+A shard depends on its unit of text and on the tokenizer alone: any number of workers, killed and
+started again any number of times, gives the same bytes. `.progress` is removed at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from pydantic import ValidationError
+from xxhash import xxh3_128_hexdigest
+
+from kempner.data.files.index import INDEX_FILE, Checksum, Index, Record, Shard, read_index
+from kempner.data.prepare.process_pool import run_all
+from kempner.data.prepare.shard_builder import (
+    Built,
+    Recipe,
+    build,
+    commit,
+    confirm,
+    prepared_differently,
+    temporary_path,
+)
+from kempner.data.prepare.sources import SourceFile, Unit, find_files, plan_units
+from kempner.data.prepare.tokenizers import BYTE, find_tokenizer
+from kempner.run.process.durable_io import write_durable
+from kempner.run.process.exit_codes import DataError, UsageError
+
+OnProgress = Callable[[int, int], None]
+"""Told (bytes of text done, bytes in all) at the start and whenever a unit is done."""
+
+_INPUTS_FILE = "inputs.json"
+
+
+class _Inputs(Record):
+    """What an unfinished directory is being made from."""
+
+    first: str
+    files: int
+    names: Checksum
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What there is now."""
+
+    index: Index
+    kept: int
+    """Shards that were in place, and intact, before."""
+    left_out: tuple[Path, ...]
+    """What lies in the named folders and is no text."""
+    was_finished: bool
+    """There was nothing to do but to verify."""
+
+
+def prepare(
+    out: Path,
+    files: Sequence[Path],
+    *,
+    tokenizer: str = BYTE,
+    eot: str | None = None,
+    text_key: str = "text",
+    workers: int = 1,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Prepared:
+    """Write the tokens of text files, .jsonl files and folders of them to the directory `out`.
+
+    The tokenizer's token for the end of a text follows every document. Started again with the same
+    arguments it keeps what is complete, or, if all is, verifies it.
+    Raises UsageError for arguments that make no sense or do not match what `out` holds, DataError
+    for text that cannot be read, a full disk and damaged token files.
+    """
+    found = find_files(files)
+    recipe = Recipe(out, find_tokenizer(tokenizer, eot), text_key)
+    units = plan_units(found.files, split_texts=recipe.tokenizer.splits_anywhere)
+    was_finished = (out / INDEX_FILE).exists()
+    if was_finished:
+        index = read_index(out)
+        _check_same(recipe, units, index)
+        built = _run(partial(confirm, recipe, index), units, workers, on_progress)
+    else:
+        _claim(recipe, found.files)
+        built = _run(partial(build, recipe), units, workers, on_progress)
+        index = _finish(recipe, [each.shard for each in built])
+    shutil.rmtree(recipe.progress, ignore_errors=True)  # the index says that nothing needs it
+    kept = sum(each.kept for each in built)
+    return Prepared(index, kept, found.left_out, was_finished)
+
+
+def _run(
+    task: Callable[[Unit], Built], units: Sequence[Unit], workers: int, on_progress: OnProgress
+) -> list[Built]:
+    """The outcome of every unit, in the order of the units."""
+    done, total = 0, sum(unit.size for unit in units)
+
+    def count(unit: Unit) -> None:
+        nonlocal done
+        done += unit.size
+        on_progress(done, total)
+
+    on_progress(0, total)
+    return run_all(task, units, workers, count)
+
+
+def _check_same(recipe: Recipe, units: Sequence[Unit], index: Index) -> None:
+    """UsageError if a finished directory was made with another tokenizer or from other files."""
+    if (index.tokenizer, index.eot) != (recipe.tokenizer.identity, recipe.tokenizer.eot):
+        raise prepared_differently(
+            recipe.out, f"with another tokenizer ({index.tokenizer.kind}, eot={index.eot})"
+        )
+    if len(index.shards) != len(units):
+        raise prepared_differently(recipe.out, "from other text (of another length)")
+
+
+def _claim(recipe: Recipe, files: Sequence[SourceFile]) -> None:
+    """Make `out` ours. UsageError if it is something else, or an attempt at other files."""
+    inputs = _Inputs(
+        first=files[0].name,
+        files=len(files),
+        names=xxh3_128_hexdigest(json.dumps([file.name for file in files]).encode()),
+    )
+    before = _read_inputs(recipe)
+    if before == inputs:
+        return
+    if before is not None:
+        raise UsageError(
+            f"{recipe.out} holds an unfinished preparation of other files ({before.files}, the "
+            f"first is {before.first}): name the same, choose another --out, or remove it first"
+        )
+    try:
+        recipe.out.mkdir(parents=True, exist_ok=True)
+        if not recipe.progress.exists() and any(recipe.out.iterdir()):
+            raise UsageError(f"{recipe.out} is not empty: choose a new directory for --out")
+        recipe.progress.mkdir(exist_ok=True)
+        temporary = temporary_path(recipe, _INPUTS_FILE)
+        write_durable(temporary, inputs.model_dump_json().encode())
+        commit(temporary, recipe.progress / _INPUTS_FILE)
+    except OSError as error:
+        raise UsageError(f"--out {recipe.out} cannot be written: {error.strerror}") from error
+
+
+def _read_inputs(recipe: Recipe) -> _Inputs | None:
+    try:
+        return _Inputs.model_validate_json((recipe.progress / _INPUTS_FILE).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValidationError as error:
+        raise UsageError(
+            f"{recipe.progress / _INPUTS_FILE} makes no sense: remove {recipe.out} first"
+        ) from error
+
+
+def _finish(recipe: Recipe, shards: Sequence[Shard]) -> Index:
+    """Write the index, which makes the directory a finished one."""
+    tokens = sum(shard.tokens for shard in shards)
+    if not tokens:
+        raise DataError("all documents are empty: nothing to prepare")
+    index = Index(
+        format="kempner-tokens",
+        version=1,
+        dtype=recipe.tokenizer.dtype,
+        vocab_size=recipe.tokenizer.vocab_size,
+        eot=recipe.tokenizer.eot,
+        tokenizer=recipe.tokenizer.identity,
+        tokens=tokens,
+        documents=sum(shard.documents for shard in shards),
+        shards=list(shards),
+    )
+    listed = {recipe.out / shard.file for shard in shards}
+    try:
+        for stray in set(recipe.out.glob("shard-*.tokens")) - listed:
+            stray.unlink()  # of an earlier attempt, when there was more text
+        temporary = temporary_path(recipe, INDEX_FILE)
+        write_durable(temporary, index.to_bytes())
+        commit(temporary, recipe.out / INDEX_FILE)
+    except OSError as error:
+        raise DataError(
+            f"{recipe.out / INDEX_FILE} cannot be written: {error.strerror}; "
+            "run the same command again when that is solved"
+        ) from error
+    return index

@@ -1,0 +1,121 @@
+"""Tokens by position through a torch DataLoader, whose workers can be left at any moment.
+
+Workers hand over tokens, as compact as they are on disk, through a pipe; shared memory, whose
+limit shows as a SIGBUS, is not involved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Generator
+from torch._C import _remove_worker_pids
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from kempner.data.files.token_file import Corpus
+from kempner.data.order.batch_slices import PADDING
+from kempner.data.order.shuffle import Order
+from kempner.run.process.exit_codes import DataError, RunError
+from kempner.run.process.worker_process import born_deaf, kill, killed_on_error, stay_deaf
+
+
+class TokenDataset(Dataset[NDArray[Any]]):
+    """The endless order as a dataset: position -> tokens [seq_len + 1], PADDING -> zeros."""
+
+    def __init__(self, corpus: Corpus, order: Order, seq_len: int) -> None:
+        self._corpus = corpus
+        self._order = order
+        self._seq_len = seq_len
+
+    def __getitem__(self, position: int) -> NDArray[Any]:
+        """Raises DataError if the shard cannot be read."""
+        if position == PADDING:
+            return np.zeros(self._seq_len + 1, self._corpus.dtype)
+        return self._corpus.sample(self._order.locate(position)[1], self._seq_len)
+
+    def __getitems__(self, positions: Sequence[int]) -> NDArray[Any] | DataError:
+        """Tokens [k, seq_len + 1] of k positions; an error is handed over as a value.
+
+        A DataLoader would hand on an exception as text, its sentence lost in a worker's traceback.
+        """
+        try:
+            return np.stack([self[position] for position in positions])
+        except DataError as error:
+            return error
+
+
+class TokenReader:
+    """Iterates over the tokens of batch after batch of positions.
+
+    The worker processes die with the thread that creates the reader. `stop` ends them whatever
+    they do; without workers, reading happens in the thread that iterates.
+    """
+
+    def __init__(self, dataset: TokenDataset, batches: Iterable[list[int]], workers: int) -> None:
+        loader = DataLoader(
+            dataset,
+            batch_sampler=batches,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=partial(stay_deaf, os.getpid()),
+            multiprocessing_context="spawn" if workers else None,
+            # Without a generator of its own the iterator would draw from the global one.
+            generator=Generator(),
+        )
+        if not workers:
+            self._iterator, self._pool = iter(loader), None
+            return
+        with killed_on_error():
+            with born_deaf():
+                iterator = cast(_MultiProcessingDataLoaderIter, iter(loader))
+            # torch would raise in the main thread, wherever that is, when a worker dies: whoever
+            # iterates shall find out.
+            _remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
+        self._iterator, self._pool = iterator, iterator
+
+    @property
+    def _workers(self) -> Sequence[BaseProcess]:
+        return self._pool._workers if self._pool is not None else ()
+
+    def read(self) -> NDArray[Any]:
+        """Tokens [k, seq_len + 1] of the next k positions.
+
+        Raises DataError if a shard cannot be read.
+        """
+        tokens: NDArray[Any] | DataError = next(self._iterator)
+        if isinstance(tokens, DataError):
+            raise tokens
+        return tokens
+
+    def lost_worker(self) -> RunError | None:
+        """The error to raise if a worker has died."""
+        ends = {worker.sentinel: worker for worker in self._workers}
+        for sentinel in connection.wait(ends, timeout=0):
+            worker = ends[cast(int, sentinel)]
+            return RunError(
+                f"data loader worker {worker.pid} has died with exit code {worker.exitcode} "
+                "(-9: killed, often for lack of memory: try fewer data.num_dataloader_workers)"
+            )
+        return None
+
+    def stop(self) -> None:
+        """Kill the workers, and keep torch from waiting for what they can no longer do."""
+        if self._pool is None:
+            return
+        self._pool._shutdown = True  # its own way takes a lock that a killed worker may have held
+        kill(self._workers)
+        # Nobody is left to write: a thread that waits for a batch gets the end of the file.
+        self._pool._worker_result_queue._writer.close()  # type: ignore[attr-defined]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,303 @@
+"""The control channel, a rank's side: one thread that keeps the line to the supervisor.
+
+It sends the rank's progress once a second, and acts at once on what the supervisor says, even while
+the main thread sits in a collective that will never end: collectives, files and sockets release
+Python's lock. Native code that holds the lock stops this thread, too, and nothing can then be done
+from inside the process; the supervisor sees a connection that stays up and says nothing, and ends
+the process from outside.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kempner.run.control.handshake import introduce, open_wire
+from kempner.run.control.heartbeat import Progress
+from kempner.run.control.launch_env import Launch
+from kempner.run.control.outbox import Outbox, Post
+from kempner.run.control.progress_watchdog import ProgressWatchdog
+from kempner.run.control.protocol import (
+    STALLED,
+    DumpStacks,
+    Event,
+    FromSupervisor,
+    MessageError,
+    Noted,
+    Outcome,
+    PeerLost,
+    Report,
+    Stop,
+    Usage,
+    decode_from_supervisor,
+    shorten,
+)
+from kempner.run.control.supervisor_timeout import SupervisorTimeout
+from kempner.run.control.transport import Connection, MessageFile
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.logs import logger
+from kempner.run.record.run_dir import RunDirectory
+
+BEAT = 1.0
+"""Seconds between two reports."""
+
+USAGE_BEAT = 10.0
+"""Seconds between two measurements of what the process uses of its node."""
+
+RETRY = (0.1, 2.0)
+"""Seconds until the second try to connect, and the most between two tries."""
+
+ALONE = 8.0
+"""Seconds without a connection after which files are used instead."""
+
+FILE_BEAT = 5.0
+"""Seconds between two reports by file: a file system shared by thousands feels each of them."""
+
+PEER_LOST_GRACE = 1.0
+"""Seconds that the main thread gets to leave by itself when a peer is gone."""
+
+LAST_WORDS = 3.0
+"""Seconds that a rank waits, at its end, for its last words to be heard; longer than a try to
+connect takes."""
+
+STALLED_TOLD = 100
+"""Connections that a rank tells of; a message has its limits."""
+
+_LISTEN = 0.1
+"""Seconds between two looks whether the supervisor has answered."""
+
+
+@dataclass(frozen=True)
+class Reactions:
+    """What a rank does when it is told to stop, and after `patience` seconds without a word; and
+    what if it then does not move any more, with nobody left to say why. Called from the link's
+    thread, and must not wait.
+
+    `patience` seconds are given to a step, `grace` seconds to what is none, such as the last save.
+    `stalled` tells the near and far address of each connection of this node that delivers nothing,
+    `measure` what this process uses of its node, or None if that cannot be seen.
+    """
+
+    stop: Callable[[Stop], None]
+    silence: Callable[[float], None]
+    standstill: Callable[[float], None]
+    patience: float
+    grace: float
+    stalled: Callable[[], list[tuple[str, str]]] = list
+    measure: Callable[[], Usage | None] = lambda: None
+
+
+class ControlClient:
+    """The line between this rank and its supervisor. No method fails because the line is down."""
+
+    def __init__(
+        self, launch: Launch, run: RunDirectory, rank: int, progress: Progress, react: Reactions
+    ) -> None:
+        self._launch, self._rank, self._progress, self._react = launch, rank, progress, react
+        number = launch.attempt.number
+        self._stacks = run.stacks(number, rank)
+        self._own_file = MessageFile(run.messages(number, rank))
+        self._their_file = MessageFile(run.messages(number, None))
+        self._by_file = False
+        self._report_at = self._usage_at = 0.0
+        self._outbox, self._sent = Outbox(), 0
+        self._silence = SupervisorTimeout(react.patience)
+        self._standstill = ProgressWatchdog(progress, react.patience, react.grace)
+        self._forsaken = False
+        self._heard_before = 0
+        self._connected = self._over = False
+        self._alone_since = time.monotonic()
+        self._exit_at: float | None = None
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.peer_lost: PeerLost | None = None
+        """The first peer that is known to be gone."""
+
+    def start(self) -> None:
+        """Begin to connect, in the background."""
+        threading.Thread(target=self._keep, name="link", daemon=True).start()
+
+    def record(self, event: str, fields: dict[str, object]) -> None:
+        """Send a line for the ledger; `fields` are JSON values."""
+        self._post(lambda number: Event(number, event, fields))  # type: ignore[arg-type]
+
+    def leave(self, code: int, sentence: str) -> list[Event]:
+        """Say how this process ends, wait until it is heard, and fall silent.
+
+        Waits for at most `LAST_WORDS` seconds.
+
+        Returns the lines for the ledger that are lost unless the caller writes them: those on the
+        way to a supervisor that still holds the connection are not.
+        """
+        self.say_how_it_ends(code, sentence)
+        return self.fall_silent()
+
+    def say_how_it_ends(self, code: int, sentence: str) -> None:
+        """The first half of `leave`: the line stays up."""
+        self._heard_before = self._silence.times_broken
+        self._report_at = 0.0  # where it ended, before its last words
+        self._post(lambda number: Outcome(number, int(code), shorten(sentence)))
+        self._outbox.wait_until_heard(LAST_WORDS)
+
+    def outlives_supervisor(self) -> bool:
+        """Whether nothing answers to how this process ends; waits until that is sure."""
+        while self._silence.times_broken == self._heard_before:
+            if self._silence.noticed:
+                return True
+            time.sleep(_LISTEN)
+        return False
+
+    def fall_silent(self) -> list[Event]:
+        """The second half of `leave`."""
+        unheard = self._outbox.wait_until_heard(0.0)
+        held = self._connected  # asked first: the thread hangs up as soon as it is over
+        self._over = True
+        os.eventfd_write(self._alarm, 1)
+        return [m for m in unheard if isinstance(m, Event) and not held]
+
+    def _post(self, make: Callable[[int], Post]) -> None:
+        self._outbox.add(make)
+        os.eventfd_write(self._alarm, 1)
+
+    def _keep(self) -> None:
+        """Connect, talk until the line breaks, and again: the life of the thread."""
+        pause, longest = RETRY
+        while not self._over:
+            try:
+                wire = open_wire(self._launch, self._rank)
+            except (OSError, MessageError) as error:
+                logger().debug("no connection to the supervisor", reason=str(error))
+                self._wait_alone(pause)
+                pause = min(2 * pause, longest)
+                continue
+            pause, _ = RETRY
+            self._connected, self._by_file = True, False
+            self._talk(wire)
+            self._connected, self._alone_since = False, time.monotonic()
+            self._wait_alone(pause)
+
+    def _talk(self, wire: Connection) -> None:
+        """Exchange messages until the connection breaks."""
+        self._silence.broken()  # it has just proved who it is
+        self._sent = 0  # what was on its way and never noted goes out again
+        self._report_at = 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._alarm, selectors.EVENT_READ)
+            selector.register(wire, selectors.EVENT_READ)
+            try:
+                while not self._over:
+                    for line in wire.lines():
+                        self._obey(decode_from_supervisor(line))
+                    self._speak(wire)
+                    self._look_at_clocks()
+                    writing = selectors.EVENT_WRITE if wire.sending else 0
+                    selector.modify(wire, selectors.EVENT_READ | writing)
+                    self._nap(selector, self._report_at)
+            except (OSError, MessageError) as error:
+                logger().info("the connection to the supervisor is lost", reason=str(error))
+            finally:
+                wire.close()
+
+    def _speak(self, wire: Connection) -> None:
+        wire.flush()
+        if time.monotonic() >= self._report_at:
+            self._report_at = time.monotonic() + BEAT
+            if not wire.sending:  # a reader that is behind gets only what must not be lost
+                for news in self._news():
+                    wire.send(news)
+        for message in self._outbox.after(self._sent):
+            wire.send(message)
+            self._sent = message.number
+
+    def _news(self) -> Iterator[Report | Usage]:
+        """What is due, and can be lost."""
+        yield self._progress.report()
+        if time.monotonic() >= self._usage_at:
+            self._usage_at = time.monotonic() + USAGE_BEAT
+            if (usage := self._react.measure()) is not None:
+                yield usage
+
+    def _wait_alone(self, seconds: float) -> None:
+        """Wait until it is time to try again; talk by file if that takes long."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._alarm, selectors.EVENT_READ)
+            self._nap(selector, time.monotonic() + seconds)
+        self._look_at_clocks()
+        if time.monotonic() - self._alone_since >= ALONE:
+            try:
+                self._talk_by_file()
+            except (OSError, MessageError) as error:
+                logger().debug("no exchange with the supervisor by file", reason=str(error))
+
+    def _talk_by_file(self) -> None:
+        """One exchange. What is written counts as heard as long as the supervisor answers."""
+        if not self._by_file:
+            self._own_file.append(introduce(self._launch, self._rank, challenge=""))
+            self._by_file, self._report_at = True, 0.0
+        if time.monotonic() >= self._report_at:
+            self._report_at = time.monotonic() + FILE_BEAT
+            for news in self._news():
+                self._own_file.append(news)
+        for message in self._outbox.after(0) if not self._silence.noticed else []:
+            self._own_file.append(message)
+            self._outbox.heard(message.number)
+        for line in self._their_file.news():
+            self._obey(decode_from_supervisor(line))
+
+    def _obey(self, message: FromSupervisor) -> None:
+        self._silence.broken()
+        match message:
+            case Noted():
+                self._outbox.heard(message.number)
+            case Stop():
+                self._react.stop(message)
+            case PeerLost() if self.peer_lost is None:
+                self.peer_lost = message
+                self._report_at = self._usage_at = 0.0  # if memory ran out, it shows on this node
+                self._exit_at = time.monotonic() + PEER_LOST_GRACE
+            case DumpStacks():
+                self._dump_stacks()
+                self._tell_of_stalled()
+
+    def _dump_stacks(self) -> None:
+        try:
+            with open(self._stacks, "a", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            logger().warning("the stacks cannot be written", reason=error.strerror)
+
+    def _tell_of_stalled(self) -> None:
+        if ends := self._react.stalled():
+            self.record(STALLED, {"ends": [list(pair) for pair in ends[:STALLED_TOLD]]})
+
+    def _look_at_clocks(self) -> None:
+        if self._silence.exceeds_limit():
+            self._react.silence(self._silence.seconds)
+        if self._standstill.too_long() and self._silence.noticed and not self._forsaken:
+            self._forsaken = True
+            self._react.standstill(self._standstill.seconds)
+        if self._exit_at is not None and time.monotonic() >= self._exit_at:
+            self._exit_at = None
+            # On a thread of its own: this one has to deliver the last words.
+            threading.Thread(target=self._give_up, name="exit", daemon=True).start()
+
+    def _give_up(self) -> None:
+        """End the process, although the main thread may wait for that peer for ever."""
+        assert self.peer_lost is not None  # or nobody would have set the time
+        sentence = f"left, because rank {self.peer_lost.rank} {self.peer_lost.words}"
+        logger().error(sentence)
+        self.leave(ExitCode.PEERS_LOST, sentence)
+        os._exit(ExitCode.PEERS_LOST)
+
+    def _nap(self, selector: selectors.BaseSelector, until: float) -> None:
+        """Wait until something happens, or until it is time for something."""
+        if self._exit_at is not None:
+            until = min(until, self._exit_at)
+        selector.select(max(0.0, until - time.monotonic()))
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._alarm)

@@ -1,0 +1,65 @@
+"""How a rank opens the control channel: connect, prove who it is, and have that proved back."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TypeVar
+
+from kempner.run.control.launch_env import Launch
+from kempner.run.control.protocol import (
+    PROTOCOL,
+    Challenge,
+    Hello,
+    MessageError,
+    Welcome,
+    decode_from_supervisor,
+    new_nonce,
+    same_proof,
+)
+from kempner.run.control.transport import Connection
+
+PATIENCE = 2.0
+"""Seconds that each step of it may take."""
+
+T = TypeVar("T")
+
+
+def open_wire(launch: Launch, rank: int) -> Connection:
+    """A connection on which both sides have proved that they belong to one attempt.
+
+    Raises `OSError` if there is no connection, `MessageError` if it is not to the supervisor.
+    """
+    control = launch.control
+    wire = Connection(socket.create_connection((control.address, control.port), timeout=PATIENCE))
+    try:
+        _open(wire, launch, rank)
+    except (OSError, MessageError):
+        wire.close()
+        raise
+    return wire
+
+
+def introduce(launch: Launch, rank: int, challenge: str) -> Hello:
+    """What a rank says first; `challenge` is the supervisor's nonce, empty in a file."""
+    number, nonce = launch.attempt.number, new_nonce()
+    proof = launch.control.secret.proof_of_rank(challenge, nonce, number, rank)
+    return Hello(nonce, proof, number, rank, socket.gethostname(), os.getpid())
+
+
+def _open(wire: Connection, launch: Launch, rank: int) -> None:
+    challenge = _expect(wire, Challenge)
+    if challenge.version != PROTOCOL:
+        raise MessageError(f"it speaks version {challenge.version} of the protocol, not {PROTOCOL}")
+    hello = introduce(launch, rank, challenge.nonce)
+    wire.send(hello)
+    proof = launch.control.secret.proof_of_supervisor(challenge.nonce, hello.nonce)
+    if not same_proof(_expect(wire, Welcome).proof, proof):
+        raise MessageError("whoever listens there does not know the token")
+
+
+def _expect(wire: Connection, kind: type[T]) -> T:
+    message = decode_from_supervisor(wire.wait_for_line(PATIENCE))
+    if not isinstance(message, kind):
+        raise MessageError(f"it says {message.kind} instead of {kind.__name__.lower()}")
+    return message

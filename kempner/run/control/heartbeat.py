@@ -1,0 +1,82 @@
+"""Where a rank is, for its supervisor to see: written by the loop, read by another thread.
+
+The loop pays for a few attributes; nothing is locked and nothing is sent from here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeAlias
+
+from kempner.run.control.protocol import Phase, Report
+
+Waiting: TypeAlias = Callable[[str], AbstractContextManager[None]]
+"""Makes a block in which a rank waits for others, in what it is given."""
+
+
+def untimed(what: str) -> AbstractContextManager[None]:
+    """A `Waiting` that nobody looks at."""
+    return nullcontext()
+
+
+class Progress:
+    """The last step that is done, the phase under way, and the time spent waiting for others."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.START
+        self.reached: dict[str, float] = {}
+        """Seconds from the start of this process's line to each phase that was entered."""
+        self._started = time.monotonic()
+        self._waited = self._elsewhere = 0.0
+        self._waiting_for = ""
+        # One value, replaced as a whole: the thread that reads it must not see half of a step.
+        self._done = (0, 0.0, 0.0)
+
+    @property
+    def step(self) -> int:
+        """The last step that is done."""
+        return self._done[0]
+
+    @step.setter
+    def step(self, step: int) -> None:
+        worked = time.monotonic() - self._started - self._elsewhere - self._waited
+        self._done = (step, worked, self._waited)
+
+    def made(self, step: int) -> None:
+        """A step was made; the first one ends the phase in which kernels are compiled."""
+        self.step = step
+        if self.phase is Phase.COMPILE:
+            self.enter(Phase.STEP)
+
+    def enter(self, phase: Phase) -> None:
+        """From now on it is that phase, on the way to training."""
+        self.phase = phase
+        self.reached[phase] = round(time.monotonic() - self._started, 2)
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """The block is that phase; afterwards it is what it was, unless the block raises.
+
+        It is no part of a step: neither its work nor its waiting counts.
+        """
+        before, self.phase = self.phase, phase
+        since, waited = time.monotonic(), self._waited
+        yield
+        self._waited = waited
+        self._elsewhere += time.monotonic() - since
+        self.phase = before
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """In this block the rank waits for others, in `what`, and does nothing itself."""
+        since, self._waiting_for = time.monotonic(), what
+        yield
+        self._waited += time.monotonic() - since
+        self._waiting_for = ""
+
+    def report(self) -> Report:
+        """All of it, at this moment; may be called from any thread."""
+        step, worked, waited = self._done
+        return Report(step, self.phase, round(worked, 3), round(waited, 3), self._waiting_for)

@@ -1,0 +1,113 @@
+"""What a supervisor tells the ranks it launches, as environment variables.
+
+The rank's place in the world travels under torch's own names (RANK, WORLD_SIZE, ...); these are
+the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kempner.run.control.protocol import Secret
+from kempner.run.record.attempts import Attempt
+
+_ATTEMPT = "KEMPNER_ATTEMPT"
+_NONCE = "KEMPNER_ATTEMPT_NONCE"
+_PARENT = "KEMPNER_SUPERVISOR_PID"
+_ADDRESS = "KEMPNER_CONTROL_ADDRESS"
+_PORT = "KEMPNER_CONTROL_PORT"
+_TOKEN = "KEMPNER_CONTROL_TOKEN"
+_JOB = "KEMPNER_BATCH_JOB"
+_RUN = "KEMPNER_RUN_DIR"
+_SILENCE = "KEMPNER_SILENCE_LIMIT"
+_GRACE = "KEMPNER_STOP_GRACE"
+
+
+@dataclass(frozen=True)
+class Control:
+    """Where the supervisor listens, and the secret that makes it listen to a rank."""
+
+    address: str
+    port: int
+    secret: Secret
+
+
+@dataclass(frozen=True)
+class LaunchTerms:
+    """What a rank must know that is not told by a configuration: the run's directory, after how
+    many seconds without a word it leaves, and how many it has after a stop was asked for.
+    """
+
+    run: Path
+    supervisor_timeout: float
+    stop_grace: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The attempt that a rank belongs to, and how to talk to its supervisor.
+
+    `parent` is the supervisor's process id where the ranks are its children. `job` is the Slurm job
+    whose batch process the supervisor is; without it nobody else puts that job into the queue.
+    `terms` are there for a program of the user's own.
+    """
+
+    attempt: Attempt
+    control: Control
+    parent: int | None = None
+    job: str | None = None
+    terms: LaunchTerms | None = None
+
+    def environment(self) -> dict[str, str]:
+        """The variables to add to a rank's environment. One of them is secret: keep them out of
+        command lines and logs."""
+        followed = {} if self.parent is None else {_PARENT: str(self.parent)}
+        queued = {} if self.job is None else {_JOB: self.job}
+        return (
+            followed
+            | queued
+            | self._terms()
+            | {
+                _ATTEMPT: str(self.attempt.number),
+                _NONCE: self.attempt.nonce,
+                _ADDRESS: self.control.address,
+                _PORT: str(self.control.port),
+                _TOKEN: self.control.secret.token,
+            }
+        )
+
+    def _terms(self) -> dict[str, str]:
+        if self.terms is None:
+            return {}
+        return {
+            _RUN: str(self.terms.run.absolute()),
+            _SILENCE: str(self.terms.supervisor_timeout),
+            _GRACE: str(self.terms.stop_grace),
+        }
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch | None:
+        """What the supervisor said, or None where there is none."""
+        if _ATTEMPT not in environ:
+            return None
+        return cls(
+            attempt=Attempt(number=int(environ[_ATTEMPT]), nonce=environ[_NONCE]),
+            control=Control(
+                address=environ[_ADDRESS],
+                port=int(environ[_PORT]),
+                secret=Secret(environ[_TOKEN]),
+            ),
+            parent=int(environ[_PARENT]) if _PARENT in environ else None,
+            job=environ.get(_JOB),
+            terms=LaunchTerms(Path(environ[_RUN]), float(environ[_SILENCE]), float(environ[_GRACE]))
+            if _RUN in environ
+            else None,
+        )
+
+
+def forget_secret(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Take the token out, so that neither a child nor a record of the environment gets it."""
+    environ.pop(_TOKEN, None)

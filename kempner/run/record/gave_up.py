@@ -1,0 +1,105 @@
+"""`GAVE_UP`: the file that says why a run was given up, and keeps it from being started again.
+
+A chain of jobs would otherwise spend its nodes, one after the other, on what only a person can
+mend. Whoever has mended it deletes the file. An option of the command line would not do: it would
+come again with every requeue of the job.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import tomli
+import tomli_w
+
+from kempner.run.process.durable_io import replace_durable
+from kempner.run.process.exit_codes import ExitCode, RunError
+from kempner.run.record.run_dir import RunDirectory
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """Why nobody but a person can bring the run any further.
+
+    `rank` is the one that failed first, on `node`, at `step`; `raised` is the last line of its
+    exception. `see` are files that tell more, `advice` is what to do.
+    """
+
+    code: ExitCode
+    reason: str = ""
+    attempt: int = 0
+    step: int = 0
+    rank: int | None = None
+    node: str = ""
+    raised: str = ""
+    see: list[str] = field(default_factory=list)
+    advice: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """Everything that is known, as JSON and TOML have it."""
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return {**known, "code": int(self.code)}
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, [self.headline, self._first, self._see, self._advice]))
+
+    @property
+    def headline(self) -> str:
+        """What happened, in one sentence."""
+        return f"gave up after attempt {self.attempt}: {self.reason}"
+
+    @property
+    def _first(self) -> str:
+        if self.rank is None:
+            return ""
+        where = f"rank {self.rank}" + (f" on {self.node}" if self.node else "")
+        when = f"at step {self.step}" if self.step else "before the first step"
+        return f"  failed first: {where}, {when}" + (f": {self.raised}" if self.raised else "")
+
+    @property
+    def _see(self) -> str:
+        return f"  see: {', '.join(self.see)}" if self.see else ""
+
+    @property
+    def _advice(self) -> str:
+        return f"  what to do: {self.advice}" if self.advice else ""
+
+
+class GaveUpError(RunError):
+    """The run was given up before; `code` is the one with which it was."""
+
+    def __init__(self, sentence: str, code: ExitCode) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+def write(run: RunDirectory, gave_up: GaveUp) -> None:
+    """Leave the mark. Raises `OSError` if that cannot be written."""
+    content = tomli_w.dumps(gave_up.fields())
+    replace_durable(run.gave_up, content.encode(), unique=secrets.token_hex(4))
+
+
+def read(run: RunDirectory) -> GaveUp | None:
+    """What was written, or None if the run was not given up.
+
+    A file that says nothing of that kind, made with touch(1), say, is obeyed as well.
+    """
+    try:
+        fields = tomli.loads(run.gave_up.read_text(encoding="utf-8"))
+        return GaveUp(**{**fields, "code": ExitCode(fields["code"])})
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError):
+        return GaveUp(ExitCode.CRASHED)
+
+
+def refuse_if_given_up(run: RunDirectory) -> None:
+    """Raise `GaveUpError` as long as the mark is there."""
+    if (gave_up := read(run)) is not None:
+        raise GaveUpError(
+            f"nothing was started: this run was given up before, and {run.gave_up} says why; when "
+            "that is mended, delete the file and start again",
+            gave_up.code,
+        )

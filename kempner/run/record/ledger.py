@@ -1,0 +1,41 @@
+"""The run's diary: append-only events, one JSON object a line.
+
+Written by the supervisor, which gets rank 0's events over the control channel; by rank 0 itself
+where there is no supervisor, or none any more. A line torn by a
+kill is skipped by readers and never merges with the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kempner.run.record.jsonl import JsonlWriter
+
+SCHEMA = 1
+
+
+class Ledger(JsonlWriter):
+    """The ledger of a run, open for writing."""
+
+    def record(self, event: str, /, **fields: object) -> None:
+        """Append `event` with its fields; values must be JSON values."""
+        self.append({"schema": SCHEMA, "time": round(time.time(), 3), "event": event, **fields})
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete JSON objects of a .jsonl file, in order; nothing if the file is absent."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in content.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # torn by a kill: its writer never said that it was written
+        if isinstance(entry, dict):
+            yield entry

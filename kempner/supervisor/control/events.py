@@ -1,0 +1,44 @@
+"""What the supervisor learns of its ranks, over whatever way it comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kempner.run.control.protocol import Event, Outcome, Report
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A rank is there, for the first time or again."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """A rank's connection is over. It may come back."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A rank said something that must not be lost."""
+
+    rank: int
+    message: Event | Outcome
+
+
+@dataclass(frozen=True)
+class LastReport:
+    """A rank's newest report, and when it came (`time.monotonic`, seconds)."""
+
+    report: Report
+    at: float
+
+
+News: TypeAlias = Connected | Disconnected | Heard

@@ -1,0 +1,68 @@
+"""The control channel where ranks cannot connect: files in the attempt's folder.
+
+A firewall between the nodes of a job must not make a run unwatchable. Each rank appends its
+messages to a file of its own and reads the supervisor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kempner.run.control.protocol import FromRank, FromSupervisor, MessageError, decode_from_rank
+from kempner.run.control.transport import MessageFile
+from kempner.run.process.logs import logger
+from kempner.run.record.run_dir import RunDirectory
+
+
+class FileTransport:
+    """Reads the files of the ranks of one attempt, and writes the supervisor's.
+
+    What is written there, all ranks that use it read: a message to one of them reaches the others,
+    too. Nothing is written as long as no rank has asked for it.
+    """
+
+    def __init__(self, run: RunDirectory, attempt: int, size: int) -> None:
+        self._folder = run.attempt(attempt)
+        self._paths = {run.messages(attempt, rank).name: rank for rank in range(size)}
+        self._files: dict[int, MessageFile] = {}
+        self._own = MessageFile(run.messages(attempt, None))
+        self.admitted: set[int] = set()
+
+    def admit(self, rank: int, orders: Iterable[FromSupervisor]) -> None:
+        """A rank is reached by file from now on; `orders` are what it must know."""
+        self.admitted.add(rank)
+        for message in orders:
+            self.tell(message)
+
+    def leave(self, rank: int) -> None:
+        """A rank is connected now."""
+        self.admitted.discard(rank)
+
+    def tell(self, message: FromSupervisor) -> None:
+        """Write, if any rank listens."""
+        if not self.admitted:
+            return
+        try:
+            self._own.append(message)
+        except OSError as error:
+            logger().warning("ranks cannot be told by file", error=error.strerror)
+
+    def news(self) -> Iterator[tuple[int, FromRank]]:
+        """What ranks have written since the last call."""
+        for entry in self._folder.iterdir():
+            if (rank := self._paths.get(entry.name)) is None:
+                continue
+            file = self._files.setdefault(rank, MessageFile(entry))
+            for line in _read(file):
+                try:
+                    yield rank, decode_from_rank(line)
+                except MessageError as error:  # a line torn by a kill, or by a full disk
+                    logger().warning("a message is damaged", file=str(entry), error=str(error))
+
+
+def _read(file: MessageFile) -> list[bytes]:
+    try:
+        return file.news()
+    except (OSError, MessageError) as error:
+        logger().warning("the messages of a rank cannot be read", error=str(error))
+        return []

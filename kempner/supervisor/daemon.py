@@ -1,0 +1,266 @@
+"""The daemon: starts an attempt, follows it, passes stop requests on, and tells how it ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from queue import SimpleQueue
+
+from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.slurm.hostlist import node_of
+from kempner.config.sections import Config
+from kempner.run.control.launch_env import Control, Launch, LaunchTerms
+from kempner.run.control.protocol import SUSPECT, Phase, Secret
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.logs import logger, open_log
+from kempner.run.process.signals import Received, SignalInbox
+from kempner.run.record.attempts import Attempt, begin_attempt
+from kempner.run.record.gave_up import refuse_if_given_up
+from kempner.run.record.ledger import Ledger, read_lines
+from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.save_times import Durations, last_step
+from kempner.supervisor.attempt import AttemptEvent, Watch
+from kempner.supervisor.control.auth import Membership, listen
+from kempner.supervisor.control.file_transport import FileTransport
+from kempner.supervisor.control.rank_status import RankStatusFile
+from kempner.supervisor.control.server import ControlServer
+from kempner.supervisor.give_up import give_up
+from kempner.supervisor.launchers.base import Launcher, Program
+from kempner.supervisor.lease import Lease
+from kempner.supervisor.monitors.phase_durations import learned
+from kempner.supervisor.monitors.phase_stats import PhaseStats
+from kempner.supervisor.nodes.health_check import NO_ANSWER
+from kempner.supervisor.policy.outcome import Decision, RankExit, decide_outcome
+from kempner.supervisor.policy.restart import (
+    FAILURES,
+    Failure,
+    RestartDecision,
+    decide_restart,
+    failures,
+)
+from kempner.supervisor.preflight import choose_nodes, nodes_to_exclude
+from kempner.supervisor.slurm.job_monitor import JobMonitor
+from kempner.supervisor.slurm.requeue_job import facts, requeue_or_explain
+
+LEFT_AT_ONCE = "left at once on the second Ctrl-C; the last commit is intact"
+
+INSIST_WITHIN = 2.0
+"""Seconds within which a second Ctrl-C means: now."""
+
+
+@dataclass(frozen=True)
+class SupervisorContext:
+    """What a supervisor looks after, and with what; the same for all attempts."""
+
+    run: RunDirectory
+    launcher: Launcher
+    program: Program
+    config: Config
+    signals: SignalInbox
+    job: JobMonitor | None
+    ledger: Ledger
+    lease: Lease
+
+    def terms(self) -> LaunchTerms | None:
+        """What a program of the user's own is told; ours reads the configuration."""
+        section = self.config.supervise
+        if self.program.ours:
+            return None
+        return LaunchTerms(self.run.path, section.supervisor_timeout, section.stop_grace)
+
+
+def supervise(
+    run: RunDirectory,
+    launcher: Launcher,
+    program: Program,
+    config: Config,
+    signals: SignalInbox,
+    job: JobMonitor | None = None,
+) -> ExitCode:
+    """Start the ranks, and again when they fail, until the run is over or must leave the machine.
+
+    Returns the exit code of the run. Raises `GaveUpError` if it was given up before, `UsageError`
+    if it has a supervisor already, and `SupersededError` when another one takes it over.
+    """
+    refuse_if_given_up(run)
+    raise_open_file_limit()
+    lease = Lease.acquire(run, config.supervise.lease)
+    try:
+        context = SupervisorContext(
+            run, launcher, program, config, signals, job, Ledger(run.ledger), lease
+        )
+        return _bring_to_an_end(context)
+    finally:
+        lease.release()
+
+
+def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
+    """One attempt after the other, until one is the last."""
+    while True:
+        earlier = failures(read_lines(context.run.ledger))
+        watch, decision = _follow_attempt(context)
+        context.lease.check()
+        end = _restart_or_finish(context, watch, decision, earlier)
+        if end is None:
+            continue
+        if end.code is not ExitCode.COMPLETED:
+            logger().warning(end.reason)
+        if context.job is not None:
+            number = watch.attempt.number
+            requeue_or_explain(
+                context.job, watch.job_at_first, number, end, context.run, context.ledger
+            )
+        return end.code
+
+
+def _restart_or_finish(
+    context: SupervisorContext, watch: Watch, decision: Decision, earlier: Sequence[Failure]
+) -> Decision | None:
+    """Get ready to start again after a failure; how the run ends if that makes no sense."""
+    if decision.code not in FAILURES or watch.stop_reason is not None:
+        return decision
+    attempt, failure = watch.attempt, _failure(context, watch, decision)
+    node = node_of(watch.host_of(decision.culprit), context.launcher.nodes)
+    context.ledger.record("attempt_failed", attempt=attempt.number, node=node, **asdict(failure))
+    verdict = decide_restart(
+        decision, failure, earlier, context.config.supervise.max_restarts_without_progress
+    )
+    bad = _better_without(context, watch, decision, node, verdict)
+    if not (verdict.again or bad):
+        final = replace(decision, reason=verdict.reason)
+        return replace(final, reason=str(give_up(context.run, attempt, final, failure, node)))
+    before = context.launcher.nodes
+    unable = context.launcher.prepare_again(watch.lost_hosts())
+    for gone in sorted(set(before) - set(context.launcher.nodes)):
+        context.ledger.record(SUSPECT, attempt=attempt.number, node=gone, reason=NO_ANSWER)
+    if unable is not None:
+        return replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
+    if bad:
+        reason = "; ".join(f"{name} is suspect: {why}" for name, why in bad.items())
+        return replace(decision, reason=reason, bad_nodes=tuple(bad))
+    logger().warning(verdict.reason)
+    context.ledger.record("restarting", attempt=attempt.number, reason=verdict.reason)
+    return None
+
+
+def _better_without(
+    context: SupervisorContext,
+    watch: Watch,
+    decision: Decision,
+    node: str,
+    verdict: RestartDecision,
+) -> dict[str, str]:
+    """Nodes without which the job should go on, by way of the queue, each with a reason.
+
+    None where it cannot, or where the same failure would follow it everywhere.
+    """
+    first, job = watch.job_at_first, context.job
+    if job is None or not job.batch or first is None or not first.may_requeue:
+        return {}
+    if not verdict.again and decision.code is not ExitCode.CHECKPOINT_FAILED:
+        return {}
+    code, last = decision.code, verdict.last
+    bad = nodes_to_exclude(context.launcher, node, context.run, context.config, code, last)
+    return bad if bad and job.finds_others(list(bad)) else {}
+
+
+def _follow_attempt(context: SupervisorContext) -> tuple[Watch, Decision]:
+    """Start all ranks once and follow them until none is left."""
+    run, config, launcher, job = context.run, context.config, context.launcher, context.job
+    incoming: SimpleQueue[AttemptEvent] = SimpleQueue()
+    context.signals.react_with(incoming.put)  # from here on a stop is passed on to the ranks
+    listener = listen(launcher.address, config.supervise.ports)
+    context.lease.check()
+    attempt, ledger = begin_attempt(run), context.ledger
+    open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
+    choose_nodes(launcher, attempt, run, config, ledger)
+    size = launcher.size
+    ledger.record("attempt_started", attempt=attempt.number, ranks=size, **facts(job))
+    secret = Secret.new()
+    channel = ControlServer(
+        listener,
+        Membership(secret, attempt.number, size),
+        FileTransport(run, attempt.number, size),
+        incoming.put,
+    )
+    channel.start()
+    past = list(read_lines(run.ledger))
+    # A start without a checkpoint says nothing about how long it takes to load one.
+    phase_stats = PhaseStats(learned(past, size), unlike=() if last_step(past) else (Phase.LOAD,))
+    durations = Durations.from_ledger(past)
+    ours = context.program.ours
+    watch = Watch(
+        attempt, size, config, launcher, channel, ledger, durations, job, phase_stats, ours
+    )
+    control = Control(launcher.address, channel.port, secret)
+    _see_it_through(
+        context, watch, channel, Launch(attempt, control, terms=context.terms()), incoming
+    )
+    decision = _outcome(watch)
+    watch.notes.record_phase_durations()
+    _close(ledger, attempt, decision, watch.ends)
+    return watch, decision
+
+
+def _see_it_through(
+    context: SupervisorContext,
+    watch: Watch,
+    channel: ControlServer,
+    launch: Launch,
+    incoming: SimpleQueue[AttemptEvent],
+) -> None:
+    """Start the ranks, and act on what happens until the last of them is gone."""
+    rank_status = RankStatusFile(context.run.ranks(launch.attempt.number))
+    try:
+        context.launcher.start(launch, context.program, incoming.put)
+        if context.job is not None:
+            context.job.watch(incoming.put)
+        while not (watch.over() or insists(watch.signals) or context.lease.lost):
+            watch.take_in(incoming)
+            watch.enforce()
+            rank_status.update(channel.last_reports())
+    finally:
+        context.launcher.kill()
+        channel.close()
+    context.lease.check()  # or what follows would be written into somebody else's ledger
+    watch.take_in(incoming, wait=False)
+    rank_status.update(channel.last_reports(), now=True)
+
+
+def _outcome(watch: Watch) -> Decision:
+    """What the end of an attempt means."""
+    if insists(watch.signals):
+        return Decision(ExitCode.INTERRUPTED, LEFT_AT_ONCE)
+    if watch.hang is not None and watch.stop_reason is None:
+        return Decision(ExitCode.HUNG, watch.hang.sentence, watch.hang.laggard)
+    return decide_outcome(watch.ends, stop_requested=watch.stop_reason is not None)
+
+
+def _failure(context: SupervisorContext, watch: Watch, decision: Decision) -> Failure:
+    culprit = next((end for end in watch.ends if end.rank == decision.culprit), None)
+    raised = culprit.raised if culprit is not None else ""
+    return Failure(
+        # Of a rank that was killed the last report is old; the others' came as they left.
+        step=watch.step_of(decision.culprit if raised else None),
+        committed=last_step(read_lines(context.run.ledger)),
+        raised=raised,
+    )
+
+
+def insists(received: Sequence[Received]) -> bool:
+    """Whether the user pressed Ctrl-C twice within `INSIST_WITHIN` seconds."""
+    times = [r.at for r in received if r.signal == signal.SIGINT]
+    return any(later - earlier <= INSIST_WITHIN for earlier, later in pairwise(times))
+
+
+def _close(ledger: Ledger, attempt: Attempt, decision: Decision, exits: Sequence[RankExit]) -> None:
+    ledger.record(
+        "attempt_ended",
+        attempt=attempt.number,
+        code=int(decision.code),
+        reason=decision.reason,
+        culprit=decision.culprit,
+        exits={str(e.rank): e.status for e in exits},
+    )

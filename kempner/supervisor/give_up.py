@@ -1,0 +1,62 @@
+"""The end of a run that only a person can bring any further: a verdict, and a mark that stays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.logs import logger
+from kempner.run.record import gave_up
+from kempner.run.record.attempts import Attempt, read_current
+from kempner.run.record.gave_up import GaveUp
+from kempner.run.record.ledger import Ledger
+from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.policy.outcome import Decision
+from kempner.supervisor.policy.restart import Failure
+
+_ADVICE: Mapping[ExitCode, str] = {
+    ExitCode.CRASHED: "mend what the exception or the signal says",
+    ExitCode.PEERS_LOST: "look at the nodes and at the network between them",
+    ExitCode.HUNG: "see in the stacks what each rank was waiting for",
+    ExitCode.BAD_DATA: "mend or replace the data or checkpoint that is named",
+    ExitCode.CHECKPOINT_FAILED: "make room, or set checkpoint.dir to a folder that can be written",
+    ExitCode.DIVERGED: "lower optimizer.lr, or look at the data that is named",
+}
+
+
+def give_up(
+    run: RunDirectory, attempt: Attempt, decision: Decision, failure: Failure, node: str
+) -> GaveUp:
+    """Say in the ledger and in the run's directory why nobody goes on; returns what was said.
+
+    `decision.reason` is why, `node` the host of the rank that failed first. A run that a newer
+    attempt has taken over is not marked: it is not over.
+    """
+    verdict = GaveUp(
+        code=decision.code,
+        reason=decision.reason,
+        attempt=attempt.number,
+        step=failure.step,
+        rank=decision.culprit,
+        node=node,
+        raised=failure.raised,
+        see=[str(path) for path in evidence(run, attempt.number, decision.culprit)],
+        advice=f"{_ADVICE[decision.code]}; then delete {run.gave_up}, and start again",
+    )
+    if read_current(run.attempts) != attempt:
+        return verdict
+    Ledger(run.ledger).record("gave_up", **verdict.fields())
+    try:
+        gave_up.write(run, verdict)
+    except OSError as error:
+        logger().warning("cannot be written", file=str(run.gave_up), error=error.strerror)
+    return verdict
+
+
+def evidence(run: RunDirectory, attempt: int, rank: int | None) -> list[Path]:
+    """The files that tell more about the rank that failed first, or the supervisor's own log."""
+    if rank is None:
+        return [run.supervisor_log(attempt)]
+    kinds = (run.log(attempt, rank), run.output(attempt, rank), run.stacks(attempt, rank))
+    return [path for path in kinds if path.exists()]

@@ -1,0 +1,90 @@
+"""The small interface behind which ranks are started, signalled and ended."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from kempner.run.control.launch_env import Launch
+from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
+from kempner.supervisor.policy.outcome import RankExit
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each rank runs: our own `train`, or a command of the user's.
+
+    Of a command that is not `ours` nothing is known but what any process does: a stop signal ends
+    it, unless it traps it.
+    """
+
+    command: tuple[str, ...]
+    ours: bool
+
+    @classmethod
+    def train(cls, arguments: Sequence[str]) -> Self:
+        """`kempner train <arguments>`."""
+        return cls((sys.executable, "-m", "kempner", "train", *arguments), ours=True)
+
+    @classmethod
+    def of_user(cls, command: Sequence[str]) -> Self:
+        """A command that reads its place in the world from torch's variables."""
+        return cls(
+            (sys.executable, "-m", "kempner.supervisor.launchers.exec_rank", *command), ours=False
+        )
+
+
+@dataclass(frozen=True)
+class CannotRestart:
+    """Why the ranks cannot be started here again, and which nodes are to blame."""
+
+    reason: str
+    nodes: tuple[str, ...]
+
+
+class Launcher(Protocol):
+    """Starts one attempt's ranks. How they end, the control channel tells, too, where it can."""
+
+    @property
+    def address(self) -> str:
+        """The address of this machine at which the ranks reach the supervisor."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks `start` starts."""
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """The nodes of the ranks, and those in reserve."""
+
+    def survey(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
+        """Ask all `nodes`, for some seconds; the answers of those that gave one."""
+
+    def avoid(self, suspects: Mapping[str, str]) -> None:
+        """Start no ranks on these nodes (each with a reason) if others can do, or fewer."""
+
+    def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
+        """Those of these nodes on which ranks would be started all the same."""
+
+    def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
+        """Start every rank as `program`, with `launch` in its environment.
+
+        `post` is called, from any thread, with each end that the launcher gets to see.
+        """
+
+    def ask_to_stop(self) -> None:
+        """Signal every living rank to stop. Asking twice does no harm."""
+
+    def kill(self) -> None:
+        """End every living rank at once."""
+
+    def alive(self) -> bool:
+        """Whether anything that was started is still there; all ends have been posted if not."""
+
+    def prepare_again(self, lost: Sequence[str]) -> CannotRestart | None:
+        """Get ready to start once more, without those of the `lost` hosts that do not answer.
+
+        Returns why there can be no other start here, or None if there can.
+        """

@@ -1,0 +1,37 @@
+"""This process becomes a command of the user's, as one rank.
+
+    python -m kempner.supervisor.launchers.exec_rank COMMAND...
+
+Any program that reads `env://`, as `torch.distributed.init_process_group` does, finds its place
+there, also in a task of a Slurm step. When the supervisor on this machine dies, it gets SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from kempner.cluster.world import discover
+from kempner.run.control.launch_env import Launch
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.signals import follow_parent
+
+
+def become(command: Sequence[str]) -> ExitCode:
+    """Returns only if the command cannot be started, having said why."""
+    launch = Launch.from_environment(os.environ)
+    if launch is not None and launch.parent is not None:
+        follow_parent(launch.parent, signal.SIGTERM)
+    try:
+        os.environ |= discover(os.environ).environment()
+        os.execvp(command[0], list(command))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        print(f"kempner: {command[0]} cannot be started: {reason}", file=sys.stderr)
+    return ExitCode.USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(become(sys.argv[1:]))

@@ -1,0 +1,235 @@
+"""Ranks as the tasks of a Slurm step, one per GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from kempner.cluster.network.interfaces import named
+from kempner.cluster.network.netinfo import read_interfaces, route_address
+from kempner.cluster.network.ports import free_port
+from kempner.cluster.slurm.allocation import Allocation, avoid, without
+from kempner.cluster.slurm.hostlist import node_of
+from kempner.cluster.slurm.scontrol import SlurmError, signal_tasks
+from kempner.config.sections import SuperviseSection
+from kempner.run.control.launch_env import Launch
+from kempner.run.process.awake_clock import AwakeClock
+from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.process.logs import logger
+from kempner.supervisor.launchers.base import CannotRestart, Program
+from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
+from kempner.supervisor.nodes.srun_probe import give_back, silent_nodes, survey
+from kempner.supervisor.policy.outcome import RankExit
+
+ABANDON_AFTER = 20.0
+"""Seconds that srun gets to end its tasks; it waits for nodes that are gone, and we do not."""
+
+DEAF = ["sh", "-c", 'trap "" TERM HUP INT USR1 USR2; exec "$@"', "sh"]
+"""Becomes the command that follows, which no stop signal ends before it traps it. One that comes
+while its interpreter starts is lost; the control channel repeats it to whoever joins later."""
+
+
+class SrunLauncher:
+    """Starts the ranks with srun, in a session of its own.
+
+    srun answers SIGTERM by killing every task at once, so it is never signalled but to that end.
+    A wish to stop goes to the tasks by scancel, and by the control channel.
+    """
+
+    def __init__(self, allocation: Allocation, section: SuperviseSection) -> None:
+        self._allocation, self._section = allocation, section
+        self._starts = 0
+        self._unheard: tuple[str, ...] = ()
+        self.address = _reachable_address(allocation, section.control_interface)
+        """Of this machine, for the nodes of the step."""
+        self._srun: subprocess.Popen[bytes] | None = None
+        self._killed_at: float | None = None
+        self._clock = AwakeClock()
+
+    def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
+        """Start the step; once srun has ended, `post` how those ended that did not say it."""
+        command = [*self._step(launch), *self._rank(launch, program)]
+        job = self._allocation.job if self._allocation.batch else None
+        environ = {**os.environ, **replace(launch, job=job).environment()}
+        environ.pop("TORCHELASTIC_RUN_ID", None)
+        try:
+            self._srun = subprocess.Popen(
+                command, env=environ, start_new_session=True, stdin=subprocess.DEVNULL
+            )
+        except FileNotFoundError as error:
+            raise UsageError(
+                "srun is not on the PATH of this host; use --launcher local"
+            ) from error
+        waiter = threading.Thread(target=self._wait, args=(self._srun, post), name="srun")
+        waiter.daemon = True
+        waiter.start()
+
+    def ask_to_stop(self) -> None:
+        """Signal each task once; in somebody else's allocation the control channel must do."""
+        if self._allocation.batch:
+            threading.Thread(target=self._signal, name="scancel", daemon=True).start()
+
+    def kill(self) -> None:
+        """Have srun kill its tasks; called again later, leave a srun behind that cannot."""
+        if self._srun is None or self._srun.poll() is not None:
+            return
+        if self._killed_at is None:
+            self._killed_at = self._clock.now()
+            self._srun.terminate()
+        elif self._clock.now() - self._killed_at > ABANDON_AFTER:
+            self._srun.kill()
+
+    @property
+    def size(self) -> int:
+        """How many ranks `start` starts."""
+        return self._allocation.size
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """The nodes of the ranks, and those in reserve."""
+        return (*self._allocation.nodes, *self._allocation.spare)
+
+    def survey(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
+        """Ask all `nodes`; those that give no answer are probed before the next start."""
+        told = survey(question, self.nodes, self._outside)
+        answered = {vitals.node for vitals in told}
+        self._unheard = tuple(node for node in self.nodes if node not in answered)
+        return told
+
+    def avoid(self, suspects: Mapping[str, str]) -> None:
+        """Start no ranks on these nodes if others can do, or `supervise.min_nodes`."""
+        self._allocation = avoid(self._allocation, suspects, self._least)
+        for node in self.nodes:
+            if node in suspects:
+                what = "used all the same" if node in self._allocation.nodes else "left out"
+                logger().warning(f"{node} is suspect, and {what}: {suspects[node]}")
+
+    def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
+        """Those of the suspects that no spare node replaces, nor `supervise.min_nodes` spares."""
+        best = avoid(self._allocation, suspects, self._least)
+        return [node for node in best.nodes if node in suspects]
+
+    def prepare_again(self, lost: Sequence[str]) -> CannotRestart | None:
+        """Leave out the `lost` hosts that do not answer; spare nodes take their place."""
+        before, least = self._allocation, self._least
+        known = {node_of(host, self.nodes) for host in (*lost, *self._unheard)}
+        gone = silent_nodes(sorted(known), self._outside)
+        self._see_it_end(0.0 if gone else ABANDON_AFTER)  # it would wait for a node that is gone
+        self._allocation = without(before, gone)
+        left = len(self._allocation.nodes)
+        if gone:
+            verb = "does" if len(gone) == 1 else "do"
+            logger().warning(f"{', '.join(gone)} {verb} not answer; {left} nodes are left to use")
+            if before.batch:
+                give_back(before.job, gone)
+        if left < least:
+            return CannotRestart(f"{', '.join(gone)} of {len(before.nodes)} nodes: no answer", gone)
+        self._starts, self._killed_at = self._starts + 1, None
+        return None
+
+    def alive(self) -> bool:
+        """Whether srun is still there."""
+        return self._srun is not None and self._srun.poll() is None
+
+    @property
+    def _outside(self) -> str | None:
+        """The allocation, if this process is not its batch process."""
+        return None if self._allocation.batch else self._allocation.job
+
+    @property
+    def _least(self) -> int:
+        """Nodes without which there is no other start."""
+        used = len(self._allocation.nodes)
+        return min(used, self._section.min_nodes or used)
+
+    def _step(self, launch: Launch) -> list[str]:
+        """srun and its options."""
+        allocation = self._allocation
+        tasks = self._tasks_per_node()
+        command = [
+            "srun",
+            f"--job-name=kempner-{launch.attempt.number}",
+            f"--nodes={len(allocation.nodes)}",
+            f"--nodelist={','.join(allocation.nodes)}",
+            f"--ntasks={len(allocation.nodes) * tasks}",
+            f"--ntasks-per-node={tasks}",
+            "--kill-on-bad-exit=0",  # the supervisor ends the step, when it has seen why
+            "--wait=0",
+            "--mpi=none",
+            "--export=ALL",
+        ]
+        if allocation.cpus_per_task is not None:
+            cpus = allocation.cpus_per_task * allocation.tasks_per_node // tasks
+            command.append(f"--cpus-per-task={cpus}")
+        if not allocation.batch or self._starts:
+            command.append(
+                "--overlap"
+            )  # a step before may still hold CPUs, on a dead node for long
+        if not allocation.batch:
+            command.append(f"--jobid={allocation.job}")
+            if allocation.gpus_per_node:
+                command.append(f"--gpus-per-node={allocation.gpus_per_node}")
+        return command
+
+    def _tasks_per_node(self) -> int:
+        return self._allocation.tasks_per_node
+
+    def _see_it_end(self, patience: float) -> None:
+        """Wait for a srun that was told to end its tasks, or leave it behind."""
+        if self._srun is None:
+            return
+        try:
+            self._srun.wait(patience)
+        except subprocess.TimeoutExpired:
+            self._srun.kill()
+
+    def _rank(self, launch: Launch, program: Program) -> list[str]:
+        """What each task runs. Python becomes the step's direct child: Slurm signals no other."""
+        if program.ours:
+            return [*DEAF, *program.command]
+        host, port = self._allocation.nodes[0], free_port("", salt=launch.attempt.nonce)
+        return ["env", f"MASTER_ADDR={host}", f"MASTER_PORT={port}", *program.command]
+
+    def _signal(self) -> None:
+        try:
+            signal_tasks(self._allocation.job)
+        except SlurmError as error:
+            logger().info("the tasks were not signalled", reason=str(error))
+
+    def _wait(self, srun: subprocess.Popen[bytes], post: Callable[[RankExit], None]) -> None:
+        status, ours = srun.wait(), self._killed_at is not None
+        logger().info("srun has ended", status=status)
+        for rank in range(self._allocation.size):
+            # srun ends with the highest code of its tasks. One that was stopped before it had
+            # joined the channel could not say so; one that crashed would have.
+            if status in (ExitCode.COMPLETED, ExitCode.STOPPED):
+                post(RankExit(rank, status))
+            elif status == 128 + signal.SIGTERM and self._killed_at is None:
+                post(RankExit(rank, -signal.SIGTERM))
+            else:
+                post(RankExit(rank, None, ended_by_us=ours))
+
+
+def _reachable_address(allocation: Allocation, interface: str | None) -> str:
+    """Where to listen: on `interface` if it is given.
+
+    Otherwise the address from which packets to the farthest node leave is one that it can answer.
+    Raises `UsageError` if there is none.
+    """
+    if interface is not None:
+        try:
+            found = named(read_interfaces(), interface, "supervise.control_interface")
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        return found.address.partition("/")[0]
+    address = route_address(allocation.nodes[-1])
+    if not address:
+        raise UsageError(
+            f"this host has no route to {allocation.nodes[-1]}, so its ranks cannot reach the "
+            "supervisor; run it inside the allocation"
+        )
+    return address

@@ -1,0 +1,40 @@
+"""Ranks under torchrun, one per node, each a task of a Slurm step."""
+
+from __future__ import annotations
+
+import sys
+
+from kempner.cluster.network.ports import free_port
+from kempner.run.control.launch_env import Launch
+from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.srun import DEAF, SrunLauncher
+
+
+class TorchrunLauncher(SrunLauncher):
+    """Starts one torchrun per node, and that the ranks.
+
+    torchrun kills its children 30 seconds after it is signalled. It is therefore started to ignore
+    SIGTERM, and the ranks are asked to stop by the control channel alone.
+    """
+
+    def ask_to_stop(self) -> None:
+        """Nothing: a signal would reach torchrun only."""
+
+    def _tasks_per_node(self) -> int:
+        return 1
+
+    def _rank(self, launch: Launch, program: Program) -> list[str]:
+        nodes = self._allocation.nodes
+        port = free_port("", salt=launch.attempt.nonce)
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        options = [
+            f"--nnodes={len(nodes)}",
+            f"--nproc-per-node={self._allocation.tasks_per_node}",
+            "--max-restarts=0",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={nodes[0]}:{port}",
+            f"--rdzv-id={launch.attempt.nonce}",
+            "--signals-to-handle=SIGINT",
+            "--no-python",
+        ]
+        return [*DEAF, *torchrun, *options, *program.command]

@@ -1,0 +1,134 @@
+"""Knows a node that runs short of memory, a rank that grows without end, and an out-of-memory kill.
+
+All from the `Usage` that ranks send, without looking at anything itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kempner.config.resilience import ResilienceSection
+from kempner.run.control.protocol import Usage
+
+SPAN = 300.0
+"""Seconds of which the least use counts: what comes and goes within them is no growth."""
+
+SPANS = 6
+"""Spans in a row, each with more than the one before, that make a growth."""
+
+HORIZON = 24 * 3600.0
+"""Seconds within which growth has to use everything up to be worth a word."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """`event` for the ledger, about a rank; `reason` is for a person to read."""
+
+    event: str
+    rank: int
+    reason: str
+
+
+class Growth:
+    """Follows one number that should stay where it is."""
+
+    def __init__(self) -> None:
+        self._least: deque[float] = deque(maxlen=SPANS)
+        self._span = -1
+
+    def full_in(self, value: float, room: float, now: float) -> float | None:
+        """Seconds after which steady growth has used up the `room` that is left; None without.
+
+        `now` is in seconds. A new answer comes with each new span only.
+        """
+        span = int(now // SPAN)
+        if span == self._span:
+            self._least[-1] = min(self._least[-1], value)
+            return None
+        self._span = span
+        before = list(self._least)
+        self._least.append(value)
+        steady = all(earlier < later for earlier, later in pairwise(before))
+        if len(before) < SPANS or not steady:
+            return None
+        return room / (before[-1] - before[0]) * SPAN * (SPANS - 1)
+
+
+class MemoryMonitor:
+    """Follows the ranks of one attempt; each trouble is told once."""
+
+    def __init__(self, section: ResilienceSection) -> None:
+        self._reserve = section.memory_reserve
+        self._growth: dict[tuple[int, str], Growth] = {}
+        self._short: set[str] = set()
+        self._told: set[tuple[int, str]] = set()
+
+    def see(
+        self, usage: Mapping[int, Usage], hosts: Mapping[int, str], now: float
+    ) -> list[Trouble]:
+        """Take a look at the newest usage, by rank; `hosts` says where each is."""
+        return [*self._shortages(usage, hosts), *self._growing(usage, now)]
+
+    def _shortages(self, usage: Mapping[int, Usage], hosts: Mapping[int, str]) -> list[Trouble]:
+        """Nodes that have less left than the reserve, each with its largest rank."""
+        largest: dict[str, int] = {}
+        for rank, seen in usage.items():
+            host = hosts.get(rank, "")
+            if seen.available < self._reserve * seen.total and (
+                host not in largest or _size(seen) > _size(usage[largest[host]])
+            ):
+                largest[host] = rank
+        new = [rank for host, rank in largest.items() if host not in self._short]
+        self._short = set(largest)
+        return [Trouble("memory_low", rank, describe_usage(usage[rank])) for rank in new]
+
+    def _growing(self, usage: Mapping[int, Usage], now: float) -> Iterator[Trouble]:
+        for rank, seen in usage.items():
+            for what, value, room in (
+                ("memory", _size(seen), seen.available),
+                ("open files", seen.files, seen.files_limit - seen.files),
+            ):
+                growth = self._growth.setdefault((rank, what), Growth())
+                seconds = growth.full_in(value, room, now)
+                if seconds is None or seconds > HORIZON or (rank, what) in self._told:
+                    continue
+                self._told.add((rank, what))
+                reason = (
+                    f"{what} grew for {SPANS * SPAN / 60:.0f} minutes without pause; at this rate "
+                    f"nothing is left in {seconds / 3600:.1f} h: {describe_usage(seen)}"
+                )
+                yield Trouble("growth", rank, reason)
+
+
+def explain_kill(last: Usage, kills: int) -> str:
+    """Why a rank was killed that said `last` of itself; empty if not for want of memory.
+
+    `kills` is the number of out-of-memory kills in its control group since.
+    """
+    if kills <= last.oom_kills:
+        return ""
+    return (
+        f"out of memory: the kernel killed it (oom_kill of {last.group}); when last heard, "
+        f"{describe_usage(last)}. Ask for more memory, or lower train.micro_batch_size or "
+        "data.num_dataloader_workers"
+    )
+
+
+def describe_usage(seen: Usage) -> str:
+    """The numbers, for a person to read."""
+    with_children = f" and its {seen.children} processes {_gib(seen.children_rss)}"
+    return (
+        f"it had {_gib(seen.rss)}{with_children if seen.children else ''}, {seen.files} files were "
+        f"open, and {_gib(seen.available)} of {_gib(seen.total)} were left"
+    )
+
+
+def _size(seen: Usage) -> int:
+    return seen.rss + seen.children_rss
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,113 @@
+"""How fast the run goes, as its reports show it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+
+from kempner.run.control.protocol import Phase
+from kempner.run.record.save_times import nearest_rank
+from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.monitors.phase_durations import DurationStats, PhaseDurations, longer
+
+REMEMBERED = 100
+"""Steps that count."""
+
+_TO_THE_FIRST_STEP = (Phase.START, Phase.RENDEZVOUS, Phase.LOAD, Phase.COMPILE)
+"""Phases that every attempt goes through, in this order."""
+
+_TOLD_LITTLE = (Phase.SAVE, Phase.EXIT)
+"""Phases of which reports tell little: training waits for a save only if the next one is due, or it
+is the last. What saves take, their commits tell."""
+
+ENOUGH = 20
+"""Steps after which those of an earlier attempt count no more."""
+
+
+class PhaseStats:
+    """The seconds between steps and those that other phases take.
+
+    Of the rank that is ahead, to the resolution of its reports: what is over within a second may
+    never be seen, and on the way to the first step took at most the time between two that were.
+    Commits and evaluations tell how long they took. `before` is what earlier attempts came to;
+    phases in `unlike` say nothing about the next attempt, and are not learned.
+    """
+
+    def __init__(
+        self, before: PhaseDurations | None = None, unlike: Collection[Phase] = ()
+    ) -> None:
+        self._before, self._unlike = before or {}, unlike
+        self._seen: dict[Phase, deque[float]] = {}
+        self._phase, self._step, self._since = Phase.START, 0, 0.0
+        self._begun = False
+        self._first_steps: float | None = None
+        """Seconds in which the first steps were made, with all that may have come before them."""
+
+    def see(self, last_reports: Mapping[int, LastReport], now: float) -> None:
+        """Take note of new reports.
+
+        `now` is in seconds of a clock that began with the attempt and stands still while suspended:
+        no step takes a night.
+        """
+        newest = max(last_reports.values(), key=lambda seen: seen.report.step, default=None)
+        if newest is None:
+            return
+        step, phase, took = newest.report.step, newest.report.phase, now - self._since
+        if (step, phase) == (self._step, self._phase):
+            return
+        made = step - self._step
+        for passed in self._passed(phase):
+            self.took(passed, took)
+        if phase is Phase.STEP and self._phase in (Phase.LOAD, Phase.COMPILE):
+            self._first_steps = took
+        if phase is Phase.STEP and self._phase is Phase.STEP and made > 0:
+            self.took(Phase.STEP, took / made, min(made, REMEMBERED))
+        elif phase is Phase.STEP and self._phase is Phase.COMPILE and made > 1:
+            self.took(Phase.STEP, took / made)  # at most: the first step is in it
+        self._phase, self._step, self._since = phase, step, now
+        self._begun = self._begun or phase not in _TO_THE_FIRST_STEP
+
+    def _passed(self, phase: Phase) -> Collection[Phase]:
+        """The phases that are over, now that it is `phase`, and of which reports can tell."""
+        if phase is self._phase or self._phase in (Phase.STEP, *_TOLD_LITTLE):
+            return ()
+        if self._begun:
+            return (self._phase,)
+        way = (*_TO_THE_FIRST_STEP, phase)
+        return way[way.index(self._phase) : way.index(phase)]
+
+    def took(self, phase: Phase, seconds: float, times: int = 1) -> None:
+        """A phase took so long."""
+        if phase not in self._unlike:
+            self._seen.setdefault(phase, deque(maxlen=REMEMBERED)).extend([seconds] * times)
+
+    def misjudged(self, phase: Phase, seconds: float) -> None:
+        """Standing still in a phase was taken for a hang.
+
+        It may have been none: the next attempt shall not fail for the same reason. Steps are
+        measured often enough to be sure.
+        """
+        if phase is not Phase.STEP:
+            self.took(phase, seconds)
+
+    def quantile(self, fraction: float) -> float | None:
+        """The seconds that `fraction` (0 to 1) of the last steps stayed within; None before any."""
+        return nearest_rank(self._seen.get(Phase.STEP, ()), fraction)
+
+    def learned(self) -> dict[Phase, DurationStats]:
+        """What this attempt was like, and where it says nothing, what the ones before it were."""
+        return {**self._before, **self._own()}
+
+    def usual(self) -> dict[Phase, DurationStats]:
+        """What is to be expected of this attempt: of what is not yet sure, the longest seen."""
+        own = self._own()
+        unknown = Phase.STEP not in own and Phase.STEP not in self._before
+        if unknown and self._first_steps is not None:
+            own[Phase.STEP] = DurationStats(self._first_steps, 0.0, 1)  # at most
+        if Phase.STEP in own and own[Phase.STEP].count >= ENOUGH:
+            return longer(own, {p: u for p, u in self._before.items() if p is not Phase.STEP})
+        return longer(own, self._before)
+
+    def _own(self) -> dict[Phase, DurationStats]:
+        summed = {phase: DurationStats.of(seconds) for phase, seconds in self._seen.items()}
+        return {phase: usual for phase, usual in summed.items() if usual is not None}

@@ -1,0 +1,99 @@
+"""What is wrong with a node, by what it said of itself: pure functions over its vitals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kempner.cluster.network.interfaces import odd_ones
+from kempner.supervisor.nodes.probe import ProbeResult
+
+MEMORY = 0.02
+"""Share of a node's memory that must be free before ranks are there."""
+
+ROOM = 32 * 2**20
+"""Bytes that must be free for temporary files, and in /dev/shm, where NCCL's ranks of a node meet.
+"""
+
+OPEN_FILES = (256, 4)
+"""Open files that a rank needs, and more for each rank of the world: rank 0 hears from every one,
+in each group and as the host of their store."""
+
+SKEW = 60.0
+"""Seconds that a node's clock may differ: munge, by which Slurm knows its nodes, bears with 300."""
+
+NO_ANSWER = "it does not answer"
+"""What is wrong with a node that is gone."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the check found. `unfit` says why, by node; `warnings` are true of every node alike, and
+    no reason to leave one out."""
+
+    unfit: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+def diagnose(
+    nodes: Sequence[str],
+    told: Sequence[ProbeResult],
+    unseen: Mapping[str, str],
+    during: tuple[float, float],
+    ranks: int,
+) -> Diagnosis:
+    """Compare what the `nodes` told, which may be fewer, of a world of `ranks`.
+
+    `unseen` says of some of them why what they wrote cannot be trusted to arrive; `during` is when
+    the first was asked and the last had answered, in seconds since the epoch by our own clock.
+    """
+    if not told:
+        return Diagnosis({}, ("the health check did not run on any node",))
+    found = {vitals.node: ailments(vitals, during, ranks) for vitals in told}
+    for node, reason in unseen.items():
+        found.setdefault(node, {}).setdefault("shared", reason)
+    for node in odd_ones({vitals.node: vitals.interface for vitals in told}):
+        found[node].setdefault("interface", "it has no interface to the network of the others")
+    for node in nodes:
+        found.setdefault(node, {"answer": NO_ANSWER})
+    common = set.intersection(*(set(ailment) for ailment in found.values()))
+    first = found[nodes[0]]
+    unfit = {
+        node: "; ".join(words for about, words in its.items() if about not in common)
+        for node, its in found.items()
+        if set(its) - common
+    }
+    return Diagnosis(unfit, tuple(first[about] for about in sorted(common)))
+
+
+def ailments(vitals: ProbeResult, during: tuple[float, float], ranks: int) -> dict[str, str]:
+    """What is wrong with one node, in words, by what it is about."""
+    found = dict(vitals.troubles)
+    if vitals.memory_free < MEMORY * vitals.memory_total:
+        found["memory"] = (
+            f"{_mib(vitals.memory_free)} of its {_mib(vitals.memory_total)} memory are free"
+        )
+    for folder, free in vitals.disk_free.items():
+        if free < ROOM:
+            found[folder] = f"{folder} has {_mib(free)} left"
+    least, each = OPEN_FILES
+    needed = least + each * ranks
+    if vitals.open_files is not None and vitals.open_files < needed:
+        found["open files"] = (
+            f"a process may open {vitals.open_files} files (`ulimit -Hn`), and a rank of {ranks} "
+            f"needs {needed}"
+        )
+    skew = _skew(vitals.time, during)
+    if abs(skew) > SKEW:
+        found["clock"] = f"its clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}"
+    return found
+
+
+def _skew(time: float, during: tuple[float, float]) -> float:
+    """Seconds by which a clock is ahead at least; 0 if it may be right."""
+    start, end = during
+    return max(0.0, time - end) + min(0.0, time - start)
+
+
+def _mib(size: int) -> str:
+    return f"{size >> 20} MiB"

@@ -1,0 +1,101 @@
+"""What the end of an attempt means: a pure function of how its ranks ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kempner.run.process.exit_codes import ExitCode
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How a rank ended: its exit status, or minus the number of the signal that killed it.
+
+    None says that nobody saw it end: its connection broke off. `ended_by_us` says that the
+    supervisor killed it, `sentence` is what the rank said last, or the launcher of one
+    that is gone.
+    """
+
+    rank: int
+    status: int | None
+    ended_by_us: bool = False
+    sentence: str = ""
+
+    @property
+    def raised(self) -> str:
+        """The first line of what the rank itself said; empty if it is gone without a word."""
+        return "" if self.status is None else self.sentence.partition("\n")[0]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The supervisor's exit code, and a sentence for the person who reads it.
+
+    `culprit` is the rank that failed first, if one did. Without the `bad_nodes` there are too few.
+    """
+
+    code: ExitCode
+    reason: str
+    culprit: int | None = None
+    bad_nodes: tuple[str, ...] = ()
+
+
+def decide_outcome(exits: Sequence[RankExit], stop_requested: bool) -> Decision:
+    """Turn the ranks' exits, in the order in which they were heard of, into the run's outcome."""
+    causes = [e for e in exits if not _harmless(e, stop_requested)]
+    if not exits:
+        return Decision(ExitCode.CRASHED, "no rank was ever there")
+    if all(e.status == ExitCode.COMPLETED for e in exits):
+        return Decision(ExitCode.COMPLETED, "completed")
+    if causes:
+        first = causes[0]
+        if stop_requested and _from_outside(first):
+            said = (
+                f"rank {first.rank} {describe_exit(first)} while it stopped; start again to go on"
+            )
+            return Decision(ExitCode.STOPPED, said, first.rank)
+        return Decision(_code(first), f"rank {first.rank} {describe_exit(first)}", first.rank)
+    if any(e.status == ExitCode.STOPPED for e in exits) or stop_requested:
+        return Decision(ExitCode.STOPPED, "stopped on request; start again to go on")
+    return Decision(ExitCode.PEERS_LOST, "the ranks lost each other")
+
+
+def failed(exit_: RankExit) -> bool:
+    """Whether the other ranks cannot go on after this exit."""
+    return exit_.status not in (ExitCode.COMPLETED, ExitCode.STOPPED)
+
+
+def describe_exit(exit_: RankExit) -> str:
+    """An exit in words, the first line of the rank's own included."""
+    said = exit_.sentence.partition("\n")[0]
+    return _describe_status(exit_.status) + (f": {said}" if said else "")
+
+
+def _describe_status(status: int | None) -> str:
+    if status is None:
+        return "is gone without a word"
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    try:
+        return f"ended with exit code {status} ({ExitCode(status).name.lower()})"
+    except ValueError:
+        return f"ended with exit code {status}"
+
+
+def _harmless(exit_: RankExit, stop_requested: bool) -> bool:
+    """Ends that follow from a stop or from another rank's end, and are no cause of their own."""
+    if exit_.status == -signal.SIGTERM and stop_requested:
+        return True  # asked to stop before its interpreter could trap the signal
+    follow = (ExitCode.COMPLETED, ExitCode.STOPPED, ExitCode.PEERS_LOST)
+    return exit_.status in follow or exit_.ended_by_us
+
+
+def _from_outside(exit_: RankExit) -> bool:
+    """A lost node or SIGKILL: it says nothing about the program, and spoils no more than a stop."""
+    return exit_.status in (None, -signal.SIGKILL)
+
+
+def _code(exit_: RankExit) -> ExitCode:
+    return next((code for code in ExitCode if code == exit_.status), ExitCode.CRASHED)

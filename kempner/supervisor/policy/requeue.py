@@ -1,0 +1,92 @@
+"""Whether the job goes back into the queue, from what Slurm says: pure functions, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from kempner.cluster.slurm.job import Event, JobState, classify
+from kempner.run.process.exit_codes import ExitCode
+from kempner.supervisor.policy.outcome import Decision
+from kempner.supervisor.policy.stop import PREEMPTED
+
+MAX_REQUEUES_WITHOUT_PROGRESS = 3
+"""Times in a row that a job is put back into the queue without a new step."""
+
+
+@dataclass(frozen=True)
+class RequeueDecision:
+    """What becomes of the job when the ranks have left. `reason` is for a person to read."""
+
+    requeue: bool
+    reason: str
+
+
+_WHAT_BECOMES_OF_IT = {
+    Event.REQUEUE: "Slurm puts the job back into the queue itself: it goes on from its checkpoint",
+    Event.CANCEL: "the job was cancelled: submit it again, and it goes on",
+    Event.TIME_LIMIT_REACHED: "the job's time is over: submit it again, and it goes on",
+}
+
+
+def decide_requeue(
+    decision: Decision,
+    first: JobState | None,
+    job: JobState | None,
+    batch: bool,
+    fruitless: int,
+    scarce: bool = False,
+) -> RequeueDecision:
+    """Whether to put the job back into the queue; `first` is the job as it was at the beginning.
+
+    Only a job that still runs: asked to requeue one that was cancelled, Slurm brings it back to
+    life. `fruitless` counts the times in a row that it came back and made no step; for a preemption
+    it is never too often. `scarce` says that there are not enough nodes besides the bad ones: a job
+    that excluded them could never start, and Slurm would hold it for good.
+    """
+    if decision.code is not ExitCode.STOPPED and not decision.bad_nodes:
+        return RequeueDecision(False, decision.reason)
+    if not batch:
+        return RequeueDecision(False, "the allocation is yours: start again in it to go on")
+    if job is None:
+        return RequeueDecision(
+            False, "Slurm does not answer: submit the same command again to go on"
+        )
+    if not job.running:
+        unclear = f"the job is {job.state}: if Slurm does not bring it back, submit it again"
+        return RequeueDecision(False, _WHAT_BECOMES_OF_IT.get(classify(first or job, job), unclear))
+    if first is not None and job.restarts != first.restarts:
+        return RequeueDecision(False, "the job was started again meanwhile: it goes on there")
+    if not job.may_requeue:
+        return RequeueDecision(
+            False, "the job was submitted with --no-requeue: submit it again, and it goes on"
+        )
+    if fruitless >= MAX_REQUEUES_WITHOUT_PROGRESS and job.preempt_time is None:
+        return RequeueDecision(
+            False,
+            f"the job came back {fruitless} times and made no new step: it is stopped too soon. "
+            "Give it a longer --time or a shorter --signal, then submit it again",
+        )
+    why = f"{PREEMPTED}: " if job.preempt_time is not None else ""
+    where, bad = "", ", ".join(decision.bad_nodes)
+    if bad and scarce:
+        where = f", waits for {bad} because there are too few others"
+    elif bad:
+        where = f" without {bad}"
+    what = f"the job goes back into the queue{where}, and on from its checkpoint"
+    return RequeueDecision(True, why + what)
+
+
+def requeues_without_progress(
+    events: Iterable[Mapping[str, Any]], job: str, step: int | None
+) -> int:
+    """How many of the last requeues of `job`, in a row, found the run at `step`, where it is.
+
+    Those of an earlier job do not count: somebody has submitted it again, and hopes for better. Nor
+    does a preemption, which the run can do nothing about.
+    """
+    mine = [e for e in events if e.get("event") == "requeued" and e.get("job") == job]
+    requeues = [event for event in mine if not event.get("preempted")]
+    return sum(1 for _ in takewhile(lambda e: e["step"] == step, reversed(requeues)))

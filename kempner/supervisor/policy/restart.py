@@ -1,0 +1,93 @@
+"""Whether to start the ranks again after they failed: a pure function of what happened so far.
+
+Progress is what counts. A run that commits a new step between two failures may fail as often as it
+likes; one that commits nothing is given up soon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from kempner.run.process.exit_codes import ExitCode
+from kempner.supervisor.policy.outcome import Decision
+
+HEALED_BY_A_RESTART = (ExitCode.CRASHED, ExitCode.PEERS_LOST, ExitCode.HUNG)
+"""The other codes say what a person has to mend, or that all is well."""
+
+FAILURES = (
+    *HEALED_BY_A_RESTART,
+    ExitCode.BAD_DATA,
+    ExitCode.CHECKPOINT_FAILED,
+    ExitCode.DIVERGED,
+)
+"""The ends after which the run is started again here, or given up for good. A wrong command line is
+none: it has trained nothing, and whoever mends it starts again."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An attempt that failed, because of one rank. `step` is the one that it was in, or had done
+    where it was in none, `committed` the last that was saved (None: none yet), `raised` what that
+    rank raised, if it said so.
+    """
+
+    step: int
+    committed: int | None
+    raised: str = ""
+
+    def is_like(self, other: Failure) -> bool:
+        """Whether it is the same step that fails the same way."""
+        return bool(self.raised) and (self.step, self.raised) == (other.step, other.raised)
+
+
+@dataclass(frozen=True)
+class RestartDecision:
+    """Whether to start again, and why or why not, for a person to read.
+
+    `last` says that it is the last time, unless something new is saved.
+    """
+
+    again: bool
+    reason: str
+    last: bool = False
+
+
+def decide_restart(
+    decision: Decision, failure: Failure, earlier: Sequence[Failure], budget: int
+) -> RestartDecision:
+    """What to do about an attempt that ended with `decision`.
+
+    `earlier` are the failures before it, oldest first, `budget` how many restarts in a row may pass
+    without a new commit.
+    """
+    if decision.code not in HEALED_BY_A_RESTART:
+        return RestartDecision(False, decision.reason)
+    here = f"at step {failure.step}" if failure.step else "before the first step"
+    fruitless = list(takewhile(lambda f: f.committed == failure.committed, reversed(earlier)))
+    if any(failure.is_like(other) for other in fruitless):
+        return RestartDecision(
+            False,
+            f"{decision.reason}. It fails {here} every time: starting again would not help",
+        )
+    if len(fruitless) >= budget:
+        return RestartDecision(
+            False,
+            f"{decision.reason}. {len(fruitless) + 1} attempts have saved nothing new: giving up",
+        )
+    start = "from the beginning" if failure.committed is None else f"from step {failure.committed}"
+    last = len(fruitless) + 1 >= budget
+    return RestartDecision(True, f"{decision.reason} {here}; starting again {start}", last)
+
+
+def failures(events: Iterable[Mapping[str, Any]]) -> list[Failure]:
+    """The failures since the run last ended as it should, as the ledger tells them."""
+    found: list[Failure] = []
+    for event in events:
+        if event.get("event") == "attempt_failed":
+            found.append(Failure(event["step"], event["committed"], event["raised"]))
+        elif event.get("event") == "gave_up":
+            found.clear()  # a person has looked, and starts again
+    return found

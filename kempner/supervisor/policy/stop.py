@@ -1,0 +1,71 @@
+"""When to stop, from what Slurm says: pure functions, with reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kempner.cluster.slurm.job import Event, JobState, classify
+from kempner.run.record.save_times import Durations
+
+UNMEASURED_LEAD = 120.0
+"""Seconds before the end at which to stop, as long as nothing was measured."""
+
+UNMEASURED_SHARE = 0.25
+"""Of the job's whole time, the most that is kept free as long as nothing was measured: a short job
+would otherwise be stopped before it has begun."""
+
+LARGEST_SHARE = 0.5
+"""Of the job's whole time, the most that is ever kept free: after one save that took for ever,
+every job would be stopped as it begins, and no other save would be measured."""
+
+EXIT_MARGIN = 10.0
+"""Seconds for the processes to leave, and for the job to be put back into the queue."""
+
+
+PREEMPTED = "a job of higher priority takes the nodes"
+
+
+@dataclass(frozen=True)
+class StopOrder:
+    """Stop, because of `reason`, within `seconds_left`."""
+
+    reason: str
+    seconds_left: float
+
+
+def decide_stop(
+    first: JobState, now: JobState, kill_wait: float, left: float | None, lead: float, warned: bool
+) -> StopOrder | None:
+    """Whether the ranks are to stop; `first` is the job as it was when the attempt began.
+
+    `left` is the number of seconds until the end of the job, None without one, `lead` how long
+    before it a stop must begin, `warned` whether a signal came. After a preemption's grace time, as
+    at any end of a job, Slurm sends SIGTERM and waits for `kill_wait` seconds; it keeps both times
+    or exceeds them.
+    """
+    match classify(first, now, warned):
+        case Event.NOTHING:
+            if left is not None and left <= lead:
+                return StopOrder(f"{left:.0f} s are left of the job's time", max(0.0, left))
+            return None
+        case Event.TIME_LIMIT:
+            return None if left is None else StopOrder("Slurm gave a warning", max(0.0, left))
+        case Event.PREEMPTION:
+            grace = 0.0 if left is None else max(0.0, left)
+            return StopOrder(PREEMPTED, grace + kill_wait)
+        case event:
+            return StopOrder(event.value, kill_wait)
+
+
+def stop_lead(durations: Durations, longest_gap: float | None, limit: float | None) -> float:
+    """Seconds before the end at which a stop must begin.
+
+    `longest_gap` is the 95th percentile of the seconds between two votes: one passes until the
+    ranks agree, and the step that they are in takes another. A save may be under way, and the last
+    one follows it. `limit` is the job's whole time in seconds, None without one.
+    """
+    save = durations.quantile(0.95)
+    if save is None or longest_gap is None:
+        return UNMEASURED_LEAD if limit is None else min(UNMEASURED_LEAD, UNMEASURED_SHARE * limit)
+    lead = 2 * longest_gap + 2 * save + EXIT_MARGIN
+    return lead if limit is None else min(lead, LARGEST_SHARE * limit)

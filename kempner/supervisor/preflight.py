@@ -1,0 +1,100 @@
+"""Before an attempt: which nodes are fit for ranks, and which have earned some distrust."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+from kempner.config.sections import Config
+from kempner.run.control.protocol import SUSPECT
+from kempner.run.process.durable_io import await_entry, holds
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.logs import logger
+from kempner.run.record.attempts import Attempt
+from kempner.run.record.ledger import Ledger, read_lines
+from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.launchers.base import Launcher
+from kempner.supervisor.nodes.exclusion import Suspect, suspects
+from kempner.supervisor.nodes.health_check import Diagnosis, diagnose
+from kempner.supervisor.nodes.probe import SHARED_WITHIN, ProbeQuestion
+
+
+def choose_nodes(
+    launcher: Launcher, attempt: Attempt, run: RunDirectory, config: Config, ledger: Ledger
+) -> None:
+    """Have the launcher do without nodes that are unfit or suspect, as far as it can."""
+    if config.resilience.health_check:
+        found = _examine(launcher, attempt, run, config)
+        for warning in found.warnings:
+            logger().warning(f"health check: {warning}")
+        for node, reason in found.unfit.items():
+            ledger.record(SUSPECT, attempt=attempt.number, node=node, reason=reason)
+    accused = _accused(run, config)
+    launcher.avoid({node: suspect.reason for node, suspect in accused.items()})
+
+
+def nodes_to_exclude(
+    launcher: Launcher, node: str, run: RunDirectory, config: Config, code: ExitCode, last: bool
+) -> dict[str, str]:
+    """Nodes without which an attempt that failed on `node` had better be made, each with a reason.
+
+    No spare node could take their place. That a node's ranks fail first may be chance, or the
+    program's own fault: that alone is a reason only where there are other nodes to compare it with,
+    and the next start is the `last` one. Where a checkpoint could not be written, rank 0 says so
+    for all.
+    """
+    accused = _accused(run, config)
+    used = launcher.unavoidable(accused)
+    if code is ExitCode.CHECKPOINT_FAILED:
+        return {name: accused[name].reason for name in used if accused[name].proven}
+    by_habit = last and len(launcher.nodes) > 1
+    if node not in used or not (accused[node].proven or by_habit):
+        return {}
+    return {node: accused[node].reason}
+
+
+def _accused(run: RunDirectory, config: Config) -> dict[str, Suspect]:
+    return suspects(read_lines(run.ledger), time.time(), config.resilience.suspect_for)
+
+
+def _examine(launcher: Launcher, attempt: Attempt, run: RunDirectory, config: Config) -> Diagnosis:
+    """Ask every node for its vitals, and look whether what they write is seen here."""
+    folders = [run.attempt(attempt.number) / "health"]
+    if config.checkpoint.dir is not None:
+        folders.append(Path(config.checkpoint.dir) / f".health-{attempt.nonce}")
+    nodes, nonce = launcher.nodes, secrets.token_hex(8)
+    question = ProbeQuestion(
+        nonce=nonce,
+        folders=tuple(str(folder.absolute()) for folder in folders),
+        interface=config.distributed.interface,
+        on_one_node=len(nodes) == 1,
+    )
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True)
+            (folder / "supervisor").write_text(nonce)
+        began = time.time()
+        told = launcher.survey(question)
+        during = (began, time.time())
+        wrote = [vitals.node for vitals in told if not set(question.folders) & set(vitals.troubles)]
+        unseen = {node: words for node in wrote if (words := _unseen(folders, node, nonce))}
+    except OSError as error:
+        return Diagnosis({}, (f"{error.filename} cannot be written: {error.strerror}",))
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    seconds = round(during[1] - during[0], 2)
+    logger().info("health check", nodes=len(nodes), answers=len(told), seconds=seconds)
+    return diagnose(nodes, told, unseen, during, launcher.size)
+
+
+def _unseen(folders: list[Path], node: str, nonce: str) -> str:
+    """Why what a node wrote has not come to this one; empty if all of it has."""
+    for folder in folders:
+        if not await_entry(folder / node, SHARED_WITHIN) or not holds(
+            folder / node, nonce.encode()
+        ):
+            return f"what it writes to {folder.parent} is not seen on the supervisor's node"
+    return ""

@@ -1,0 +1,109 @@
+"""Finds the Slurm job to train in, and says what it has."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from kempner.cluster.slurm import scontrol
+from kempner.cluster.slurm.allocation import Allocation, allocate
+from kempner.cluster.slurm.job import job_id, parse_job
+from kempner.cluster.slurm.resources import Resources, Wanted, detect
+from kempner.cluster.slurm.scontrol import SlurmError
+from kempner.config.sections import Config
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.run_dir import RUN_LINE, RunDirectory
+
+
+def find_job(environ: Mapping[str, str], given: str | None) -> str:
+    """The id of the job to train in: `given`, or the one that this process is in.
+
+    Raises `UsageError` outside of a job, and in a heterogeneous one.
+    """
+    try:
+        job = given or job_id(environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if job is None:
+        raise UsageError(
+            "this is no Slurm job: submit scripts/slurm/multinode.sh with sbatch, name an "
+            "allocation with --jobid, or use --launcher local"
+        )
+    return job
+
+
+def enter(
+    job: str, environ: Mapping[str, str], config: Config, *, given: bool, per_task: bool
+) -> tuple[Allocation, Resources]:
+    """What the ranks get of `job`, and what its nodes have.
+
+    `given` says that the job was named by the user: then this process need not be in it, and what
+    the environment says may be about another one. `per_task` says that each task is a rank.
+    Raises `UsageError` if it cannot be used.
+    """
+    section = config.slurm
+    try:
+        fields = scontrol.show_job(job)
+        state = parse_job(fields)
+        if not state.running:
+            raise UsageError(_not_running(job, state.state, state.reason))
+        nodes = scontrol.hostnames(state.node_list)
+        here: Mapping[str, str] = {} if given else environ
+        resources = detect(
+            here,
+            configured=Wanted(section.cpus, section.memory_mb, section.gpus_per_node),
+            job=fields,
+            node=scontrol.show_node(nodes[0]),
+        )
+        allocation = allocate(
+            here,
+            job=job,
+            batch=not given and state.batch,
+            nodes=nodes,
+            resources=resources,
+            procs=section.procs,
+            hosts=section.hosts,
+            spare=config.supervise.spare_nodes,
+            per_task=per_task,
+        )
+    except (SlurmError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    return allocation, resources
+
+
+def introduction(
+    allocation: Allocation,
+    resources: Resources,
+    run: RunDirectory,
+    arguments: Sequence[str],
+    restarts: int,
+) -> str:
+    """What the job's output begins with, where people look first; each number with its source."""
+    return "\n".join(
+        [
+            f"job {allocation.job}: {len(allocation.nodes)} nodes ({_shorten(allocation.nodes)}), "
+            f"{allocation.size} ranks, {allocation.tasks_per_node} per node",
+            f"a node has: GPUs {resources.gpus}, CPUs {resources.cpus}, "
+            f"memory {resources.memory_mb} MiB",
+            f"configuration: {shlex.join(arguments)}",
+            f"{RUN_LINE}{run.path.absolute()}",
+            f"Restart cnt: {restarts}",
+        ]
+    )
+
+
+def element(environ: Mapping[str, str]) -> str:
+    """What sets the run of this element of a job array apart from the others'; empty outside."""
+    task = environ.get("SLURM_ARRAY_TASK_ID", "")
+    return f"-{task}" if task else ""
+
+
+def _not_running(job: str, state: str, reason: str) -> str:
+    why = f" ({reason})" if reason else ""
+    if state == "PENDING":
+        return f"job {job} still waits in the queue{why}: try again when `squeue -j {job}` shows R"
+    return f"job {job} is {state}{why}: there is nothing left to train in"
+
+
+def _shorten(nodes: Sequence[str]) -> str:
+    return ",".join(nodes) if len(nodes) <= 8 else f"{nodes[0]} to {nodes[-1]}"

@@ -1,0 +1,269 @@
+"""Puts a rank together: everything that the step loop needs, with the state of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import kempner
+from kempner.checkpoint.format.manifest import Identity, Position
+from kempner.checkpoint.manager import CheckpointManager, Recorder
+from kempner.config.loading import digest, dumps
+from kempner.config.sections import Config
+from kempner.data.files.index import fingerprint
+from kempner.data.files.token_file import Corpus
+from kempner.data.serve.loader import Feed
+from kempner.model.sharding import build_model
+from kempner.model.spec.shape import Shape, flops_per_token
+from kempner.run.process.durable_io import replace_durable
+from kempner.run.process.exit_codes import DataError
+from kempner.run.record.attempts import Attempt, Fence
+from kempner.run.record.ledger import read_lines
+from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.save_times import Durations
+from kempner.training.compute.optimizer import build_optimizer
+from kempner.training.fault_injection import FaultInjector
+from kempner.training.groups.collective_timer import time_collectives
+from kempner.training.groups.process_groups import Ranks
+from kempner.training.loop import Training
+from kempner.training.observe.evaluation import Evaluation
+from kempner.training.observe.metrics import StepMetrics, peak_flops
+from kempner.training.observe.progress_bar import open_display
+from kempner.training.policy.anomalies import STARTED, Health, remembered
+from kempner.training.rank_link.rank_link import RankLink
+from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.vote.vote import VoteGroup
+
+
+def build(
+    config: Config,
+    rank_link: RankLink,
+    ranks: Ranks,
+    attempt: Attempt,
+    shutdown: ShutdownHandler,
+    faults: FaultInjector,
+) -> Training:
+    """Everything the loop needs, with the state of the newest checkpoint."""
+    run = rank_link.run
+    shards_open = config.data.num_shards_per_rank
+    corpus = _open_tokens("data.dataset_path", config.data.dataset_path, max_open=shards_open)
+    vocab_size = _vocabulary(config, corpus)
+    shape = Shape.of(config.model, vocab_size)
+    model = build_model(config, vocab_size, ranks.device, ranks.mesh)
+    if ranks.device.type == "cpu":
+        time_collectives(model, rank_link.progress.waiting)
+    optimizer = build_optimizer(model, config.optimizer)
+    record = _recorder(rank_link, attempt)
+    fence, identity = Fence(run.attempts, attempt), _identity(config, corpus, shape, ranks)
+    checkpoints = _open_checkpoints(
+        config, rank_link, ranks, model, optimizer, identity, fence, record, faults
+    )
+    if ranks.world.rank == 0:
+        _snapshot_config(config, run, attempt)
+    if faults.planned:
+        record("faults_planned", faults=faults.planned)
+    position = _resume(config, run, ranks, checkpoints, record)
+    open_feed = partial(_open_feed, config, corpus, ranks)
+    return Training(
+        config=config,
+        ranks=ranks,
+        model=model,
+        optimizer=optimizer,
+        feed=open_feed(position),
+        open_feed=open_feed,
+        vote_group=VoteGroup(ranks.votes),
+        shutdown=shutdown,
+        checkpoints=checkpoints,
+        evaluation=_open_evaluation(config, vocab_size),
+        progress=rank_link.progress,
+        step_metrics=_open_telemetry(config, run, ranks, attempt, shape, position),
+        faults=faults,
+        record=record,
+        position=position,
+        health=Health(position.losses),
+    )
+
+
+def _open_checkpoints(
+    config: Config,
+    rank_link: RankLink,
+    ranks: Ranks,
+    model: nn.Module,
+    optimizer: Optimizer,
+    identity: Identity,
+    fence: Fence,
+    record: Recorder,
+    faults: FaultInjector,
+) -> CheckpointManager:
+    section, run = config.checkpoint, rank_link.run
+    events = read_lines(run.ledger) if ranks.world.rank == 0 else ()
+    return CheckpointManager(
+        Path(section.dir) if section.dir else run.checkpoints,
+        model,
+        optimizer,
+        identity=identity,
+        fence=fence,
+        group=ranks.saves,
+        keep_last=section.keep_last,
+        keep_every=section.keep_every,
+        background=section.async_save,
+        record=record,
+        durations=Durations.from_ledger(events),
+        reached=faults.maybe_inject,
+        waiting=rank_link.progress.waiting,
+    )
+
+
+def _resume(
+    config: Config,
+    run: RunDirectory,
+    ranks: Ranks,
+    checkpoints: CheckpointManager,
+    record: Recorder,
+) -> Position:
+    """Load the newest checkpoint; where it stands, with every rollback that is known of.
+
+    A checkpoint knows of those before it only, and after a rollback an older one may be next.
+    """
+    position = checkpoints.restore(config.checkpoint.accept_changes)
+    if position is None:
+        record(STARTED)
+        return Position()
+    told = ranks.broadcast(remembered(read_lines(run.ledger)) if ranks.world.rank == 0 else ())
+    assert isinstance(told, tuple)  # rank 0's reading
+    later = [rollback for rollback in told if rollback not in position.rollbacks]
+    return dataclasses.replace(position, rollbacks=(*position.rollbacks, *later))
+
+
+def _recorder(rank_link: RankLink, attempt: Attempt) -> Recorder:
+    def record(event: str, **fields: object) -> None:
+        rank_link.record(attempt, event, fields)
+
+    return record
+
+
+def _vocabulary(config: Config, corpus: Corpus) -> int:
+    wanted, there = config.model.vocab_size, corpus.index.vocab_size
+    if wanted is not None and wanted < there:
+        raise DataError(
+            f"model.vocab_size={wanted} is too small for {config.data.dataset_path}, whose tokens "
+            f"go up to {there - 1}; leave it out or set at least {there}"
+        )
+    return wanted or there
+
+
+def _identity(config: Config, corpus: Corpus, shape: Shape, ranks: Ranks) -> Identity:
+    model = dataclasses.asdict(shape)
+    for free in ("dropout", "max_seq_len"):  # may change without touching a weight
+        del model[free]
+    return Identity(
+        world=ranks.world.size,
+        mesh=dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True)),
+        seed=config.train.seed,
+        data_fingerprint=fingerprint(corpus.index, config.train.seq_len),
+        model=model,
+        config_hash=digest(config),
+        host={**host_facts(ranks.device), "dtype": config.train.dtype},
+        versions=versions(),
+        optimizer=config.optimizer.name,
+    )
+
+
+def host_facts(device: torch.device) -> dict[str, object]:
+    """What of this host the last bits of a result depend on."""
+    return {"device": _device_name(device), "threads": torch.get_num_threads()}
+
+
+def versions() -> dict[str, str]:
+    """The software that a checkpoint is made with."""
+    return {
+        "kempner": kempner.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _snapshot_config(config: Config, run: RunDirectory, attempt: Attempt) -> None:
+    """Keep the configuration with the run; a changed one with the attempt that it is for."""
+    content = dumps(config).encode()
+    if not run.config.exists():
+        replace_durable(run.config, content, unique=attempt.nonce)
+    elif run.config.read_bytes() != content:
+        replace_durable(run.attempt(attempt.number) / "config.toml", content, unique=attempt.nonce)
+
+
+def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, position: Position) -> Feed:
+    return Feed(
+        corpus,
+        seq_len=config.train.seq_len,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        seed=config.train.seed,
+        rank=ranks.world.rank,
+        world=ranks.world.size,
+        cursor=position.cursor,
+        skips=tuple((rollback.start, rollback.end) for rollback in position.rollbacks),
+        workers=config.data.num_dataloader_workers,
+        shards_open=config.data.num_shards_per_rank,
+        pin_memory=ranks.device.type == "cuda",
+    )
+
+
+def _open_tokens(key: str, folder: str, **options: int) -> Corpus:
+    """Raises `DataError` with the key that names the folder."""
+    try:
+        return Corpus.open(folder, **options)
+    except DataError as error:
+        raise DataError(f"{key}={folder}: {error}") from error
+
+
+def _open_evaluation(config: Config, vocab_size: int) -> Evaluation:
+    if config.eval.dataset_path is None or config.eval.interval is None:
+        return Evaluation(config, None)
+    corpus = _open_tokens("eval.dataset_path", config.eval.dataset_path)
+    if corpus.index.vocab_size > vocab_size:
+        raise DataError(
+            f"eval.dataset_path={config.eval.dataset_path} has {corpus.index.vocab_size} token "
+            f"ids, the model knows {vocab_size}; prepare it with the training data's tokenizer"
+        )
+    return Evaluation(config, corpus)
+
+
+def _open_telemetry(
+    config: Config,
+    run: RunDirectory,
+    ranks: Ranks,
+    attempt: Attempt,
+    shape: Shape,
+    position: Position,
+) -> StepMetrics:
+    display = open_display(ranks.world.rank, position.step, config.train.max_steps)
+    if position.step > 0:
+        display.say(f"resumed at step {position.step}, sample {position.cursor}")
+    run.samples(0).parent.mkdir(parents=True, exist_ok=True)
+    step_metrics = StepMetrics(
+        config,
+        run,
+        attempt=attempt.number,
+        rank=ranks.world.rank,
+        flops_per_second_at_peak=peak_flops(ranks.device, ranks.world.size),
+        flops_per_token=flops_per_token(shape, config.train.seq_len),
+        display=display,
+    )
+    step_metrics.start(position)
+    return step_metrics

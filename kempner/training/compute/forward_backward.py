@@ -1,0 +1,73 @@
+"""Forward and backward over one step's share of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kempner.data.serve.loader import IGNORE, MicroBatch
+from kempner.run.control.heartbeat import Waiting, untimed
+from kempner.training.compute.seeds import set_rng
+
+
+def accumulate(
+    model: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    device: torch.device,
+    seed: int,
+    step: int,
+    data_rank: int,
+    waiting: Waiting = untimed,
+) -> Tensor:
+    """Add the step's gradient to the parameters; return its loss, a scalar on `device`.
+
+    The loss is the sum over all valid tokens of all ranks divided by their global count, so neither
+    loss nor gradient depends on how the batch is split. Every rank passes the same number of micro
+    batches; rows without a valid token weigh nothing. Gradients are reduced after every micro
+    batch: kept whole until the last one, they would not fit for the models that need sharding.
+    `waiting` is entered while this rank waits for others.
+    """
+    valid = _valid_tokens(micro_batches).to(device)
+    with waiting("the count of tokens"):
+        valid = sum_over_ranks(valid).clamp(min=1)
+    total = torch.zeros((), device=device)
+    for micro_step, micro_batch in enumerate(micro_batches):
+        set_rng(seed, step, micro_step, data_rank)
+        loss = summed_loss(model, micro_batch, device)
+        (loss / valid).backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    with waiting("the sum of losses"):
+        return sum_over_ranks(total) / valid
+
+
+def weightless(micro_steps: int, micro_batch_size: int, seq_len: int) -> list[MicroBatch]:
+    """Micro batches without a valid token, for a rank that has no data but whose peers wait."""
+    shape = (micro_batch_size, seq_len)
+    empty = MicroBatch(torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE))
+    return [empty] * micro_steps
+
+
+def summed_loss(model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
+    """Cross-entropy in nats, summed over the valid tokens of one micro batch; a float32 scalar."""
+    logits = model(micro_batch.inputs.to(device, non_blocking=True))
+    targets = micro_batch.targets.to(device, non_blocking=True)
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """The sum of every rank's `value`, in place."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def _valid_tokens(micro_batches: Iterable[MicroBatch]) -> Tensor:
+    counts = [(batch.targets != IGNORE).sum() for batch in micro_batches]
+    return torch.stack(counts).sum().float()

@@ -1,0 +1,147 @@
+"""Breaks this rank where it was asked to: off unless asked for, and loud when it happens."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kempner.checkpoint.tensors.state import local_part
+from kempner.config.fault_spec import Fault, parse_faults
+from kempner.config.sections import Config
+from kempner.run.control.protocol import Phase
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.logs import logger
+from kempner.run.record.attempts import read_current
+from kempner.training.rank_link.rank_link import RankLink
+
+VARIABLE = "KEMPNER_FAULTS"
+"""Faults besides those of the configuration, separated by semicolons."""
+
+_SMALL_FILE = 64 * 1024
+"""Bytes that a file may still have when the disk is full: the output of a process is a file, too,
+and one that cannot print is a fault of its own."""
+
+
+def arm(config: Config, rank_link: RankLink) -> FaultInjector:
+    """What was asked to go wrong on this rank in this attempt.
+
+    To be called before the ranks have met. Raises `UsageError` if the variable cannot be read.
+    """
+    texts = [text for text in os.environ.get(VARIABLE, "").split(";") if text.strip()]
+    try:
+        planned = parse_faults([*config.resilience.faults, *texts])
+    except ValueError as error:
+        raise UsageError(f"{VARIABLE}: {error}") from error
+    if rank_link.launch is not None:
+        attempt = rank_link.launch.attempt.number
+    else:  # the one that rank 0 begins once all are there
+        current = read_current(rank_link.run.attempts)
+        attempt = 1 + (current.number if current else 0)
+    if planned and rank_link.world.rank == 0:
+        logger().warning("faults are asked for", faults=[fault.text for fault in planned])
+    return FaultInjector(planned, rank_link.world.rank, attempt)
+
+
+class FaultInjector:
+    """The faults of one rank in one attempt."""
+
+    def __init__(self, planned: Sequence[Fault], rank: int, attempt: int) -> None:
+        self.planned = [fault.text for fault in planned]
+        """All that is asked for, of any rank."""
+        self._armed = [f for f in planned if f.rank == rank and f.attempt == attempt]
+        self._lock = threading.Lock()
+
+    def maybe_inject(self, phase: str, step: int | None = None) -> None:
+        """Whatever is due in this phase, or part of a save, of this step happens now."""
+        for fault in self._due(
+            ("kill", "stop", "hang", "strand", "crash", "oom", "hog"), phase, step
+        ):
+            match fault.kind:
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "hang":
+                    _hang()
+                case "strand":
+                    dist.recv(torch.empty(1))
+                case "crash":
+                    raise RuntimeError(f"the fault that was asked for: {fault.text}")
+                case "oom":
+                    _ask_for_too_much()
+                case "hog":
+                    _take_all()
+
+    @contextmanager
+    def during_step(self, step: int, model: nn.Module) -> Iterator[None]:
+        """The block is the forward and backward pass of a step."""
+        self.maybe_inject(Phase.STEP, step)
+        started, hooks = time.monotonic(), []
+        for fault in self._due(("nan", "spike"), Phase.STEP, step):
+            factor = math.nan if fault.kind == "nan" else fault.factor
+            hooks.append(model.register_forward_hook(_scaling(factor)))
+        yield
+        for hook in hooks:
+            hook.remove()
+        for _ in self._due(("nan_gradients",), Phase.STEP, step):
+            _poison_one_gradient(model)
+        for fault in self._due(("slow",), Phase.STEP, step):
+            time.sleep((fault.factor - 1) * (time.monotonic() - started))
+
+    @contextmanager
+    def during_save(self, step: int, settle: Callable[[], None]) -> Iterator[None]:
+        """The block starts a save; `settle` waits for its end."""
+        if self._due(("disk_full",), Phase.SAVE, step):
+            _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (_SMALL_FILE, hard))
+            yield
+            settle()
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        else:
+            yield
+        self.maybe_inject(Phase.SAVE, step)
+
+    def _due(self, kinds: Sequence[str], phase: str, step: int | None) -> list[Fault]:
+        """What is due, each said aloud; what happens once is over with that."""
+        with self._lock:  # a save has threads of its own
+            due = [f for f in self._armed if f.kind in kinds and f.covers(phase, step)]
+            self._armed = [f for f in self._armed if f not in due or f.lasting]
+        for fault in due:
+            logger().warning("a fault that was asked for happens now", fault=fault.text, step=step)
+        return due
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(1)
+
+
+def _ask_for_too_much() -> None:
+    if torch.cuda.is_available():
+        torch.empty(2 * torch.cuda.mem_get_info()[1], dtype=torch.uint8, device="cuda")
+    bytearray(1 << 60)
+
+
+def _take_all() -> None:
+    hoard = []
+    while True:
+        hoard.append(bytearray(1 << 24))
+
+
+def _scaling(factor: float) -> Callable[[nn.Module, object, Tensor], Tensor]:
+    return lambda module, given, logits: logits * factor
+
+
+def _poison_one_gradient(model: nn.Module) -> None:
+    gradients = (local_part(p.grad) for p in model.parameters() if p.grad is not None)
+    next(gradient for gradient in gradients if gradient.numel()).view(-1)[0] = math.nan

@@ -1,0 +1,187 @@
+"""The process groups of a rank, from the first connection to the last goodbye."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.network.interfaces import Choice, choose
+from kempner.cluster.network.netinfo import read_interfaces, route_address
+from kempner.cluster.network.ports import job_salt
+from kempner.cluster.slurm.scontrol import hostnames
+from kempner.cluster.world import World
+from kempner.config.sections import Config
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.logs import logger
+from kempner.training.groups.rendezvous import agree_on_network, meet
+
+_FAREWELL = timedelta(seconds=30)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's connections: one group to train on, and Gloo groups to vote and to save on.
+
+    `store` is the rendezvous, hosted by rank 0; None where somebody else hosts it, as torchrun.
+    """
+
+    world: World
+    device: torch.device
+    mesh: DeviceMesh
+    votes: dist.ProcessGroup
+    saves: dist.ProcessGroup
+    store: Store | None
+
+    def broadcast(self, value: object) -> object:
+        """Rank 0's picklable `value`, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, group_src=0, group=self.votes)
+        return box[0]
+
+    def final_barrier(self) -> None:
+        """Wait for each other; rank 0, without whose store the others could fail, leaves last."""
+        dist.barrier(group=self.votes)
+        if self.store is None or self.world.size == 1:
+            return
+        if self.world.rank > 0:
+            self.store.set(_goodbye(self.world.rank), "")
+        else:
+            self.store.wait([_goodbye(rank) for rank in range(1, self.world.size)], _FAREWELL)
+
+
+def choose_device(world: World) -> torch.device:
+    """The GPU of this local rank (or the only visible one), or the CPU.
+
+    Raises `UsageError` if the node has fewer GPUs than ranks.
+    """
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if visible == 0:
+        return torch.device("cpu")
+    if visible > 1 and world.local_rank >= visible:
+        raise UsageError(
+            f"local rank {world.local_rank} has no GPU: {visible} are visible for "
+            f"{world.local_size} ranks on this node; start one rank per GPU"
+        )
+    device = torch.device("cuda", world.local_rank % visible)
+    torch.cuda.set_device(device)
+    return device
+
+
+def connect(world: World, config: Config) -> Ranks:
+    """Meet the other ranks. Blocks until all are there, or `distributed.timeout` is over.
+
+    Raises `UsageError` if the network cannot be used as configured, on a node or between nodes.
+    """
+    address = _master_address(world)
+    choice = _prepare_environment(world, config, address)
+    raise_open_file_limit()
+    device = choose_device(world)
+    timeout = timedelta(seconds=config.distributed.timeout)
+    store = _rendezvous(world, address, timeout)
+    if not world.on_one_node:
+        agree_on_network(store, world, platform.node(), choice.interface)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+    )
+    return _group(world, device, timeout, None if world.launcher == "torchrun" else store)
+
+
+def adopt(world: World, device: torch.device, timeout: timedelta) -> Ranks:
+    """The connections of a rank whose program has met the others itself, or is alone.
+
+    Raises `UsageError` if it has not.
+    """
+    if not dist.is_initialized():
+        if world.size > 1:
+            raise UsageError(
+                f"rank {world.rank} of {world.size} has not met the others yet: call "
+                "torch.distributed.init_process_group first"
+            )
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    return _group(world, device, timeout, store=None)
+
+
+def _group(world: World, device: torch.device, timeout: timedelta, store: Store | None) -> Ranks:
+    return Ranks(
+        world=world,
+        device=device,
+        mesh=init_device_mesh(device.type, (world.size,), mesh_dim_names=("fsdp",)),
+        votes=_gloo_group(timeout),
+        saves=_gloo_group(timeout),
+        store=store,
+    )
+
+
+def _master_address(world: World) -> str:
+    """Rank 0's host: the first of the step, which need not be the first of the job."""
+    if world.size == 1:
+        return "localhost"
+    if world.launcher == "srun":
+        return hostnames(os.environ["SLURM_STEP_NODELIST"])[0]
+    return os.environ["MASTER_ADDR"]
+
+
+def _rendezvous(world: World, address: str, timeout: timedelta) -> Store:
+    if world.size == 1:
+        return HashStore()
+    if world.launcher == "torchrun":  # its agent hosts the store
+        found: Store = next(rendezvous("env://", world.rank, world.size, timeout=timeout))[0]
+        return found
+    if world.launcher == "srun":
+        salt = job_salt(os.environ, os.environ.get("KEMPNER_ATTEMPT_NONCE", ""))
+        store = meet(world, address, salt, timeout)
+        # For whatever else reads torch's variables, and instead of a login shell's.
+        os.environ |= world.environment()
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(store.port)}
+        return store
+    return TCPStore(
+        address,
+        int(os.environ["MASTER_PORT"]),
+        world.size,
+        is_master=world.rank == 0,
+        timeout=timeout,
+    )
+
+
+def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)  # every rank is a member
+    return group
+
+
+def _prepare_environment(world: World, config: Config, address: str) -> Choice:
+    settings = config.distributed
+    try:
+        choice = choose(
+            read_interfaces(),
+            on_one_node=world.on_one_node,
+            configured=settings.interface,
+            environ=os.environ,
+            route_address=route_address(address),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if choice.warning:
+        logger().warning(choice.warning)
+    os.environ.update(choice.environment(os.environ))
+    for name, value in settings.nccl.environment().items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    return choice
+
+
+def _goodbye(rank: int) -> str:
+    return f"kempner/goodbye/{rank}"

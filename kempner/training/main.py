@@ -1,0 +1,150 @@
+"""The life of a rank: find its place, build everything, train, leave with the right code."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from typing import NoReturn
+
+import torch
+
+from kempner.cluster.slurm.hostlist import node_name
+from kempner.cluster.world import World
+from kempner.config.sections import Config
+from kempner.run.control.launch_env import Launch
+from kempner.run.control.protocol import Phase
+from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
+from kempner.run.process.logs import logger, open_log
+from kempner.run.record.attempts import Attempt, begin_attempt
+from kempner.run.record.ledger import Ledger
+from kempner.run.record.run_dir import RunDirectory
+from kempner.training.build import build
+from kempner.training.fault_injection import arm
+from kempner.training.groups.device_check import check_device
+from kempner.training.groups.process_groups import Ranks, choose_device, connect
+from kempner.training.loop import train
+from kempner.training.oom_message import describe_shortage
+from kempner.training.rank_link.rank_link import RankLink
+from kempner.training.rank_link.shutdown import ShutdownHandler
+
+_PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Read error",
+    "Timed out waiting",
+    "Socket Timeout",
+)
+"""What Gloo and the store say when a peer is gone; they have no exception type for it."""
+
+
+def main(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> NoReturn:
+    """Run this process as one rank and end it; the exit code says how it went."""
+    sentence = ""
+    try:
+        code = run_rank(config, rank_link, shutdown)
+    except RunError as error:
+        logger().error(str(error))
+        rank_link.report_unfit_node(error)
+        code, sentence = error.code, str(error)
+    except Exception as error:  # noqa: BLE001 - the process ends here, with a code for the cause
+        code, sentence = classify(error, rank_link), f"{type(error).__name__}: {error}"
+        if shortage := describe_shortage(error, rank_link.progress):
+            logger().error(shortage)
+            code, sentence = ExitCode.CRASHED, shortage
+        elif code is ExitCode.PEERS_LOST:
+            logger().error("lost another rank", reason=sentence.partition("\n")[0])
+        else:
+            logger().exception("unexpected exception")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    rank_link.leave(code, sentence)
+    # Not sys.exit: a daemon thread in native code, Gloo's destructors or a loader worker that is
+    # stuck on storage could turn a clean end into an abort or a hang.
+    os._exit(code)
+
+
+def classify(error: BaseException, rank_link: RankLink) -> ExitCode:
+    """The exit code for an exception that nobody expected: a lost peer, or a crash of our own.
+
+    The supervisor's word comes first. What the error says decides where its word is not there yet,
+    or there is no supervisor.
+    """
+    told = rank_link.link is not None and rank_link.link.peer_lost is not None
+    lost = isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_GONE)
+    )
+    return ExitCode.PEERS_LOST if told or lost else ExitCode.CRASHED
+
+
+def run_rank(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> ExitCode:
+    """Connect, build, resume, train. Raises `RunError` for what a person can mend."""
+    world, run, progress = rank_link.world, rank_link.run, rank_link.progress
+    torch.set_num_threads(thread_count(config, world))
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    faults = arm(config, rank_link)
+    faults.maybe_inject(Phase.START)
+    if config.resilience.health_check:
+        check_device(choose_device(world), node_name(os.environ))
+    progress.enter(Phase.RENDEZVOUS)
+    ranks = connect(world, config)
+    grace = config.supervise.stop_grace if rank_link.launch is not None else None
+    shutdown.join_group(grace, rank_link.tell_of_signal)
+    attempt = agree_on_attempt(run, ranks, rank_link.launch)
+    open_log(run.log(attempt.number, world.rank), attempt=attempt.number, rank=world.rank)
+    progress.enter(Phase.LOAD)
+    faults.maybe_inject(Phase.LOAD)
+    training = build(config, rank_link, ranks, attempt, shutdown, faults)
+    progress.enter(Phase.COMPILE)
+    logger().info("ready", step=training.position.step, reached=progress.reached, **_place(ranks))
+    try:
+        return train(training)
+    finally:
+        training.step_metrics.close()
+        training.feed.close()
+
+
+def thread_count(config: Config, world: World) -> int:
+    """Threads for CPU kernels: as configured, else OMP_NUM_THREADS, else a share of the cores."""
+    if config.train.threads is not None:
+        return config.train.threads
+    if asked := os.environ.get("OMP_NUM_THREADS", ""):
+        if not asked.isdecimal() or int(asked) == 0:
+            raise UsageError(f"OMP_NUM_THREADS={asked} is no number of threads; unset it")
+        return int(asked)
+    return max(1, len(os.sched_getaffinity(0)) // world.local_size)
+
+
+def agree_on_attempt(run: RunDirectory, ranks: Ranks, launch: Launch | None) -> Attempt:
+    """The supervisor's attempt, or one that rank 0 begins where there is no supervisor."""
+    if launch is not None:
+        return launch.attempt
+    attempt: Attempt | None = None
+    if ranks.world.rank == 0:
+        attempt = begin_attempt(run)
+        world = ranks.world
+        Ledger(run.ledger).record(
+            "attempt_started",
+            attempt=attempt.number,
+            ranks=world.size,
+            launcher=world.launcher,
+        )
+    told = ranks.broadcast(attempt)
+    assert isinstance(told, Attempt)  # rank 0 made one
+    return told
+
+
+def _place(ranks: Ranks) -> dict[str, object]:
+    world = ranks.world
+    return {
+        "pid": os.getpid(),
+        "world": world.size,
+        "local_rank": world.local_rank,
+        "host": platform.node(),
+        "device": str(ranks.device),
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
+        "threads": torch.get_num_threads(),
+        "launcher": world.launcher,
+    }

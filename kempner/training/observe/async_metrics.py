@@ -1,0 +1,56 @@
+"""The numbers of the last steps on their way to the host, which does not wait for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kempner.checkpoint.format.manifest import Position
+from kempner.training.policy.anomalies import Numbers
+
+
+@dataclass(frozen=True)
+class _Pending:
+    position: Position
+    rate: float
+    numbers: Tensor
+    arrived: torch.cuda.Event | None
+
+
+class AsyncMetrics:
+    """Sends loss and gradient norm after each step; tells them in the order of the steps.
+
+    A GPU has not made a step when the host has asked for it. What it came to is told one step
+    later, when the GPU has that one to work on: it never idles while the host reads.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[_Pending] = deque()
+
+    def send(self, position: Position, loss: Tensor, norm: Tensor, rate: float) -> None:
+        """A step was asked for, after which the run stands at `position`."""
+        numbers, arrived = torch.stack([loss.float(), norm.float()]), None
+        if numbers.is_cuda:
+            numbers = torch.empty(2, pin_memory=True).copy_(numbers, non_blocking=True)
+            arrived = torch.cuda.current_stream().record_event()
+        self._pending.append(_Pending(position, rate, numbers, arrived))
+
+    def arrivals(self, everything: bool) -> Iterator[Numbers]:
+        """What has arrived; with `everything`, the newest step is waited for, too."""
+        while self._pending:
+            oldest = self._pending[0]
+            if oldest.arrived is not None:
+                if len(self._pending) == 1 and not everything:
+                    return
+                oldest.arrived.synchronize()
+            self._pending.popleft()
+            loss, norm = oldest.numbers.tolist()
+            yield Numbers(oldest.position, loss, norm, oldest.rate)
+
+    def forget(self) -> None:
+        """What is still on its way concerns steps that do not count any more."""
+        self._pending.clear()

@@ -1,0 +1,70 @@
+"""Loss on held-out data. Draws no random number and leaves no trace in the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kempner.config.sections import Config
+from kempner.data.files.token_file import Corpus
+from kempner.data.serve.loader import IGNORE, eval_batches
+from kempner.model.transformer import Transformer
+from kempner.training.compute.forward_backward import sum_over_ranks, summed_loss
+from kempner.training.groups.process_groups import Ranks
+from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Mean loss in nats per token, or None if a stop cut it short; and the last agreed."""
+
+    loss: float | None
+    agreed: VoteResult
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When to evaluate, and on what."""
+
+    config: Config
+    corpus: Corpus | None
+
+    def due(self, step: int) -> bool:
+        """Whether the weights after `step` are to be evaluated."""
+        interval = self.config.eval.interval
+        if interval is None or step == 0:
+            return False
+        return step % interval == 0 or step == self.config.train.max_steps
+
+    def run(
+        self, model: Transformer, ranks: Ranks, vote_group: VoteGroup, vote: Callable[[], Vote]
+    ) -> Evaluated:
+        """Evaluate, with a vote per batch: a stop does not wait for the end."""
+        assert self.corpus is not None  # due() is false without held-out data
+        sums = torch.zeros(2, dtype=torch.float64)
+        agreed = VoteResult()
+        model.eval()
+        with torch.no_grad():
+            for micro_batches in eval_batches(
+                self.corpus,
+                seq_len=self.config.train.seq_len,
+                global_batch_size=self.config.train.global_batch_size,
+                micro_batch_size=self.config.train.micro_batch_size,
+                rank=ranks.world.rank,
+                world=ranks.world.size,
+                max_batches=self.config.eval.max_batches,
+            ):
+                ballot = vote_group.open(vote())
+                for micro_batch in micro_batches:
+                    sums[0] += summed_loss(model, micro_batch, ranks.device).item()
+                    sums[1] += (micro_batch.targets != IGNORE).sum()
+                agreed = ballot.close()
+                if agreed.stop:
+                    break
+        model.train()
+        if agreed.stop:
+            return Evaluated(None, agreed)
+        total, tokens = sum_over_ranks(sums.to(ranks.device)).tolist()
+        return Evaluated(total / tokens, agreed)

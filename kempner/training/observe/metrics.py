@@ -1,0 +1,113 @@
+"""What a step leaves behind: metrics, sample ids, a word on the terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kempner.checkpoint.format.manifest import Position
+from kempner.config.sections import Config
+from kempner.run.record.jsonl import JsonlWriter
+from kempner.run.record.run_dir import RunDirectory
+from kempner.training.observe.async_metrics import AsyncMetrics
+from kempner.training.observe.progress_bar import Display
+from kempner.training.policy.anomalies import Numbers
+
+PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets."""
+
+
+class StepMetrics:
+    """Rank 0 writes metrics.jsonl and talks to the terminal; every rank writes its samples."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        *,
+        attempt: int,
+        rank: int,
+        flops_per_second_at_peak: float | None,
+        flops_per_token: float,
+        display: Display,
+    ) -> None:
+        self._config, self._attempt, self._rank = config, attempt, rank
+        self._metrics, self._samples = JsonlWriter(run.metrics), JsonlWriter(run.samples(rank))
+        self._peak, self._flops_per_token = flops_per_second_at_peak, flops_per_token
+        self._display, self._echo = display, AsyncMetrics()
+        self._logged_at, self._logged_tokens = time.monotonic(), 0
+
+    def start(self, position: Position) -> None:
+        """Count time and tokens from here; what came before does not count."""
+        self._echo.forget()
+        self._logged_at, self._logged_tokens = time.monotonic(), position.tokens
+
+    def record(
+        self, position: Position, loss: Tensor, norm: Tensor, rate: float, samples: Sequence[int]
+    ) -> None:
+        """Take note of a step that was asked for, and of the samples that this rank put in."""
+        if self._config.train.log_samples:
+            place = {"step": position.step, "attempt": self._attempt, "rank": self._rank}
+            self._samples.append({**place, "samples": list(samples)})
+        self._echo.send(position, loss, norm, rate)
+
+    def arrivals(self, everything: bool) -> Iterator[Numbers]:
+        """What is known by now of the steps recorded, each told once; the metrics get it, too.
+
+        With `everything` the device is waited for. All ranks get the same steps and the same
+        losses, to the bit: a sum over ranks is made in one place and handed to all.
+        """
+        for numbers in self._echo.arrivals(everything):
+            if self._rank == 0 and numbers.position.step % self._config.metrics.log_interval == 0:
+                self._log(numbers)
+            yield numbers
+
+    def evaluated(self, position: Position, loss: float) -> None:
+        """Take note of a held-out loss."""
+        if self._rank == 0:
+            self._write(position.step, eval_loss=_finite(loss))
+            self._display.say(f"step {position.step}: held-out loss {loss:.4f}")
+
+    def say(self, sentence: str) -> None:
+        """Tell whoever watches."""
+        self._display.say(sentence)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._display.close()
+
+    def _log(self, made: Numbers) -> None:
+        position, now = made.position, time.monotonic()
+        speed = (position.tokens - self._logged_tokens) / max(now - self._logged_at, 1e-9)
+        self._logged_at, self._logged_tokens = now, position.tokens
+        mfu = speed * self._flops_per_token / self._peak if self._peak else None
+        self._write(
+            position.step,
+            loss=_finite(made.loss),
+            grad_norm=_finite(made.norm),
+            lr=made.rate,
+            tokens=position.tokens,
+            tokens_per_second=round(speed, 1),
+            mfu=round(mfu, 4) if mfu is not None else None,
+        )
+        self._display.step(position.step, made.loss, speed)
+
+    def _write(self, step: int, **fields: object) -> None:
+        entry = {"step": step, "attempt": self._attempt, **fields, "time": round(time.time(), 3)}
+        self._metrics.append(entry)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no other numbers
+
+
+def peak_flops(device: torch.device, world: int) -> float | None:
+    """What the world's devices could do per second, if the device is a known one."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((world * peak for part, peak in PEAK_FLOPS.items() if part in name), None)

@@ -1,0 +1,122 @@
+"""What to do with the last steps when the ranks leave: a pure choice, made after each move."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+EXIT_SECONDS = 2.0
+"""What is kept free at the end of a deadline, for the goodbye of the ranks and their exit."""
+
+
+class Action(Enum):
+    """The next thing to do."""
+
+    WAIT = "wait for the save in flight"
+    SAVE = "start the last save"
+    DONE = "leave, everything is committed"
+    FAIL = "leave, the last save could not be written"
+    ABANDON = "leave, the last commit stays as it is"
+    DISCARD = "leave, the state is not worth keeping"
+
+
+@dataclass(frozen=True)
+class SaveSituation:
+    """Where the ranks stand. Seconds; None where there is no deadline, save or measurement.
+
+    `step` steps are done, `committed` is the step of the last commit, `in_flight_step` that of the
+    save in flight and `in_flight_for` its age, `save_takes` the median of the last saves and
+    `save_may_take` their 95th percentile, `warned_for` the time since the stop was asked for,
+    `seconds_left` what is left until the deadline, `tries_left` how many saves may still be
+    started, `suspicious` whether the last step had a loss that no state should be kept after.
+    """
+
+    step: int
+    committed: int | None
+    in_flight_step: int | None
+    in_flight_for: float
+    save_takes: float | None
+    save_may_take: float | None
+    warned_for: float
+    seconds_left: float | None
+    tries_left: int
+    suspicious: bool
+
+
+@dataclass(frozen=True)
+class SaveDecision:
+    """`action`, and why; `patience` is how many seconds to WAIT at most, None for ever.
+
+    `lost` steps are not committed as things stand; `enough` is how many seconds of warning would
+    have saved them, None if that cannot be told.
+    """
+
+    action: Action
+    reason: str
+    lost: int
+    patience: float | None = None
+    enough: float | None = None
+
+
+def decide_final_save(now: SaveSituation) -> SaveDecision:
+    """Wait while there is time; start the last save only if a save usually fits.
+
+    A save in flight is worth waiting for until the deadline: the last commit is not touched by it,
+    and nothing else can be saved meanwhile. So one slow save is no reason not to try. Before any
+    save was measured, one is tried.
+    """
+    time = time_to_spare(now.seconds_left)
+    lost = now.step - (now.committed or 0)
+    if now.in_flight_step is not None:
+        if time is None or time > 0:
+            return SaveDecision(Action.WAIT, "a save is under way", lost, patience=time)
+        return _abandon(now, "the save under way did not end in time")
+    if lost == 0:
+        return SaveDecision(Action.DONE, "the last step is committed", lost)
+    if now.suspicious:
+        return SaveDecision(Action.DISCARD, "the loss left the rails at the end", lost)
+    if now.tries_left == 0:
+        return SaveDecision(Action.FAIL, "the last step could not be saved", lost)
+    if time is None:
+        return SaveDecision(Action.SAVE, "there is no deadline", lost)
+    if time <= 0:
+        return _abandon(now, "no time was left to save")
+    if now.save_takes is None:
+        return SaveDecision(Action.SAVE, "no save was measured yet, so one is tried", lost)
+    if now.save_takes <= time:
+        return SaveDecision(
+            Action.SAVE, f"a save takes {now.save_takes:.1f} s of {time:.1f} s left", lost
+        )
+    return _abandon(now, f"a save takes {now.save_takes:.1f} s and {time:.1f} s were left for it")
+
+
+def time_to_spare(seconds_left: float | None) -> float | None:
+    """What is left of a deadline when the exit's share is kept free; None without a deadline."""
+    return None if seconds_left is None else seconds_left - EXIT_SECONDS
+
+
+def tell_loss(move: SaveDecision) -> str:
+    """What ABANDON or DISCARD cost and what would have helped, for a person."""
+    steps = "step is" if move.lost == 1 else f"{move.lost} steps are"
+    if move.action is Action.DISCARD:
+        advice = "the next start makes them again"
+    elif move.enough is None:
+        advice = "how long a save takes is not known yet"
+    else:
+        advice = f"a warning of {math.ceil(move.enough)} s would have been enough"
+    return f"the last {steps} lost, because {move.reason}; {advice}"
+
+
+def _abandon(now: SaveSituation, reason: str) -> SaveDecision:
+    lost = now.step - (now.committed or 0)
+    return SaveDecision(Action.ABANDON, reason, lost, enough=_enough(now))
+
+
+def _enough(now: SaveSituation) -> float | None:
+    """From the request to the exit: what was spent so far, and what the saves still need."""
+    if now.save_may_take is None or now.in_flight_for > now.save_may_take:
+        return None
+    in_flight = 0.0 if now.in_flight_step is None else now.save_may_take - now.in_flight_for
+    last = 0.0 if now.in_flight_step == now.step else now.save_may_take
+    return now.warned_for + in_flight + last + EXIT_SECONDS

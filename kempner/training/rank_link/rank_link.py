@@ -1,0 +1,190 @@
+"""Who this process is, and its line to the supervisor: up before torch is imported.
+
+On a cold file system that import takes minutes, and a rank that is stuck there should be seen.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from kempner.cluster.network.tcp_stalls import dead_connections
+from kempner.cluster.slurm.hostlist import node_name
+from kempner.cluster.world import World, discover
+from kempner.config.sections import Config, SuperviseSection
+from kempner.run.control.client import ControlClient, Reactions
+from kempner.run.control.heartbeat import Progress
+from kempner.run.control.launch_env import Launch, forget_secret
+from kempner.run.control.protocol import SIGNALLED, SUSPECT, Stop, Usage
+from kempner.run.process.exit_codes import ExitCode, RunError, UnfitNodeError, UsageError
+from kempner.run.process.logs import logger
+from kempner.run.process.signals import Received, exit_immediately, follow_parent, inbox
+from kempner.run.record.attempts import Attempt
+from kempner.run.record.ledger import Ledger
+from kempner.run.record.run_dir import RunDirectory
+from kempner.training.rank_link.orphan_requeue import RESUMABLE, hand_back
+from kempner.training.rank_link.resource_usage import measure
+from kempner.training.rank_link.shutdown import ShutdownHandler, StopReason
+
+
+@dataclass(frozen=True)
+class RankLink:
+    """A rank's place in the world and in the run. `link` is None where there is no supervisor."""
+
+    world: World
+    run: RunDirectory
+    launch: Launch | None
+    progress: Progress
+    link: ControlClient | None
+
+    def record(self, attempt: Attempt, event: str, fields: Mapping[str, object]) -> None:
+        """A line for the ledger, from rank 0; the supervisor writes it, if there is one."""
+        if self.world.rank != 0:
+            return
+        if self.link is not None:
+            self.link.record(event, dict(fields))
+        else:
+            Ledger(self.run.ledger).record(event, attempt=attempt.number, **fields)
+
+    def tell_of_signal(self) -> None:
+        """Let the supervisor know that a signal came here; one rank of all is enough."""
+        if self.link is not None and self.world.rank == 0:
+            self.link.record(SIGNALLED, {})
+
+    def report_unfit_node(self, error: RunError) -> None:
+        """Tell the supervisor that this node is not fit, if that is what the error says."""
+        if self.link is not None and isinstance(error, UnfitNodeError):
+            self.link.record(SUSPECT, {"node": node_name(os.environ), "reason": str(error)})
+
+    def leave(self, code: int, sentence: str) -> None:
+        """Last words. What the supervisor cannot take for the ledger any more is written here.
+
+        If it is gone for good, while the job goes on, the job is put back into the queue.
+        """
+        if self.link is None or self.launch is None:
+            return
+        attempt, job = self.launch.attempt, self.launch.job
+        self.link.say_how_it_ends(code, sentence)
+        orphaned = job is not None and code in RESUMABLE and self.link.outlives_supervisor()
+        for event in self.link.fall_silent():
+            Ledger(self.run.ledger).record(
+                event.name, **{"attempt": attempt.number, **event.fields}
+            )
+        if job is not None and orphaned:
+            hand_back(job, self.run, attempt, self.world.rank)
+
+
+def open_rank_link(config: Config, shutdown: ShutdownHandler) -> RankLink:
+    """Find this rank's place, and call its supervisor if it has one. Raises as `join`."""
+    run = RunDirectory(Path(config.run.dir) / str(config.run.name))
+    return join(run, config.supervise, shutdown)
+
+
+def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler) -> RankLink:
+    """Find this rank's place in `run`, and call its supervisor if it has one.
+
+    Raises `UsageError` if the launcher's variables make no sense.
+    """
+    launch = Launch.from_environment(os.environ)
+    forget_secret(os.environ)
+    world = _find_place()
+    progress = Progress()
+    if launch is None:
+        return RankLink(world, run, launch, progress, None)
+    if launch.parent is not None:
+        follow_parent(launch.parent, signal.SIGTERM)
+    elif world.rank > 0:
+        _print_to(run.output(launch.attempt.number, world.rank))
+    react = Reactions(
+        stop=partial(_stop, shutdown),
+        silence=_stop_in_silence,
+        standstill=lambda seconds: _leave_in_silence(rank_link, seconds),
+        patience=section.supervisor_timeout,
+        grace=section.stop_grace,
+        stalled=_dead_connections,
+        measure=_measure,
+    )
+    link = ControlClient(launch, run, world.rank, progress, react)
+    rank_link = RankLink(world, run, launch, progress, link)
+    link.start()
+    inbox().react_with(partial(_leave_alone, link))
+    return rank_link
+
+
+def _dead_connections() -> list[tuple[str, str]]:
+    try:
+        return dead_connections()
+    except (OSError, psutil.Error) as error:
+        logger().warning("the connections cannot be looked at", reason=str(error))
+        return []
+
+
+def _measure() -> Usage | None:
+    """What this rank uses of its node, unless the kernel does not show it."""
+    try:
+        return measure()
+    except (OSError, psutil.Error) as error:
+        logger().debug("no measurement of memory", reason=str(error))
+        return None
+
+
+def _print_to(file: Path) -> None:
+    """Hundreds of ranks say the same: the job's log gets what rank 0 prints, and early errors."""
+    try:
+        output = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        logger().warning(f"printing to the job's log, since {file} cannot be written: {error}")
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+
+
+def _find_place() -> World:
+    try:
+        world = discover(os.environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if world.warning:
+        logger().warning(world.warning)
+    return world
+
+
+def _leave_alone(link: ControlClient, received: Received) -> None:
+    """A signal while nobody depends on this process: say so, and end it."""
+    link.leave(ExitCode.STOPPED, "stopped before training began")
+    exit_immediately(received)
+
+
+def _stop(shutdown: ShutdownHandler, message: Stop) -> None:
+    """A stop that comes over the channel is a signal, whatever the moment, that has a deadline."""
+    logger().info("asked to stop", reason=message.reason, seconds_left=message.seconds_left)
+    shutdown.stop(StopReason.SIGNAL, message.seconds_left)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _stop_in_silence(seconds: float) -> None:
+    logger().warning(f"nothing heard from the supervisor for {seconds:.0f} s: committing, leaving")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _leave_in_silence(rank_link: RankLink, seconds: float) -> None:
+    """End the process from a thread: the main one waits for a peer that may be gone for good."""
+    sentence = f"nothing moved for {seconds:.0f} s, and no supervisor says which rank is gone"
+    logger().error(sentence)
+
+    def leave() -> None:
+        rank_link.leave(ExitCode.PEERS_LOST, sentence)
+        os._exit(ExitCode.PEERS_LOST)
+
+    threading.Thread(target=leave, name="exit", daemon=True).start()

@@ -1,0 +1,124 @@
+"""One rank of a test: saves that fail on one rank. Usage: failing_saves.py FOLDER"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+sys.path.append(str(Path(__file__).parents[2]))
+from managers import open_manager
+
+from kempner.checkpoint.format.manifest import Position
+from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.run.process import logs
+from kempner.run.record.attempts import SupersededError, begin_attempt
+from kempner.run.record.run_dir import RunDirectory
+
+logs.configure()
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+run = RunDirectory(Path(sys.argv[1]))
+recorded: list[tuple[str, object]] = []
+manager = open_manager(
+    run,
+    model,
+    optimizer,
+    dist.new_group(backend="gloo"),
+    record=lambda event, **fields: recorded.append((event, fields)),
+)
+
+
+def step() -> None:
+    model(torch.ones(2, 64)).sum().backward()
+    manager.release_staging()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def expect(failures: int, committed: int | None) -> None:
+    manager.join()
+    assert manager.settled_failures == failures, manager.settled_failures
+    assert manager.committed_step == committed, manager.committed_step
+
+
+step()
+manager.save(Position(1))
+expect(0, 1)
+
+# The last rank finds its file's name taken: an error of its own thread.
+step()
+write = manager._write
+if rank == world - 1:
+
+    def sabotaged(path: Path, *rest: object) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"__{rank}_0.distcp").touch()
+        write(path, *rest)  # type: ignore[arg-type]
+
+    manager._write = sabotaged  # type: ignore[assignment, method-assign]
+manager.save(Position(2))
+manager.save(Position(2))  # learns of the failure, which is to be counted before the next try
+assert manager.in_flight is None
+expect(1, 1)
+if rank == 0:
+    reasons = recorded[-1][1]["reasons"]  # type: ignore[index]
+    assert list(reasons) == [f"rank {world - 1}"], reasons
+    assert "File exists" in reasons[f"rank {world - 1}"], reasons
+manager._write = write  # type: ignore[method-assign]
+
+# Rank 0 cannot commit: `latest` cannot be replaced.
+step()
+latest = CheckpointFolder(run.checkpoints).path / "latest"
+if rank == 0:
+    latest.unlink()
+    (latest / "in the way").mkdir(parents=True)
+dist.barrier()
+manager.save(Position(3))
+expect(2, 1)
+dist.barrier()
+if rank == 0:
+    assert "rank 0" in recorded[-1][1]["reasons"]  # type: ignore[index]
+    (latest / "in the way").rmdir()
+    latest.rmdir()
+dist.barrier()
+
+# A rank that planned something else than the others.
+step()
+manager.save(Position(4))
+expect(0, 4)
+if rank == 0:
+    assert manager._route is not None
+    layout = manager._route.layout
+    manager._route = replace(manager._route, layout=replace(layout, specs=layout.specs[::-1]))
+manager.save(Position(5))
+expect(1, 4)
+manager._route = None
+step()
+manager.save(Position(6))
+expect(0, 6)
+
+# A newer attempt: every rank learns of it.
+dist.barrier()
+if rank == 0:
+    begin_attempt(run)
+dist.barrier()
+manager.save(Position(7))
+with pytest.raises(SupersededError, match="names attempt 2"):
+    manager.join()
+assert CheckpointFolder(run.checkpoints).latest() == 6
+left = [p for p in run.checkpoints.iterdir() if p.name.startswith(".step-0000000")]
+dying = [p for p in left if ".a0-" in p.name]  # deletions that the newer attempt goes on with
+assert [p for p in left if "00007" not in p.name and p not in dying] == [], left
+print(f"rank {rank} has seen it all", flush=True)
+os._exit(0)

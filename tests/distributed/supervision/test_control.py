@@ -1,0 +1,230 @@
+"""The control channel in real runs: who learns what, and what nobody may see."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import Run, wait_until
+
+from kempner.run.control.protocol import (
+    LINE_LIMIT,
+    OPENING_LIMIT,
+    Challenge,
+    Hello,
+    Secret,
+    decode_from_supervisor,
+    encode,
+)
+from kempner.run.control.transport import Connection
+from kempner.run.record.ledger import read_lines
+
+pytestmark = pytest.mark.timeout(300)
+
+LONG = "--train.max_steps=100000"
+ONCE = "--supervise.max_restarts_without_progress=0"
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """What a process was started with."""
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def ends(run: Run) -> list[tuple[int, str]]:
+    """Ranks and how they ended."""
+    log = read_lines(run.record.supervisor_log(1))
+    return [(line["rank"], line["how"]) for line in log if line["event"] == "ended"]
+
+
+def test_peers_of_a_killed_rank_are_told_and_leave_by_themselves(run: Run) -> None:
+    # Nobody is killed for staying: with this grace the test would time out.
+    job = run.supervise(
+        3, LONG, ONCE, "--supervise.crash_grace=100000", "--train.global_batch_size=6"
+    )
+    victim = run.ready_pid(1, 1, job)
+    run.reach(3, job)
+    os.kill(victim, signal.SIGSTOP)
+    dead_collective(run)
+    os.kill(victim, signal.SIGKILL)
+    assert job.wait() == 1
+    assert "rank 1 was killed by SIGKILL" in job.output()
+    how = dict(ends(run))
+    assert how[1] == "was killed by SIGKILL"
+    assert all("exit code 76" in how[rank] for rank in (0, 2))
+    (ended,) = run.events("attempt_ended")
+    assert (ended["culprit"], ended["exits"]) == (1, {"1": -9, "0": 76, "2": 76})
+
+
+def dead_collective(run: Run) -> None:
+    """Wait until the ranks that can run have nothing left to do but to wait."""
+    pids = [run.ready_pid(1, rank, run.jobs[-1]) for rank in (0, 2)]
+    used = lambda: [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]  # noqa: E731
+    last = [0.0]
+
+    def idle() -> bool:
+        last[:], before = used(), list(last)
+        return last == before
+
+    for _ in range(3):
+        wait_until(idle, "the others to be stuck")
+
+
+def test_a_crash_is_reported_in_the_ranks_own_words(run: Run) -> None:
+    run.complete(2)
+    for step in run.committed():
+        (run.checkpoints / f"step-{step:08d}" / "manifest.json").write_text("{}")
+    job = run.supervise(2)
+    assert job.wait() == 65
+    *_, ended = run.events("attempt_ended")
+    assert "exit code 65 (bad_data): no checkpoint in" in ended["reason"]
+
+
+def test_a_stopped_supervisor_holds_nobody_up_and_the_ledger_misses_nothing(run: Run) -> None:
+    job = run.supervise(2, "--train.max_steps=80")
+    run.reach(5, job)
+    job.signal(signal.SIGSTOP)
+    run.reach(max(run.steps()) + 30, job)
+    job.signal(signal.SIGCONT)
+    assert job.wait(120) == 0, job.output()
+    assert [e["step"] for e in run.events("checkpoint_committed")] == list(range(10, 81, 10))
+    assert len(run.events("completed")) == 1
+    assert all(e["attempt"] == 1 for e in read_lines(run.record.ledger))
+
+
+def test_ranks_that_hear_nothing_for_too_long_commit_and_leave(run: Run) -> None:
+    job = run.supervise(2, LONG, "--supervise.supervisor_timeout=10")
+    ranks = [run.ready_pid(1, rank, job) for rank in range(2)]
+    run.reach(3, job)
+    job.signal(signal.SIGSTOP)
+    wait_until(lambda: not any(alive(pid) for pid in ranks), "the ranks to leave")
+    job.signal(signal.SIGCONT)
+    assert job.wait() == 75, job.output()
+    assert run.latest() == max(run.steps())
+    assert len(run.events("stopped")) == 1
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+STOPPED = "ended with exit code 75 (stopped)"
+ELSEWHERE = [sys.executable, str(Path(__file__).with_name("told_by_channel_alone.py"))]
+
+
+def test_a_stop_by_channel_alone_is_enough(run: Run) -> None:
+    job = run.start(ELSEWHERE, LONG, "--supervise.stop_grace=300")
+    run.reach(3, job)
+    job.signal()
+    assert job.wait() == 75, job.output()
+    assert run.latest() == max(run.steps())
+    asked = [e for e in read_lines(run.record.log(1, 0)) if e["event"] == "asked to stop"]
+    assert [(e["reason"], e["seconds_left"]) for e in asked] == [("SIGTERM", 300.0)]
+
+
+def test_ranks_stopped_before_they_know_each_other_say_so(run: Run) -> None:
+    job = run.start(ELSEWHERE, LONG)
+    log = run.record.supervisor_log(1)
+    wait_until(lambda: [e for e in read_lines(log) if e["event"] == "joined"], "a rank", job=job)
+    job.signal()
+    assert job.wait() == 75, job.output()
+    assert sorted(ends(run)) == [(r, f"{STOPPED}: stopped before training began") for r in (0, 1)]
+    assert run.committed() == []
+
+
+def test_a_death_that_no_launcher_sees_is_seen_by_the_channel(run: Run) -> None:
+    job = run.start(ELSEWHERE, LONG, ONCE)
+    victim = run.ready_pid(1, 1, job)
+    run.reach(3, job)
+    os.kill(victim, signal.SIGKILL)
+    assert job.wait() == 1
+    (ended,) = run.events("attempt_ended")
+    assert ended["reason"] == "rank 1 is gone without a word"
+    assert (ended["culprit"], ended["exits"]) == (1, {"1": None, "0": 76})
+
+
+def test_the_token_stays_secret_and_strangers_change_nothing(run: Run, reference: Run) -> None:
+    options = ("--data.num_dataloader_workers=1", "--train.max_steps=200")
+    job = run.supervise(2, *options)
+    ranks = [run.ready_pid(1, rank, job) for rank in range(2)]
+    variables = environment_of(ranks[1])
+    token, port = variables["KEMPNER_CONTROL_TOKEN"], int(variables["KEMPNER_CONTROL_PORT"])
+    processes = psutil.Process(job.process.pid).children(recursive=True)
+    workers = [p for p in processes if p.pid not in ranks]
+    assert workers
+    assert not any(token in " ".join(p.cmdline()) for p in processes)
+    assert not any(token in environment_of(worker.pid).values() for worker in workers)
+    molest(port)
+    assert job.wait(120) == 0, job.output()
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert run.record.ledger in files
+    assert not [path for path in files if token.encode() in path.read_bytes()]
+    (ended,) = run.events("attempt_ended")
+    assert ended["exits"] == {"0": 0, "1": 0}
+    joined = [e for e in read_lines(run.record.supervisor_log(1)) if e["event"] == "joined"]
+    assert sorted(e["rank"] for e in joined) == [0, 1]
+    refused = [
+        e["reason"]
+        for e in read_lines(run.record.supervisor_log(1))
+        if e["event"] == "connection refused"
+    ]
+    assert "it does not know the token" in refused
+    assert f"a line exceeds {OPENING_LIMIT} bytes" in refused
+    reference.complete(2, *options)
+    assert run.steps() == reference.steps()
+
+
+def molest(port: int) -> None:
+    """Wrong proofs, endless lines, garbage, silence, and a byte now and then, under a flood."""
+    dripping = [knock(port) for _ in range(50)]
+    for rank in range(4):
+        with knock(port) as stranger:
+            (line,) = Connection(stranger).lines()
+            challenge = decode_from_supervisor(line)
+            assert isinstance(challenge, Challenge)
+            nonce = secrets.token_hex(16)
+            proof = Secret.new().proof_of_rank(challenge.nonce, nonce, 1, rank % 2)
+            stranger.send(encode(Hello(nonce, proof, 1, rank % 2, "x", 1)))
+            assert hung_up(stranger)
+    endless, garbage = b"x" * 4 * LINE_LIMIT, secrets.token_bytes(LINE_LIMIT)
+    forged = encode(Hello("0" * 32, "0" * 64, 1, 0, "x", 1))
+    with knock(port) as stranger, suppress(OSError):
+        stranger.sendall(endless)
+        assert hung_up(stranger)
+    for position, content in enumerate((endless, garbage, b"", forged)):
+        strangers = [knock(port) for _ in range(200)]
+        for stranger in strangers:
+            with suppress(OSError):  # hung up on already
+                stranger.sendall(content)
+        for stranger in dripping:
+            with suppress(OSError):
+                stranger.send(forged[position : position + 1])
+        for stranger in strangers:
+            stranger.close()
+    for stranger in dripping:
+        stranger.close()
+
+
+def knock(port: int) -> socket.socket:
+    """A connection of which nobody knows anything yet; its challenge has come."""
+    stranger = socket.create_connection(("127.0.0.1", port))
+    stranger.settimeout(10)
+    with suppress(OSError):  # one of too many
+        stranger.recv(1, socket.MSG_PEEK)
+    return stranger
+
+
+def hung_up(stranger: socket.socket) -> bool:
+    """Whether the other side ends the connection; `TimeoutError` if it does not."""
+    stranger.settimeout(30)
+    with suppress(ConnectionResetError):
+        while stranger.recv(4096):
+            pass
+    return True

@@ -1,0 +1,185 @@
+"""kempner with one decision gone wrong: each is a line that somebody could have written.
+
+A mutant is planted by exchanging one function, or one of its lines, while a context is open.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+from kempner.checkpoint.format import names
+from kempner.checkpoint.store import commit, retention, selection
+from kempner.cluster.slurm import allocation, job
+from kempner.run.record import attempts
+from kempner.supervisor.monitors import hang_detector
+from kempner.supervisor.policy import outcome, restart, stop
+from kempner.training.policy import anomalies, final_save
+from kempner.training.rank_link import orphan_requeue
+from simulated import daemon
+from simulated.checks.oracle import Invariant
+from simulated.faults import Kind
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In `owner`'s function `name` the text `old` has become `new`; `caught_by` some of these.
+
+    `users` are modules that have imported the function by its name.
+    """
+
+    what: str
+    owner: Any
+    name: str
+    old: str
+    new: str
+    caught_by: frozenset[Invariant]
+    users: tuple[ModuleType, ...] = ()
+    kinds: tuple[Kind, ...] = ()
+    """Faults that bring it to light; any do where there are none."""
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """While it is open, kempner has this bug."""
+        wrong = _rewrite(self.owner, self.name, self.old, self.new)
+        with patch.object(self.owner, self.name, wrong):
+            if not self.users:
+                yield
+                return
+            user, *_ = self.users
+            with patch.object(user, self.name, wrong):
+                yield
+
+
+def _rewrite(owner: Any, name: str, old: str, new: str) -> Any:
+    original = inspect.getattr_static(owner, name)
+    function: Callable[..., Any] = original.fget if isinstance(original, property) else original
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(old) != 1:
+        raise ValueError(f"`{old}` is not there once in {name}")
+    lines = source.replace(old, new).splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("def "))
+    found: dict[str, Any] = {}
+    code = compile("from __future__ import annotations\n" + "\n".join(lines[first:]), name, "exec")
+    exec(code, function.__globals__, found)
+    return property(found[name]) if isinstance(original, property) else found[name]
+
+
+def _mutant(
+    what: str,
+    owner: Any,
+    name: str,
+    old: str,
+    new: str,
+    *caught_by: Invariant,
+    users: tuple[ModuleType, ...] = (),
+    kinds: tuple[Kind, ...] = (),
+) -> Mutant:
+    return Mutant(what, owner, name, old, new, frozenset(caught_by), users, kinds)
+
+
+LOST, WRITERS, REVIVED = Invariant.LOST, Invariant.WRITERS, Invariant.REVIVED
+ENDLESS, UNFINISHED = Invariant.ENDLESS, Invariant.UNFINISHED
+
+MUTANTS = (
+    _mutant("a job is requeued whatever its state", stop, "part",
+            "if not job.running:", "if False:", REVIVED),
+    _mutant("a job that completes counts as running", job.JobState, "running",
+            '("RUNNING", "SIGNALING")', '("RUNNING", "COMPLETING")', REVIVED),
+    _mutant("orphaned ranks requeue without a look at the state", orphan_requeue, "judge",
+            "if not job.running:", "if False:", REVIVED,
+            kinds=(Kind.BATCH_HOST_LOST, Kind.ORPHANS, Kind.CANCEL)),
+    _mutant("orphaned ranks never requeue", orphan_requeue, "judge",
+            "return Verdict(True,", "return Verdict(False,", UNFINISHED,
+            kinds=(Kind.BATCH_HOST_LOST,)),
+    _mutant("a stop is no reason to requeue", stop, "part",
+            "decision.code is not ExitCode.STOPPED", "decision.code is not ExitCode.COMPLETED",
+            UNFINISHED),
+    _mutant("the budget never counts", restart, "judge",
+            "len(fruitless) >= budget", "len(fruitless) > 10 * budget", ENDLESS),
+    _mutant("the budget is spent one too early", restart, "judge",
+            "len(fruitless) >= budget", "len(fruitless) + 1 >= budget", UNFINISHED),
+    _mutant("the budget is spent one too late", restart, "judge",
+            "len(fruitless) >= budget", "len(fruitless) > budget", ENDLESS),
+    _mutant("progress does not refill the budget", restart, "judge",
+            "f.committed == failure.committed", "True", UNFINISHED),
+    _mutant("only the last failure is remembered", restart, "failures",
+            "return found", "return found[-1:]", ENDLESS),
+    _mutant("two kills at one step are taken for a bug", restart.Failure, "is_like",
+            "bool(self.raised) and ", "", UNFINISHED),
+    _mutant("a lost rank is not started again", restart, "judge",
+            "if decision.code not in HEALED_BY_A_RESTART:", "if decision.culprit is not None:",
+            UNFINISHED),
+    _mutant("requeues in vain are not counted", stop, "part",
+            "fruitless >= MAX_REQUEUES_WITHOUT_PROGRESS", "fruitless < 0", ENDLESS),
+    _mutant("requeues that helped are counted", stop, "requeues_without_progress",
+            'e["step"] == step', 'e["step"] != step', UNFINISHED, ENDLESS),
+    _mutant("preemptions are counted", stop, "requeues_without_progress",
+            'if not event.get("preempted")', "", UNFINISHED, kinds=(Kind.PREEMPT,)),
+    _mutant("the end of the job is noticed when it is there", stop, "advise",
+            "left <= lead", "left < 0", UNFINISHED),
+    _mutant("the lead leaves out the saves", stop, "stop_lead",
+            "2 * longest_gap + 2 * save + EXIT_MARGIN", "2 * longest_gap + EXIT_MARGIN",
+            UNFINISHED),
+    _mutant("the lead is never limited", stop, "stop_lead",
+            "min(lead, LARGEST_SHARE * limit)", "max(lead, 2 * limit)", UNFINISHED),
+    _mutant("one rank that is done is enough", outcome, "decide",
+            "if all(e.status == ExitCode.COMPLETED for e in exits):",
+            "if any(e.status in (ExitCode.COMPLETED, ExitCode.STOPPED) for e in exits):",
+            UNFINISHED),
+    _mutant("a kill during a stop is a crash", outcome, "decide",
+            "if stop_requested and _from_outside(first):", "if False:", UNFINISHED,
+            kinds=(Kind.KILL, Kind.PREEMPT, Kind.WARNING)),
+    _mutant("a hang is never seen", hang_detector.HangDetector, "see",
+            "if still <= patience:", "if True:", UNFINISHED, kinds=(Kind.HANG,)),
+    _mutant("every pause is a hang", hang_detector.HangDetector, "_patience",
+            "max(section.hang_timeout_min, section.hang_factor * usual[phase].long)",
+            "0.1 * usual[phase].long", UNFINISHED, ENDLESS),
+    _mutant("a lost node stays in the allocation", allocation, "without",
+            "nodes = (*left, *spare[:missing])", "nodes = allocation.nodes", UNFINISHED, ENDLESS,
+            users=(daemon,)),
+    _mutant("the fence is not looked at", attempts.Fence, "check",
+            "if current != self.attempt:", "if current is None:", WRITERS),
+    _mutant("an older attempt passes the fence", attempts.Fence, "check",
+            "if current != self.attempt:",
+            "if current and current.number < self.attempt.number:", WRITERS),
+    _mutant("only the first of two checks of the fence", commit, "commit",
+            "fsync_directory(folder.path)\n    fence.check()", "fsync_directory(folder.path)",
+            WRITERS),
+    _mutant("an attempt does not become the live one", attempts, "_begin",
+            "replace_durable(run.attempts / CURRENT, content.encode(), unique=attempt.nonce)",
+            "run.attempts / CURRENT", UNFINISHED),
+    _mutant("`latest` is not moved", commit, "commit",
+            "folder.point_latest(step, unique=f\"a{attempt.number}-{attempt.nonce}\")", "pass",
+            UNFINISHED, ENDLESS),
+    _mutant("what another branch left is not set aside", selection, "left_behind",
+            "s == step or (s < step and (latest is None or s > latest))", "s == step",
+            LOST, users=(commit,)),
+    _mutant("a step that was made before cannot be made again", selection, "left_behind",
+            "s == step or ", "", UNFINISHED, users=(commit,),
+            kinds=(Kind.SPIKES, Kind.NAN)),
+    _mutant("a resume takes the highest step", selection, "choose",
+            "return max(on_branch, default=max(committed, default=None))",
+            "return max(committed, default=None)", LOST,
+            kinds=(Kind.SPIKES, Kind.KILL, Kind.TORN)),
+    _mutant("a damaged checkpoint is not set aside", names.CheckpointFolder, "set_aside",
+            "rename(self.step(step), target, arrived=target.exists)", "pass",
+            ENDLESS, UNFINISHED),
+    _mutant("retention keeps one too few", retention, "expendable",
+            "len(branch) - keep.last", "len(branch) - keep.last + 1", LOST),
+    _mutant("retention counts what a rollback left", retention, "expendable",
+            "if step <= latest", "", LOST),
+    _mutant("a rollback costs nothing", anomalies, "plan_rollback",
+            "len(in_vain) >= budget", "len(in_vain) > 10 * budget", ENDLESS,
+            kinds=(Kind.NAN, Kind.SPIKES)),
+    _mutant("the last steps need no save", final_save, "decide_final_save",
+            "if lost == 0:", "if lost < 100:", UNFINISHED),
+    _mutant("a save is begun that cannot fit", final_save, "decide_final_save",
+            "if now.save_takes <= time:", "if now.save_takes >= time:", UNFINISHED),
+)  # fmt: skip

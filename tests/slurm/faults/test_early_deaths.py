@@ -1,0 +1,33 @@
+"""A rank that is killed before it has called its supervisor: Slurm does not tell, its absence does.
+
+`make test` has the same on the supervisor's own clock, in
+tests/unit/supervisor/daemon/test_attempt.py.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from harness import Run, wait_until
+from submitting import LONG, Project, assert_like
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.drill]
+
+
+def test_a_rank_that_dies_before_it_joins_is_missed(project: Project, undisturbed: Run) -> None:
+    job = project.train(*LONG)
+    checked = project.run.record.supervisor_log(1)
+    project.wait_until(
+        job, lambda: checked.exists() and '"health check"' in checked.read_text(), "the check"
+    )
+    node, python = project.cluster.machines["node2"], Path(sys.executable).name
+    wait_until(lambda: python in node.processes().values(), "the rank's process", interval=0.01)
+    project.signal_ranks("node2", signal.SIGKILL)
+    project.end(job, deadline=300)
+    failed, completed = project.events("attempt_ended")
+    assert (failed["culprit"], completed["code"]) == (1, 0)
+    assert "it has never joined" in failed["reason"]
+    assert_like(project.run, undisturbed)

@@ -1,0 +1,54 @@
+"""A rank that is stopped on another node, and a node that is off the fabric: found, and named.
+
+The node then counts as suspect, and a spare one takes its place.
+"""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from lab import Cluster
+from submitting import Project
+
+from kempner.run.record.ledger import read_lines
+
+pytestmark = pytest.mark.timeout(400)
+
+STEPS = 400
+OPTIONS = (
+    f"--train.max_steps={STEPS}",
+    "--checkpoint.interval=20",
+    "--resilience.hang_timeout_min=8.0",
+)
+
+
+def test_what_hangs_on_another_node_is_named_by_evidence_from_there(
+    cluster: Cluster, project: Project
+) -> None:
+    job = project.train(*OPTIONS, "--supervise.spare_nodes=1", nodes=4)
+    project.reach(job, 100)
+    project.signal_ranks("node3", signal.SIGSTOP)
+    project.wait_until(job, lambda: project.events("hang"), "the stopped rank is noticed")
+    (stopped,) = project.events("hang")
+    assert stopped["laggard"] == 2
+    assert any(
+        line.startswith("node3: ") and "T (stopped)" in line for line in stopped["processes"]
+    )
+    project.attempt(job, 2)
+    project.reach(job, project.run.latest() + 40)
+    cluster.cut("node2", "ib0", "silent")  # nothing is refused: TCP would try for a quarter hour
+    project.wait_until(job, lambda: len(project.events("hang")) == 2, "the cut is noticed")
+    _, cut = project.events("hang")
+    assert cut["laggard"] == 1
+    (suspect,) = project.events("suspect")
+    assert suspect["node"] == "node2"
+    assert "rank 1 on node2 is cut off" in suspect["reason"]
+    for rank in range(3):
+        assert "most recent call first" in project.run.record.stacks(2, rank).read_text()
+    project.end(job, deadline=240)
+    logs = [project.run.record.log(3, rank) for rank in range(3)]
+    hosts = {e["host"] for log in logs for e in read_lines(log) if e["event"] == "ready"}
+    assert hosts == {"node1", "node3", "node4"}  # the spare one took its place
+    taken = [sample for step in project.run.samples().values() for sample in step]
+    assert sorted(taken) == list(range(8 * STEPS))

@@ -1,0 +1,126 @@
+"""A node crashes, or loses its power: the run goes on without it, long before Slurm has noticed.
+
+`make test` has one of each way to go on that Slurm has a part in; `make drills` has the others.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from drilling import note
+from harness import Run
+from lab import Cluster
+from submitting import LONG, STEPS, Project, assert_like
+
+from kempner.cluster.slurm.hostlist import expand_hosts
+from kempner.run.record.ledger import read_lines
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def patient(cluster: Cluster) -> Cluster:
+    """A cluster that takes five minutes to call a node down, as most do."""
+    cluster.configure(slurmd_timeout=300)
+    return cluster
+
+
+def lose(project: Project, job: str, loss: str, node: str) -> None:
+    """Lose a node after some commits, and wait for the first step after that."""
+    project.reach(job, 31)
+    started = len(project.events("attempt_started"))
+    getattr(project.cluster, loss)(node)
+    lost_at = time.time()
+    project.attempt(job, started + 1)
+    reached = max(project.run.steps())
+    project.reach(job, reached + 1)
+    (suspect,) = project.events("suspect")
+    assert (suspect["node"], suspect["reason"]) == (node, "it does not answer")
+    note("lost node", loss=loss, node=node, seconds=round(time.time() - lost_at, 1))
+
+
+def assert_each_sample_once(project: Project) -> None:
+    taken = [sample for step in project.run.samples().values() for sample in step]
+    assert sorted(taken) == list(range(8 * STEPS))
+
+
+@pytest.mark.parametrize("loss", [pytest.param("crash", marks=pytest.mark.drill), "power_off"])
+def test_a_spare_node_takes_its_place(
+    patient: Cluster, project: Project, undisturbed: Run, loss: str
+) -> None:
+    job = project.train(*LONG, "--supervise.spare_nodes=1", nodes=3)
+    lose(project, job, loss, "node2")
+    project.end(job)
+    assert patient.job(job)["Restarts"] == "0"
+    assert [e["ranks"] for e in project.events("attempt_started")] == [2, 2]
+    assert_like(project.run, undisturbed)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("loss", ["crash", "power_off"])
+def test_without_a_spare_the_run_goes_on_smaller(
+    patient: Cluster, project: Project, loss: str
+) -> None:
+    job = project.train(*LONG, "--supervise.min_nodes=2", nodes=3)
+    lose(project, job, loss, "node2")
+    project.end(job)
+    assert patient.job(job)["Restarts"] == "0"
+    assert [e["ranks"] for e in project.events("attempt_started")] == [3, 2]
+    assert_each_sample_once(project)
+
+
+@pytest.mark.parametrize("loss", ["crash", pytest.param("power_off", marks=pytest.mark.drill)])
+def test_with_neither_the_job_is_requeued_without_the_node(
+    patient: Cluster, project: Project, undisturbed: Run, loss: str
+) -> None:
+    job = project.train(*LONG, nodes=2, options=("--exclude=node8",))
+    lose(project, job, loss, "node2")
+    project.end(job)
+    (requeued,) = project.events("requeued")
+    assert "without node2" in requeued["reason"]
+    after = patient.job(job)
+    assert after["Restarts"] == "1"
+    assert set(expand_hosts(after["ExcNodeList"])) == {"node2", "node8"}
+    assert not {"node2", "node8"} & set(expand_hosts(after["NodeList"]))
+    assert "gres/gpu=2" in after["TRES"]
+    assert_like(project.run, undisturbed)
+
+
+@pytest.mark.drill
+def test_where_there_are_too_few_others_the_job_waits_for_the_node(
+    cluster: Cluster, project: Project, undisturbed: Run
+) -> None:
+    """A job that excluded it could never start: Slurm would hold it until an operator looks."""
+    cluster.configure(slurmd_timeout=45)
+    job = project.train(*LONG, nodes=2, options=("--exclude=node[3-8]",))
+    project.reach(job, 31)
+    cluster.crash("node2")
+    project.wait_until(job, lambda: project.events("requeued"), "the requeue")
+    assert "waits for node2 because there are too few others" in project.log(job)
+    cluster.wait_for(job, "PENDING")
+    unavailable = lambda: "ReqNodeNotAvail" in cluster.job(job)["Reason"]  # noqa: E731
+    project.wait_until(job, unavailable, "Slurm to wait for the node")
+    assert cluster.job(job)["Priority"] != "0"
+    cluster.boot("node2")
+    project.end(job)
+    assert cluster.job(job)["Restarts"] == "1"
+    assert_like(project.run, undisturbed)
+
+
+@pytest.mark.drill
+def test_a_node_that_only_the_supervisor_cannot_reach_is_not_lost(
+    patient: Cluster, project: Project
+) -> None:
+    project.slow()
+    job = project.train("--train.max_steps=60", nodes=2)
+    project.reach(job, 5)
+    patient.cut("node2", "em4", "silent")
+    log = project.run.record.supervisor_log(1)
+    parted = lambda: any(e["event"] == "parted" for e in read_lines(log))  # noqa: E731
+    project.wait_until(job, parted, "the connection is given up")
+    project.reach(job, max(project.run.steps()) + 10)
+    patient.heal("node2", "em4")
+    project.hurry()
+    project.end(job)
+    assert project.run.attempt() == 1

@@ -1,0 +1,31 @@
+"""The node of the supervisor dies, and the job, submitted with --no-kill, lives on without it."""
+
+from __future__ import annotations
+
+import pytest
+from harness import wait_until
+from lab import Cluster
+from submitting import LONG, STEPS, Project
+
+pytestmark = pytest.mark.timeout(300)
+
+NO_GPUS = ("--no-kill", "--gpus-per-node=0")
+"""Slurm 22.05 gives a job that lost a node, and is then requeued, no GPUs any more."""
+
+
+@pytest.mark.parametrize("loss", [pytest.param("crash", marks=pytest.mark.drill), "power_off"])
+def test_a_job_without_its_supervisor_is_requeued_once(
+    cluster: Cluster, project: Project, loss: str
+) -> None:
+    job = project.train(*LONG, "--supervise.supervisor_timeout=10", nodes=3, options=NO_GPUS)
+    project.reach(job, 31)
+    assert cluster.job(job)["BatchHost"] == "node1"
+    getattr(cluster, loss)("node1")  # and rank 0 with it: both of the others could ask Slurm
+    wait_until(lambda: project.events("requeued"), "a rank has asked", 60)
+    project.end(job)
+    (requeued,) = project.events("requeued")
+    assert requeued["by_rank"] in (1, 2)  # the lower one, but for a machine that is very busy
+    assert cluster.job(job)["Restarts"] == "1"
+    assert f"resumed at step {requeued['step']}" in project.log(job)
+    taken = [sample for step in project.run.samples().values() for sample in step]
+    assert sorted(taken) == list(range(8 * STEPS))

@@ -1,0 +1,116 @@
+"""A node that is up, and not fit to train on: found before ranks are started there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from harness import Run
+from lab import Cluster
+from submitting import LONG, Project, assert_like
+
+from kempner.cluster.slurm.hostlist import expand_hosts
+from kempner.run.record.ledger import read_lines
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_a_node_that_does_not_see_the_runs_folder_is_left_out(
+    project: Project, undisturbed: Run
+) -> None:
+    with runs_hidden_from_node2(project):
+        job = project.train(*LONG, "--supervise.spare_nodes=1", nodes=3)
+        project.end(job)
+    (suspect,) = project.events("suspect")
+    assert suspect["node"] == "node2"
+    assert "not the folder of that name on the supervisor's node" in suspect["reason"]
+    assert "node2 is suspect, and left out" in project.log(job)
+    assert [e["ranks"] for e in project.events("attempt_started")] == [2]
+    assert_like(project.run, undisturbed)
+
+
+def test_where_nothing_can_take_its_place_the_job_goes_on_elsewhere(
+    cluster: Cluster, project: Project, undisturbed: Run
+) -> None:
+    """Rather than fail there for the last time."""
+    faults = "kill rank 1 at step 3 attempt 1; kill rank 1 at step 4 attempt 2"
+    job = project.train(
+        *LONG, "--supervise.max_restarts_without_progress=2", nodes=2, KEMPNER_FAULTS=faults
+    )
+    project.end(job)
+    assert_moved_away_from_node2(cluster, project, job)
+    assert_like(project.run, undisturbed)
+
+
+@pytest.mark.drill
+def test_a_save_that_another_node_wrote_elsewhere_is_none(
+    cluster: Cluster, project: Project, undisturbed: Run
+) -> None:
+    with runs_hidden_from_node2(project):
+        job = project.train(*LONG, "--checkpoint.max_failures=1", nodes=2)
+        project.end(job, deadline=300)
+    assert "node2 is suspect, and used all the same" in project.log(job)
+    (reason,) = {why for e in project.events("checkpoint_failed") for why in e["reasons"].values()}
+    assert "its rank has written __1_0.distcp, but rank 0 does not see it in" in reason
+    assert_moved_away_from_node2(cluster, project, job)
+    assert_like(project.run, undisturbed)
+
+
+@pytest.mark.drill
+def test_a_node_that_does_not_see_a_checkpoint_has_no_say_about_it(
+    cluster: Cluster, project: Project, undisturbed: Run
+) -> None:
+    """It was taken for damaged, and set aside with all others."""
+    options = (*LONG, "--resilience.health_check=false")
+    stopped = project.train(*options, nodes=2, options=("--no-requeue",))
+    project.reach(stopped, 31)
+    project.warn(stopped)
+    project.end(stopped, "FAILED")
+    (step,) = (event["step"] for event in project.events("stopped"))
+    with runs_hidden_from_node2(project):
+        job = project.train(*options, nodes=2)
+        project.end(job, deadline=300)
+    (suspect,) = project.events("suspect")
+    assert suspect["node"] == "node2"
+    assert f"step-{step:08d} is not seen from node2" in suspect["reason"]
+    assert project.events("checkpoint_damaged") == []
+    assert_moved_away_from_node2(cluster, project, job)
+    assert_like(project.run, undisturbed)
+
+
+@contextmanager
+def runs_hidden_from_node2(project: Project) -> Iterator[None]:
+    """Where the others have the folder of all runs, it has an empty one of its own."""
+    runs = project.run.folder / "runs"
+    runs.mkdir(exist_ok=True)
+    project.cluster.run("node2", "mount", "-t", "tmpfs", "tmpfs", str(runs))
+    try:
+        yield
+    finally:
+        project.cluster.run("node2", "umount", str(runs))
+
+
+def assert_moved_away_from_node2(cluster: Cluster, project: Project, job: str) -> None:
+    (requeued,) = project.events("requeued")
+    assert "back into the queue without node2" in requeued["reason"]
+    assert cluster.job(job)["Restarts"] == "1"
+    *before, after = [e["nodes"] for e in project.events("attempt_started")]
+    assert set(before) == {"node[1-2]"}
+    assert "node2" not in expand_hosts(after)
+
+
+@pytest.mark.drill
+def test_a_node_whose_ranks_fail_first_twice_in_a_row_is_left_out(
+    cluster: Cluster, project: Project, undisturbed: Run
+) -> None:
+    faults = "kill rank 1 at step 12 attempt 1; kill rank 1 at step 25 attempt 2"
+    options = ("--supervise.spare_nodes=1", *LONG)
+    job = project.train(*options, nodes=3, KEMPNER_FAULTS=faults)
+    project.end(job)
+    assert [e["node"] for e in project.events("attempt_failed")] == ["node2", "node2"]
+    said = "node2 is suspect, and left out: its ranks failed first in attempts 1 and 2"
+    assert said in project.log(job)
+    third = project.run.record.log(3, 1)
+    assert [e["host"] for e in read_lines(third) if e["event"] == "ready"] == ["node3"]
+    assert_like(project.run, undisturbed)

@@ -1,0 +1,229 @@
+"""A load reads what it needs, checks it, and never leaves an element as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from kempner.checkpoint.format.manifest import (
+    BLOCK_BYTES,
+    FileEntry,
+    Identity,
+    Manifest,
+    Position,
+    encode_sidecar,
+    sidecar_name,
+    sum_file,
+    whole_sum,
+)
+from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, place
+from kempner.checkpoint.tensors.dcp_metadata import build_metadata
+from kempner.checkpoint.tensors.dcp_reader import (
+    METADATA,
+    RestrictedReader,
+    StockContents,
+    open_contents,
+)
+from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
+from kempner.checkpoint.tensors.load import fill
+from kempner.checkpoint.tensors.state import check_shapes
+from kempner.run.process.exit_codes import DataError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+torch.manual_seed(0)
+STATE = {
+    "weights": torch.randn(3000, 500),
+    "half": torch.randn(5, 3, 2).bfloat16(),
+    "counter": torch.tensor(7.0),
+    "ids": torch.arange(13),
+    "empty": torch.zeros(0, 4),
+    **{f"small.{n}": torch.randn(40) for n in range(50)},
+}
+
+
+def list_files(folder: Path) -> Manifest:
+    """A manifest of all data files in a folder, whoever wrote them."""
+    files: dict[str, FileEntry] = {}
+    for rank, path in enumerate(sorted(folder.glob("*.distcp"))):
+        sidecar = encode_sidecar({path.name: sum_file(path)})
+        (folder / sidecar_name(rank)).write_bytes(sidecar)
+        files[path.name] = FileEntry(bytes=path.stat().st_size, sums=sidecar_name(rank))
+        files[sidecar_name(rank)] = FileEntry(len(sidecar), xxh3_128=whole_sum(sidecar))
+    described = (folder / METADATA).read_bytes()
+    files[METADATA] = FileEntry(len(described), xxh3_128=whole_sum(described))
+    return Manifest(Position(), Identity(1, {}, 0, "", {}, "", {}, {}), 1, 0.0, files)
+
+
+def write_ours(folder: Path, cut: int | None = 0, world: int = 3) -> Manifest:
+    specs = [
+        TensorSpec(s.key, s.shape, s.dtype, (world,), (cut if len(s.shape) > 1 else None,))
+        for s in tensor_specs(STATE, 1)
+    ]
+    folder.mkdir()
+    for rank in range(world):
+        placed = place(specs, rank, container)
+        image = FileBuffer(placed, pinned=False)
+        for view, item in zip(image.views, placed, strict=True):
+            part = STATE[item.chunk.key]
+            for dim, at in enumerate(item.chunk.offsets):
+                part = part.narrow(dim, at, item.chunk.sizes[dim])
+            view.copy_(part)
+        (folder / data_file(rank)).write_bytes(image.content)
+    (folder / METADATA).write_bytes(build_metadata(specs, world))
+    return list_files(folder)
+
+
+def write_stock(folder: Path) -> Manifest:
+    dcp.save(dict(STATE), checkpoint_id=folder, no_dist=True)
+    return list_files(folder)
+
+
+def blank() -> dict[str, Tensor]:
+    return {key: torch.full_like(tensor, 1) for key, tensor in STATE.items()}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_ours,
+        lambda folder: write_ours(folder, 1),
+        lambda folder: write_ours(folder, None, 2),
+        write_stock,
+    ],
+    ids=["rows", "columns", "replicated", "stock"],
+)
+def test_every_bit_comes_back_and_little_is_read_besides(
+    tmp_path: Path, write: Callable[[Path], Manifest]
+) -> None:
+    folder = tmp_path / "checkpoint"
+    manifest, table = write(folder), blank()
+    read = fill(table, folder, manifest, open_contents(folder, manifest))
+    for key, tensor in STATE.items():
+        assert torch.equal(table[key], tensor), key
+    needed = sum(t.numel() * t.element_size() for t in STATE.values())
+    blocks = len(list(folder.glob("*.distcp"))) * 4 * BLOCK_BYTES
+    assert read <= needed + blocks
+
+
+def test_a_flipped_bit_in_any_block_is_found_before_it_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    manifest = write_ours(folder)
+    contents = open_contents(folder, manifest)
+    rng = random.Random(1)
+    for path in sorted(folder.glob("*.distcp")):
+        content = path.read_bytes()
+        for block in range(len(content) // BLOCK_BYTES):
+            flipped = bytearray(content)
+            at = block * BLOCK_BYTES + rng.randrange(BLOCK_BYTES)
+            flipped[at] ^= 1 << rng.randrange(8)
+            path.write_bytes(flipped)
+            with pytest.raises(DataError, match=rf"{path.name}: block {block} \(from byte"):
+                fill(blank(), folder, manifest, contents)
+        path.write_bytes(content)
+
+
+def test_what_follows_the_last_tensor_is_checked_too(tmp_path: Path) -> None:
+    """The end of the last container, in a block of its own, and the file of an idle rank."""
+    room = BLOCK_BYTES - len(container("float32", (1,)).before)
+    state = {"weights": torch.randn(room // 4 - 8)}
+    specs = tensor_specs(state, 1)
+    placed = place(specs, 0, container)
+    image = FileBuffer(placed, pinned=False)
+    image.views[0].copy_(state["weights"])
+    (tmp_path / data_file(0)).write_bytes(image.content)
+    (tmp_path / data_file(1)).write_bytes(b"")
+    (tmp_path / METADATA).write_bytes(build_metadata(specs, 1))
+    manifest = list_files(tmp_path)
+    contents = open_contents(tmp_path, manifest)
+    table = {"weights": torch.zeros_like(state["weights"])}
+    fill(table, tmp_path, manifest, contents)
+    assert torch.equal(table["weights"], state["weights"])
+    assert BLOCK_BYTES < manifest.files[data_file(0)].bytes < BLOCK_BYTES + 1000
+    for name, words in (
+        (data_file(0), f"{data_file(0)}: block 1 "),
+        (data_file(1), f"{data_file(1)}: has 1 bytes"),
+        ("sums-00001.json", f"{data_file(1)}: its block sums, sums-00001.json: checksum"),
+    ):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(flip_last(content))
+        with pytest.raises(DataError, match=words):
+            fill(table, tmp_path, manifest, contents)
+        (tmp_path / name).write_bytes(content)
+
+
+def flip_last(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1]) if content else b"x"
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: path.unlink(), "cannot be read: No such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes instead of"),
+        (lambda path: path.with_name("sums-00000.json").unlink(), "sums-00000.json cannot be read"),
+        (lambda path: path.with_name("sums-00000.json").write_bytes(b"{}"), "checksum does not"),
+    ],
+)
+def test_missing_and_cut_files_are_named(
+    tmp_path: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    folder = tmp_path / "checkpoint"
+    manifest = write_ours(folder)
+    contents = open_contents(folder, manifest)
+    damage(folder / data_file(0))
+    with pytest.raises(DataError, match=words):
+        fill(blank(), folder, manifest, contents)
+
+
+def test_a_part_that_nobody_wrote_is_missed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    manifest = write_ours(folder)
+    metadata = RestrictedReader(folder).read_metadata()
+    del metadata.state_dict_metadata["weights"].chunks[1]  # type: ignore[union-attr]
+    contents = StockContents(metadata)
+    with pytest.raises(DataError, match=r"weights: the (checkpoint does not hold|part at)"):
+        fill(blank(), folder, manifest, contents)
+
+
+def test_a_container_that_cannot_hold_its_tensor_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    manifest = write_ours(folder)
+    metadata = RestrictedReader(folder).read_metadata()
+    for entry in metadata.storage_data.values():
+        entry.length -= 1000
+    contents = StockContents(metadata)
+    with pytest.raises(DataError, match="too small for it"):
+        fill(blank(), folder, manifest, contents)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"half": torch.zeros(5, 3, 2)}, "half is torch.float32, the checkpoint's is"),
+        ({"ids": torch.arange(12)}, "ids has shape"),
+        ({"new": torch.zeros(1)}, "new is missing in the checkpoint"),
+    ],
+)
+def test_other_tensors_than_the_checkpoint_s_are_named(
+    tmp_path: Path, change: dict[str, Tensor], words: str
+) -> None:
+    write_ours(tmp_path / "checkpoint")
+    contents = StockContents(RestrictedReader(tmp_path / "checkpoint").read_metadata())
+    check_shapes(STATE, contents)
+    with pytest.raises(DataError, match=words):
+        check_shapes({**STATE, **change}, contents)
+
+
+def test_a_metadata_that_is_not_the_manifest_s_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    manifest = write_ours(folder)
+    (folder / METADATA).write_bytes(build_metadata(tensor_specs(STATE, 1), 1))
+    with pytest.raises(DataError, match=r"\.metadata"):
+        open_contents(folder, manifest)

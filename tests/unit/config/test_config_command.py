@@ -1,0 +1,182 @@
+"""The `kempner` command: `kempner config`, and how an outcome becomes an exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+import typer
+
+import kempner
+from kempner.cli.entry import main
+from kempner.config.errors import ConfigError
+from kempner.config.loading import known_keys, load
+from kempner.run.process.exit_codes import DataError, DivergedError, ExitCode, RunError, UsageError
+
+
+def run(*arguments: str | Path) -> int | str | None:
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    return left.value.code
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "debug.toml"
+    path.write_text("[train]\nmax_steps = 1234\nglobal_batch_size = 4\nseq_len = 512\n")
+    return path
+
+
+def test_show_prints_what_loads_to_the_same(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("config", "show", path, "--run.dir=some where", "--train.seed=5") == 0
+
+    shown = tmp_path / "shown.toml"
+    shown.write_text(capsys.readouterr().out)
+    assert load(shown) == load(path, ["--run.dir=some where", "--train.seed=5"])
+
+
+def test_check_sums_the_run_up(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "check", path, "--model.vocab_size=257", "--model.n_layers=1") == 0
+
+    # Two tables of 257 x 256, four projections and a SwiGLU of 768, two norms and the last one.
+    parameters = 2 * 257 * 256 + 4 * 256 * 256 + 3 * 256 * 768 + 3 * 256
+    line = f"ok: {path}: run runs/debug, 1,234 steps of 2,048 tokens, {parameters:,} parameters\n"
+    assert capsys.readouterr().out == line
+
+
+def test_check_estimates_the_memory_of_a_rank(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("config", "check", path, "--model.vocab_size=257", "--world", "2") == 0
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert line.startswith("one of 2 ranks needs about ")
+    total, *parts = [float(size) for size in re.findall(r"([0-9.]+) GB", line)]
+    assert sum(parts) == pytest.approx(total, abs=0.05 * len(parts))
+
+    assert run("config", "check", path, "--world", "2") == 2
+    assert "--world needs model.vocab_size" in capsys.readouterr().err
+
+
+def test_check_says_that_the_data_decides_the_size(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("config", "check", path) == 0
+
+    assert "parameter count unknown: model.vocab_size is left" in capsys.readouterr().out
+
+
+def test_the_schema_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "schema") == 0
+
+    schema = json.loads(capsys.readouterr().out)
+    for key in known_keys():
+        table = schema
+        *sections, name = key.split(".")
+        for section in sections:
+            definition = table["properties"][section]["$ref"].rpartition("/")[2]
+            table = schema["$defs"][definition]
+        assert table["properties"][name]["description"], key
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+
+    assert capsys.readouterr().out == f"kempner {kempner.__version__}\n"
+
+
+def test_the_package_is_the_command(path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kempner", "config", "show", path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert tomli.loads(done.stdout)["train"]["max_steps"] == 1234
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (ConfigError("no such key"), 2, "kempner: no such key\n"),
+        (UsageError("not\nso"), 2, "kempner: not\\nso\n"),
+        (DataError("shard 3 is short"), 65, "kempner: shard 3 is short\n"),
+        (DivergedError("loss is nan"), 78, "kempner: loss is nan\n"),
+        (RunError("something else"), 1, "kempner: something else\n"),
+        (typer.BadParameter("too small"), 2, "kempner: Invalid value: too small (see kempner"),
+        (KeyboardInterrupt(), 130, ""),
+        (typer.Abort(), 130, ""),
+        (typer.Exit(7), 7, ""),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_what_a_command_raises_becomes_its_exit_code(
+    raised: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def command() -> None:
+        raise raised
+
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(command)
+    monkeypatch.setattr("kempner.cli.app.app", app)
+
+    assert run() == code
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize("returned", [None, 0, 75, ExitCode.STOPPED, ExitCode.HUNG])
+def test_what_a_command_returns_is_its_exit_code(
+    returned: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = typer.Typer()
+    app.command()(lambda: returned)
+    monkeypatch.setattr("kempner.cli.app.app", app)
+
+    assert run() == (returned or 0)
+
+
+def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command() -> None:
+        raise ZeroDivisionError("a defect")
+
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(command)
+    monkeypatch.setattr("kempner.cli.app.app", app)
+
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        main([])
+
+
+ARMED = """
+import signal, sys
+from kempner.cli import entry
+entry._arm_signals(sys.argv[1:])
+heavy = {"typer", "pydantic", "torch", "numpy"} & set(sys.modules)
+print(signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN, None), *heavy)
+"""
+
+
+@pytest.mark.parametrize(("command", "armed"), [("train", True), ("config", False)])
+def test_a_rank_traps_signals_before_anything_heavy_is_imported(command: str, armed: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ARMED, command, "debug.toml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert done.stdout.split() == [str(armed)]

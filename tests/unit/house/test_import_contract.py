@@ -1,0 +1,191 @@
+"""The rooms import only downwards, and what must run without torch does not lead to it.
+
+`[tool.importlinter]` in pyproject.toml says so; here it holds for the tree as it is, and fails for
+a copy of the tree in which it is broken.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tomli
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "kempner"
+
+CONTRACTS = {
+    contract["id"]: contract["name"]
+    for contract in tomli.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+}
+"""The name of each contract by its id."""
+
+
+def lint(tree: Path) -> subprocess.CompletedProcess[str]:
+    """The contract's verdict on the package in `tree`, found through the working directory."""
+    return subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--no-logo"],
+        cwd=tree,
+        env={**os.environ, "COLUMNS": "200"},  # a wrapped line would hide the names
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A folder with a copy of the package and of the contract."""
+    shutil.copytree(PACKAGE, tmp_path / "kempner", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_the_tree_keeps_the_contract(copy: Path) -> None:
+    verdict = lint(copy)
+
+    assert verdict.returncode == 0, verdict.stdout + verdict.stderr
+    assert f"Contracts: {len(CONTRACTS)} kept, 0 broken." in verdict.stdout
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A line appended to a module, the contract that it breaks, and what the verdict names."""
+
+    name: str
+    module: str
+    line: str
+    breaks: str
+    named: str
+
+
+VIOLATIONS = [
+    Planted(
+        "upwards",
+        "kempner/config/loading.py",
+        "import kempner.model.spec.shape",
+        "house",
+        "kempner.config.loading -> kempner.model.spec.shape",
+    ),
+    Planted(
+        "sideways",
+        "kempner/run/record/run_dir.py",
+        "from kempner.cluster import world",
+        "house",
+        "kempner.run.record.run_dir -> kempner.cluster.world",
+    ),
+    Planted(
+        "upwards in a function",
+        "kempner/model/spec/shape.py",
+        "def _lazily() -> None:\n    import kempner.insight",
+        "house",
+        "kempner.model.spec.shape -> kempner.insight",
+    ),
+    Planted("room without a floor", "kempner/attic/__init__.py", "", "house", "- kempner.attic"),
+    Planted(
+        "torch",
+        "kempner/checkpoint/format/names.py",
+        "import torch",
+        "torch-free",
+        "kempner.checkpoint.format.names -> torch",
+    ),
+    Planted(
+        "torch in a new module",
+        "kempner/supervisor/nodes/planted.py",
+        "from torch.distributed import TCPStore",
+        "torch-free",
+        "kempner.supervisor.nodes.planted -> torch",
+    ),
+    Planted(
+        "torch through another room",
+        "kempner/insight/planted.py",
+        "from kempner.model import transformer",
+        "torch-free",
+        "kempner.insight.planted -> kempner.model.transformer",
+    ),
+    Planted(
+        "the record talks",
+        "kempner/run/record/ledger.py",
+        "from kempner.run.control import protocol",
+        "run",
+        "kempner.run.record.ledger -> kempner.run.control.protocol",
+    ),
+    Planted(
+        "the network asks Slurm",
+        "kempner/cluster/network/ports.py",
+        "from kempner.cluster.slurm import scontrol",
+        "cluster",
+        "kempner.cluster.network.ports -> kempner.cluster.slurm.scontrol",
+    ),
+    Planted(
+        "token files that prepare",
+        "kempner/data/files/index.py",
+        "from kempner.data.prepare import sources",
+        "data",
+        "kempner.data.files.index -> kempner.data.prepare.sources",
+    ),
+    Planted(
+        "a format that commits",
+        "kempner/checkpoint/format/names.py",
+        "from kempner.checkpoint.store import commit",
+        "checkpoint",
+        "kempner.checkpoint.format.names -> kempner.checkpoint.store.commit",
+    ),
+    Planted(
+        "a policy that acts",
+        "kempner/supervisor/policy/requeue.py",
+        "from kempner.supervisor.slurm import resubmit",
+        "supervisor",
+        "kempner.supervisor.policy.requeue -> kempner.supervisor.slurm.resubmit",
+    ),
+    Planted(
+        "a vote that loops",
+        "kempner/training/vote/vote.py",
+        "from kempner.training import loop",
+        "training",
+        "kempner.training.vote.vote -> kempner.training.loop",
+    ),
+]
+
+
+@pytest.mark.parametrize("planted", VIOLATIONS, ids=lambda planted: planted.name)
+def test_a_planted_violation_breaks_its_contract_alone(planted: Planted, copy: Path) -> None:
+    path = copy / planted.module
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"\n{planted.line}\n")
+
+    verdict = lint(copy)
+
+    assert verdict.returncode == 1, verdict.stdout + verdict.stderr
+    for contract, name in CONTRACTS.items():
+        state = "BROKEN" if contract == planted.breaks else "KEPT"
+        assert f"{name} {state}" in verdict.stdout
+    assert planted.named in verdict.stdout
+
+
+def test_every_contract_has_a_violation_planted() -> None:
+    assert {planted.breaks for planted in VIOLATIONS} == CONTRACTS.keys()
+
+
+ROOMS = sorted(str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.glob("*/**/__init__.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_s_init_holds_no_code(room: str) -> None:
+    """Otherwise importing a torch-free module would run whatever its package imports."""
+    statements = ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8")).body
+
+    assert all(
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        for statement in statements
+    )

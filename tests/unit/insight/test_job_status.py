@@ -1,0 +1,43 @@
+"""How often a job was restarted, by those who count, and which run is its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kempner.insight.job import JobStatus, Restarts, find_run
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.ledger import Ledger
+from kempner.run.record.run_dir import RunDirectory
+
+
+@pytest.mark.parametrize(
+    ("counts", "state", "agree"),
+    [
+        ((0, 0, 0), "RUNNING", True),
+        ((2, 2, 2), "RUNNING", True),
+        ((2, None, 2), "COMPLETED", True),
+        ((2, 2, None), "RUNNING", True),
+        ((None, 0, 0), "PENDING", True),
+        ((0, 1, 1), "PENDING", True),  # the launch came before the restart that it waits for
+        ((0, 1, 1), "RUNNING", False),
+        ((1, 1, 1), "PENDING", False),
+        ((1, 1, 0), "RUNNING", False),
+    ],
+)
+def test_counts_that_contradict_each_other_are_told(
+    counts: tuple[int | None, int | None, int | None], state: str, agree: bool
+) -> None:
+    said = JobStatus("7", state, "", Restarts(*counts)).rows()["restarts"]
+    assert ("THEY DO NOT AGREE" not in said) is agree
+
+
+def test_the_run_of_a_job_is_the_one_whose_ledger_knows_it(tmp_path: Path) -> None:
+    for name, job in (("a", "7"), ("b", "8_1"), ("c", "8_2")):
+        run = RunDirectory(tmp_path / name)
+        run.path.mkdir()
+        Ledger(run.ledger).record("attempt_started", job=job, restarts=0)
+    assert find_run("8_2", tmp_path).path == tmp_path / "c"
+    with pytest.raises(UsageError, match=r"no run below .* is of job 9"):
+        find_run("9", tmp_path)

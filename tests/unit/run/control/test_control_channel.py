@@ -1,0 +1,219 @@
+"""Both ends of the control channel over real sockets: ranks join, report, obey and leave."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from callers import LOOPBACK, SIZE, Relay, Stranger, Supervisor
+from harness import wait_until
+
+from kempner.run.control import client, handshake
+from kempner.run.control.handshake import introduce
+from kempner.run.control.protocol import (
+    DumpStacks,
+    Event,
+    Outcome,
+    PeerLost,
+    Phase,
+    Stop,
+    Welcome,
+    encode,
+)
+from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.supervisor.control import server as channel_module
+from kempner.supervisor.control.auth import listen
+from kempner.supervisor.control.events import Connected, Disconnected, Heard
+
+
+def test_a_rank_joins_reports_and_leaves(supervisor: Supervisor) -> None:
+    rank = supervisor.link(2)
+    joined = supervisor.expect(Connected)
+    assert joined == Connected(2, socket.gethostname(), joined.pid)
+    rank.progress.step, rank.progress.phase = 17, Phase.EVAL
+    report = wait_until(
+        lambda: (
+            (s := supervisor.channel.last_reports().get(2)) and s.report.step == 17 and s.report
+        ),
+        "the report",
+    )
+    assert report.phase is Phase.EVAL
+    for step in range(50):
+        rank.link.record("saved", {"step": step})
+    assert rank.link.leave(ExitCode.STOPPED, "enough") == []
+    heard = [supervisor.expect(Heard).message for _ in range(51)]
+    assert [m.fields["step"] for m in heard[:-1]] == list(range(50))
+    assert heard[-1] == Outcome(51, 75, "enough")
+
+
+def test_orders_reach_all_one_and_those_that_come_later(supervisor: Supervisor) -> None:
+    first, second = supervisor.link(0), supervisor.link(1)
+    supervisor.expect(Connected), supervisor.expect(Connected)
+    supervisor.channel.tell(Stop("only you"), rank=1)
+    assert second.stops.get(timeout=20) == Stop("only you")
+    supervisor.channel.tell(Stop("SIGTERM", 100.0))
+    assert first.stops.get(timeout=20) == Stop("SIGTERM", 100.0)
+    assert second.stops.get(timeout=20) == Stop("SIGTERM", 100.0)
+    late = supervisor.link(2).stops.get(timeout=20)
+    assert late.reason == "SIGTERM"
+    assert late.seconds_left is not None
+    assert late.seconds_left < 100.0
+    assert first.stops.empty()
+
+
+def test_the_newest_connection_of_a_rank_counts(supervisor: Supervisor) -> None:
+    older, newer = Stranger(supervisor.channel.port), Stranger(supervisor.channel.port)
+    for number, stranger in enumerate((older, newer), 1):
+        stranger.say(introduce(supervisor.launch(), 0, stranger.challenge()))
+        supervisor.expect(Connected)
+        assert isinstance(stranger.hear(), Welcome)
+        stranger.say(Event(number, "x", {}))
+        assert supervisor.expect(Heard).message.number == number
+    newer.say(Event(2, "sent again", {}))  # its answer was lost, say
+    newer.say(Outcome(3, 0, ""))
+    assert supervisor.expect(Heard).message == Outcome(3, 0, "")
+    older.stream.readline()
+    assert older.is_hung_up_on()
+    newer.socket.shutdown(socket.SHUT_RDWR)
+    assert supervisor.expect(Disconnected).rank == 0  # one of the two only
+    assert supervisor.news.empty()
+
+
+def test_what_was_not_heard_is_said_again_to_the_next_connection(supervisor: Supervisor) -> None:
+    """Through a relay that swallows every answer, then breaks, then lets all through."""
+    with Relay(supervisor.channel.port) as relay:
+        rank = supervisor.link(0, port=relay.port)
+        supervisor.expect(Connected)
+        wait_until(supervisor.channel.last_reports, "the opening to be over")
+        relay.swallow.set()
+        rank.link.record("a", {})
+        assert supervisor.expect(Heard).message.name == "a"
+        relay.cut()
+        rank.link.record("b", {})
+        assert supervisor.expect(Disconnected).rank == 0
+        supervisor.expect(Connected)
+        assert supervisor.expect(Heard).message.name == "b"  # and not "a" once more
+        assert rank.link.leave(0, "") == []
+        assert supervisor.expect(Heard).message == Outcome(3, 0, "")
+
+
+def test_the_words_of_a_rank_that_is_gone_already_are_all_taken_in(supervisor: Supervisor) -> None:
+    for rank in range(SIZE):
+        hasty = Stranger(supervisor.channel.port)
+        hello = introduce(supervisor.launch(), rank, hasty.challenge())
+        hasty.say(hello)
+        supervisor.expect(Connected)
+        assert isinstance(hasty.hear(), Welcome)
+        hasty.say(b"".join(encode(Event(n, "x", {"long": "y" * 900})) for n in range(1, 101)))
+        hasty.socket.shutdown(socket.SHUT_RD)  # from here on an answer is met with a reset
+        hasty.stream.close()
+        hasty.socket.close()
+        assert [supervisor.expect(Heard).message.number for _ in range(100)] == list(range(1, 101))
+        assert supervisor.expect(Disconnected).rank == rank
+
+
+def test_an_order_after_the_end_is_for_nobody(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path)
+    supervisor.close()
+    supervisor.channel.tell(Stop("too late", 1.0))
+
+
+def test_files_take_over_where_no_connection_is_possible(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "ALONE", 0.0)
+    monkeypatch.setattr(client, "FILE_BEAT", 0.1)
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, 0))  # nobody listens there
+        rank = supervisor.link(1, port=taken.getsockname()[1])
+        assert supervisor.expect(Connected).rank == 1
+        rank.progress.step = 9
+        rank.link.record("saved", {"step": 9})
+        assert supervisor.expect(Heard).message == Event(1, "saved", {"step": 9})
+        supervisor.channel.tell(Stop("SIGTERM", 30.0))
+        assert rank.stops.get(timeout=20) == Stop("SIGTERM", 30.0)
+        late = supervisor.link(3, port=taken.getsockname()[1])
+        assert late.stops.get(timeout=20).reason == "SIGTERM"
+        assert rank.link.leave(75, "bye") == []
+        wait_until(lambda: supervisor.channel.last_reports()[1].report.step == 9, "the report")
+        wait_until(lambda: said(supervisor, Outcome(2, 75, "bye")), "the last words")
+
+
+def said(supervisor: Supervisor, message: Event | Outcome) -> bool:
+    while not supervisor.news.empty():
+        news = supervisor.news.get()
+        if isinstance(news, Heard) and news.message == message:
+            return True
+    return False
+
+
+def test_the_handshake_counts_as_a_word(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that took long to connect, because it imported, say, has not been left alone."""
+    monkeypatch.setattr(channel_module, "TICK", 1000.0)  # nothing else is said
+    rank = supervisor.link(0)
+    assert supervisor.expect(Connected).rank == 0
+    wait_until(lambda: rank.link._silence.times_broken, "a word")
+
+
+def test_silence_is_noticed_and_ends_when_somebody_speaks(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "PATIENCE", 0.2)
+    monkeypatch.setattr(client, "LAST_WORDS", 0.5)
+    with socket.create_server((LOOPBACK, 0)) as mute:  # accepts, like a stopped process's kernel
+        rank = supervisor.link(0, patience=0.5, port=mute.getsockname()[1])
+        assert rank.silences.get(timeout=20) >= 0.5
+        assert rank.standstills.get(timeout=20) >= 0.5
+        rank.link.record("kept", {})
+        assert [e.name for e in rank.link.leave(75, "")] == ["kept"]
+    assert rank.silences.empty()  # said once
+    assert rank.standstills.empty()
+
+
+STUCK = """
+import json, sys, threading, time
+from pathlib import Path
+from kempner.run.process import logs
+from kempner.run.control.launch_env import Launch
+from kempner.run.record.run_dir import RunDirectory
+from kempner.run.control.client import ControlClient, Reactions
+from kempner.run.control.heartbeat import Progress
+logs.configure()
+react = Reactions(lambda stop: None, lambda seconds: None, lambda seconds: None, 60.0, 60.0)
+run = RunDirectory(Path(sys.argv[1]))
+ControlClient(Launch.from_environment(), run, 1, Progress(), react).start()
+threading.Lock().acquire() and threading.Event().wait()
+"""
+
+
+def test_a_lost_peer_ends_a_process_whose_main_thread_is_stuck(supervisor: Supervisor) -> None:
+    stuck = subprocess.Popen(
+        [sys.executable, "-c", STUCK, supervisor.run.path],
+        env=supervisor.launch().environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    supervisor.expect(Connected)
+    supervisor.channel.tell(DumpStacks())
+    stacks = supervisor.run.stacks(3, 1)
+    wait_until(lambda: stacks.exists() and "wait" in stacks.read_text(), "the stacks")
+    supervisor.channel.tell(PeerLost(0, "was killed by SIGKILL"))
+    words = supervisor.expect(Heard).message
+    assert words == Outcome(1, 76, "left, because rank 0 was killed by SIGKILL")
+    _, said = stuck.communicate(timeout=20)
+    assert stuck.returncode == 76
+    assert "rank 0 was killed by SIGKILL" in said
+
+
+def test_ports_are_taken_from_the_range_and_a_full_range_is_named() -> None:
+    with listen(LOOPBACK, None) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"ports {port} to {port} .*supervise\.control_ports"):
+            listen(LOOPBACK, range(port, port + 1))
+        with listen(LOOPBACK, range(port, port + 20)) as next_one:
+            assert port < next_one.getsockname()[1] < port + 20

@@ -1,0 +1,240 @@
+"""The control protocol: what is said comes through, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from harness import Clock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kempner.run.control import heartbeat
+from kempner.run.control.heartbeat import Progress
+from kempner.run.control.outbox import Outbox
+from kempner.run.control.protocol import (
+    LINE_LIMIT,
+    WORDS_LIMIT,
+    Alive,
+    Challenge,
+    DumpStacks,
+    Event,
+    FromRank,
+    FromSupervisor,
+    Hello,
+    Lines,
+    MessageError,
+    Noted,
+    Outcome,
+    PeerLost,
+    Phase,
+    Report,
+    Secret,
+    Stop,
+    Welcome,
+    decode_from_rank,
+    decode_from_supervisor,
+    encode,
+    new_nonce,
+    shorten,
+)
+from kempner.run.control.supervisor_timeout import SupervisorTimeout
+from kempner.run.process import awake_clock as awake
+from kempner.run.process.awake_clock import LONGEST_NAP
+
+natural = st.integers(0, 2**53)
+seconds = st.floats(0, 1e9)
+words = st.text(st.characters(codec="utf-8"), max_size=200)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=10,
+)
+nonces = st.builds(new_nonce)
+proofs = st.builds(lambda: Secret.new().proof_of_supervisor("", ""))
+
+from_rank = (
+    st.builds(Hello, nonces, proofs, natural, natural, words, natural)
+    | st.builds(Report, natural, st.sampled_from(Phase), seconds, seconds)
+    | st.builds(Event, natural, words, st.dictionaries(words, values, max_size=4))
+    | st.builds(Outcome, natural, st.integers(0, 255), words)
+)
+from_supervisor = (
+    st.builds(Challenge, nonces)
+    | st.builds(Welcome, proofs)
+    | st.builds(Noted, natural)
+    | st.builds(Stop, words, st.none() | seconds)
+    | st.builds(PeerLost, natural, words)
+    | st.just(DumpStacks())
+    | st.just(Alive())
+)
+
+
+@given(from_rank)
+def test_what_a_rank_says_comes_through(message: FromRank) -> None:
+    line = encode(message)
+    assert line.count(b"\n") == 1
+    assert decode_from_rank(line[:-1]) == message
+
+
+@given(from_supervisor)
+def test_what_a_supervisor_says_comes_through(message: FromSupervisor) -> None:
+    line = encode(message)
+    assert line.count(b"\n") == 1
+    assert decode_from_supervisor(line[:-1]) == message
+
+
+@given(st.binary(max_size=300) | values.map(lambda value: json.dumps(value).encode()))
+def test_anything_else_is_refused_without_being_repeated(line: bytes) -> None:
+    for decode in (decode_from_rank, decode_from_supervisor):
+        with pytest.raises(MessageError) as refused:
+            decode(line)
+        assert len(str(refused.value)) < 100
+
+
+@given(from_rank, st.data())
+def test_one_odd_field_is_enough(message: FromRank, data: st.DataObject) -> None:
+    fields = json.loads(encode(message))
+    name = data.draw(st.sampled_from(sorted(fields)))
+    odd = data.draw(
+        st.sampled_from(
+            [
+                {**fields, "extra": 1},
+                {k: v for k, v in fields.items() if k != name and k != "kind"},
+                {**fields, name: ["no", "such", "type"]},
+                {**fields, name: -1},
+            ]
+        )
+    )
+    with pytest.raises(MessageError):
+        decode_from_rank(json.dumps(odd).encode())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind":"progress","step":"1","phase":"step","worked":1,"waited":1}',
+        '{"kind":"progress","step":1.0,"phase":"step","worked":1,"waited":1}',
+        '{"kind":"progress","step":true,"phase":"step","worked":1,"waited":1}',
+        '{"kind":"progress","step":1,"phase":"sleep","worked":1,"waited":1}',
+        '{"kind":"progress","step":1,"phase":"step","worked":NaN,"waited":1}',
+        '{"kind":"progress","step":1,"phase":"step","worked":1,"waited":Infinity}',
+        '{"kind":"progress","step":36893488147419103232,"phase":"step","worked":1,"waited":1}',
+        '{"kind":"outcome","number":1,"code":256,"sentence":""}',
+        '{"kind":"outcome","number":1,"code":1,"sentence":"' + "x" * (WORDS_LIMIT + 1) + '"}',
+        '{"kind":"event","number":1,"name":"x","fields":' + '{"a":' * 500 + "1" + "}" * 500 + "}",
+        '{"kind":"stop","reason":"a rank gives no orders"}',
+    ],
+)
+def test_neighbouring_types_and_values_out_of_bounds_are_refused(line: str) -> None:
+    with pytest.raises(MessageError):
+        decode_from_rank(line.encode())
+
+
+def test_half_a_surrogate_pair_does_not_cost_the_message() -> None:
+    name = b"caf\xe9".decode("utf-8", "surrogateescape")
+    message = decode_from_rank(encode(Event(1, "saved", {"path": name})))
+    assert isinstance(message, Event)
+    assert message.fields == {"path": "caf?"}
+
+
+@given(st.lists(st.binary(max_size=20).filter(lambda b: b"\n" not in b)), st.data())
+def test_lines_do_not_depend_on_how_they_arrive(lines: list[bytes], data: st.DataObject) -> None:
+    stream = b"".join(line + b"\n" for line in lines)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
+    cutter = Lines()
+    got: list[bytes] = []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        got += cutter.feed(stream[start:end])
+    assert got == lines
+
+
+def test_a_line_may_not_grow_without_end() -> None:
+    with pytest.raises(MessageError, match="exceeds"):
+        Lines().feed(b"x" * LINE_LIMIT + b"\n")
+    cutter = Lines()
+    for _ in range(LINE_LIMIT // 1024 - 1):
+        assert cutter.feed(b"x" * 1024) == []
+    with pytest.raises(MessageError, match="exceeds"):
+        cutter.feed(b"x" * 1024)
+    with pytest.raises(MessageError, match="exceeds"):
+        encode(Event(1, "x", {"y": "z" * LINE_LIMIT}))
+    assert len(shorten("x" * LINE_LIMIT)) == WORDS_LIMIT
+
+
+def test_a_proof_holds_for_one_token_one_challenge_and_one_rank() -> None:
+    secret, challenge, nonce = Secret.new(), new_nonce(), new_nonce()
+    proof = secret.proof_of_rank(challenge, nonce, 1, 2)
+    assert secret.proof_of_rank(challenge, nonce, 1, 2) == proof
+    others = {
+        Secret.new().proof_of_rank(challenge, nonce, 1, 2),
+        secret.proof_of_rank(new_nonce(), nonce, 1, 2),
+        secret.proof_of_rank(challenge, new_nonce(), 1, 2),
+        secret.proof_of_rank(challenge, nonce, 2, 1),
+        secret.proof_of_rank(challenge, nonce, 1, 3),
+        secret.proof_of_supervisor(challenge, nonce),
+    }
+    assert proof not in others
+    assert secret.token not in repr(secret)
+
+
+def test_an_outbox_keeps_what_was_not_heard() -> None:
+    outbox = Outbox()
+    for name in ("a", "b", "c"):
+        outbox.add(lambda number, name=name: Event(number, name, {}))  # type: ignore[misc]
+    outbox.add(lambda number: Event(number, "too long", {"x": "y" * LINE_LIMIT}))
+    outbox.add(lambda number: Event(number, "n" * 256, {}))
+    outbox.add(lambda number: Outcome(number, 0, ""))
+    assert [m.number for m in outbox.after(0)] == [1, 2, 3, 4]
+    outbox.heard(2)
+    assert [m.number for m in outbox.after(0)] == [3, 4]
+    assert [m.number for m in outbox.after(3)] == [4]
+    outbox.heard(1)  # late, and known
+    assert [m.number for m in outbox.wait_until_heard(0)] == [3, 4]
+    outbox.heard(4)
+    assert outbox.wait_until_heard(0) == []
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(awake, "time", clock)
+    monkeypatch.setattr(heartbeat, "time", clock)
+    return clock
+
+
+def test_silence_is_told_once_and_a_suspended_process_did_not_listen(clock: Clock) -> None:
+    quiet = SupervisorTimeout(60)
+    clock.now += 3600  # suspended
+    assert not quiet.exceeds_limit()
+    assert quiet.seconds == LONGEST_NAP
+    told = []
+    for _ in range(100):
+        clock.now += 1
+        told.append(quiet.exceeds_limit())
+    assert told.index(True) == math.ceil(60 - LONGEST_NAP) - 1
+    assert told.count(True) == 1
+    quiet.broken()
+    assert not quiet.exceeds_limit()
+
+
+def test_progress_tells_work_from_waiting_and_phases_end(clock: Clock) -> None:
+    place = Progress()
+    assert place.report() == Report(0, Phase.START, 0.0, 0.0)
+    place.enter(Phase.COMPILE)
+    clock.now += 2
+    with place.waiting("the vote"):
+        clock.now += 3
+        assert place.report() == Report(0, Phase.COMPILE, 0.0, 0.0, "the vote")
+    place.made(7)
+    assert place.report() == Report(7, Phase.STEP, 2.0, 3.0)
+    with place.during(Phase.EVAL):
+        clock.now += 1
+        assert place.report() == Report(7, Phase.EVAL, 2.0, 3.0)  # the time of a step, at its end
+        with place.waiting("a sum"):
+            clock.now += 1
+    clock.now += 4
+    place.made(8)
+    assert place.report() == Report(8, Phase.STEP, 6.0, 3.0)  # an evaluation is no part of a step
+    assert place.reached == {Phase.COMPILE: 0.0, Phase.STEP: 5.0}

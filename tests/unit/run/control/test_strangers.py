@@ -1,0 +1,204 @@
+"""The control channel among impostors, garbage, floods and those who say nothing."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from callers import LOOPBACK, SIZE, Stranger, Supervisor
+from harness import wait_until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kempner.run.control.handshake import introduce, open_wire
+from kempner.run.control.launch_env import Launch
+from kempner.run.control.protocol import (
+    LINE_LIMIT,
+    Challenge,
+    Event,
+    Hello,
+    Phase,
+    Report,
+    Secret,
+    Stop,
+    Welcome,
+    decode_from_rank,
+    encode,
+)
+from kempner.run.record.attempts import Attempt
+from kempner.supervisor.control import server as channel_module
+from kempner.supervisor.control.events import Connected, Disconnected, Heard
+
+
+def impostors(s: Supervisor) -> dict[str, tuple[Launch, int]]:
+    """Launches and ranks that are none of this supervisor's."""
+    other = replace(s.launch(), attempt=Attempt(2, "abcd"))
+    return {
+        "it does not know the token": (s.launch(secret=Secret.new()), 0),
+        "it belongs to attempt 2": (other, 0),
+        "it calls itself rank 4 of 4": (s.launch(), SIZE),
+    }
+
+
+def test_impostors_are_refused_with_a_reason(supervisor: Supervisor) -> None:
+    for launch, rank in impostors(supervisor).values():
+        with pytest.raises(OSError, match="closed by the other side"):
+            open_wire(launch, rank)
+    stranger = Stranger(supervisor.channel.port)
+    hello = introduce(supervisor.launch(), 0, stranger.challenge())
+    stranger.say(replace(hello, version=2))
+    assert stranger.is_hung_up_on()
+    wait_until(lambda: len(supervisor.refusals()) == 4, "the reasons")
+    reasons = [*impostors(supervisor), "it speaks version 2 of the protocol, this is 1"]
+    assert supervisor.refusals() == reasons
+    assert supervisor.news.empty()
+
+
+def test_a_proof_cannot_be_used_again(supervisor: Supervisor) -> None:
+    first, second = Stranger(supervisor.channel.port), Stranger(supervisor.channel.port)
+    overheard = introduce(supervisor.launch(), 0, first.challenge())
+    first.say(overheard)
+    assert isinstance(first.hear(), Welcome)
+    second.challenge()
+    second.say(overheard)
+    assert second.is_hung_up_on()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n",
+        b"x" * 3000,
+        b"x" * 10 * LINE_LIMIT,
+        encode(Report(1, Phase.STEP, 0.0, 0.0)),
+        encode(Event(1, "ledger", {})),
+    ],
+)
+def test_strangers_are_hung_up_on(supervisor: Supervisor, content: bytes) -> None:
+    stranger = Stranger(supervisor.channel.port)
+    stranger.challenge()
+    with suppress(OSError):  # it may hang up before all is said
+        stranger.say(content)
+    assert stranger.is_hung_up_on()
+    assert supervisor.news.empty()
+
+
+@pytest.mark.parametrize(
+    "content", [b"{}\n", b"x" * (LINE_LIMIT + 1), b'{"kind":"stop","reason":"me"}\n']
+)
+def test_a_rank_that_talks_nonsense_loses_its_connection_only(
+    supervisor: Supervisor, content: bytes
+) -> None:
+    other = supervisor.link(1)
+    supervisor.expect(Connected)
+    stranger = Stranger(supervisor.channel.port)
+    stranger.say(introduce(supervisor.launch(), 0, stranger.challenge()))
+    supervisor.expect(Connected)
+    assert isinstance(stranger.hear(), Welcome)
+    stranger.say(content)
+    assert supervisor.expect(Disconnected).rank == 0
+    other.link.record("still here", {})
+    assert supervisor.expect(Heard).rank == 1
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+    supervisor = Supervisor(tmp_path_factory.mktemp("lasting"))
+    yield supervisor
+    supervisor.close()
+
+
+@given(st.lists(st.binary(max_size=200) | st.just(b"\n"), max_size=5), st.booleans())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_no_bytes_whatsoever_disturb_it(
+    lasting: Supervisor, chunks: list[bytes], abruptly: bool
+) -> None:
+    stranger = Stranger(lasting.channel.port)
+    if abruptly:  # a reset instead of an orderly end
+        stranger.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    with suppress(OSError):
+        for chunk in chunks:
+            stranger.say(chunk)
+    stranger.stream.close()
+    stranger.socket.close()
+    wire = open_wire(lasting.launch(), 0)  # an honest rank gets in
+    wire.close()
+
+
+def test_half_open_connections_do_not_keep_ranks_out(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "STRANGERS", 4)
+    idle = [Stranger(supervisor.channel.port) for _ in range(3 * SIZE)]
+    rank = supervisor.link(0)
+    assert supervisor.expect(Connected).rank == 0
+    assert idle[0].hear()
+    assert idle[0].is_hung_up_on()
+    rank.link.record("here", {})
+    supervisor.expect(Heard)
+
+
+def test_who_never_says_who_it_is_has_to_go(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "OPENING_TIME", 0.0)
+    stranger = Stranger(supervisor.channel.port)
+    stranger.challenge()
+    assert stranger.is_hung_up_on()
+    wait_until(supervisor.refusals, "the reason")
+    assert supervisor.refusals() == ["it did not say who it is"]
+
+
+def test_a_rank_that_does_not_read_is_given_up_and_the_others_hear_all(
+    supervisor: Supervisor,
+) -> None:
+    deaf = Stranger(supervisor.channel.port)
+    deaf.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    deaf.say(introduce(supervisor.launch(), 0, deaf.challenge()))
+    supervisor.expect(Connected)
+    rank = supervisor.link(1)
+    supervisor.expect(Connected)
+    long = "x" * 4000
+    told = 0
+    while supervisor.news.empty():
+        for _ in range(100):
+            supervisor.channel.tell(Stop(long, float(told)), rank=0)
+        supervisor.channel.tell(Stop("next", float(told)), rank=1)
+        assert rank.stops.get(timeout=20).seconds_left == float(told)
+        told += 1
+        assert told < 1000
+    assert supervisor.expect(Disconnected) == Disconnected(0, "it does not read what it is sent")
+
+
+def test_a_false_supervisor_is_not_obeyed(supervisor: Supervisor) -> None:
+    with socket.create_server((LOOPBACK, 0)) as trap:
+        rank = supervisor.link(0, port=trap.getsockname()[1])
+        for _ in range(2):  # and it tries again
+            victim, _ = trap.accept()
+            with victim, victim.makefile("rb") as stream:
+                victim.sendall(encode(Challenge("0" * 32)))
+                hello = decode_from_rank(stream.readline())
+                assert isinstance(hello, Hello)
+                assert supervisor.secret.token not in str(hello)
+                proof = Secret.new().proof_of_supervisor("0" * 32, hello.nonce)
+                victim.sendall(encode(Welcome(proof)) + encode(Stop("obey")))
+                assert stream.read() == b""
+    assert rank.stops.empty()
+
+
+def test_a_file_that_is_not_a_ranks_own_admits_nobody(supervisor: Supervisor) -> None:
+    path = supervisor.run.messages(3, 0)
+    other = introduce(supervisor.launch(), 2, challenge="")
+    guess = introduce(supervisor.launch(secret=Secret.new()), 0, challenge="")
+    event = Event(1, "x", {})
+    path.write_bytes(encode(other) + encode(guess) + b'{"half": \n' + encode(event))
+    honest = introduce(supervisor.launch(), 1, challenge="")
+    supervisor.run.messages(3, 1).write_bytes(encode(honest) + b'{"ha\n' + encode(event))
+    assert supervisor.expect(Connected).rank == 1
+    assert supervisor.expect(Heard) == Heard(1, event)
+    assert supervisor.news.empty()

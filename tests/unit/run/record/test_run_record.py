@@ -1,0 +1,278 @@
+"""The run's record on disk: ledger, attempts, fence, durable files."""
+
+from __future__ import annotations
+
+import ast
+import os
+import select
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kempner.run.control.launch_env import Control, Launch
+from kempner.run.control.protocol import Secret
+from kempner.run.process import logs
+from kempner.run.process.durable_io import append_line, await_entry, join_directory, replace_durable
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.record import ledger
+from kempner.run.record.attempts import Attempt, Fence, SupersededError, begin_attempt, read_current
+from kempner.run.record.jsonl import JsonlWriter
+from kempner.run.record.run_dir import RunDirectory
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+def test_ledger_reads_back_what_was_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger.Ledger(path).record("started", ranks=4)
+    ledger.Ledger(path).record("ended", code=75)
+    events = list(ledger.read_lines(path))
+    assert [(e["event"], e["schema"]) for e in events] == [("started", 1), ("ended", 1)]
+    assert events[0]["ranks"] == 4
+    assert events[1]["code"] == 75
+
+
+def test_a_line_torn_at_any_byte_costs_only_itself(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.jsonl"
+    ledger.Ledger(whole).record("first")
+    ledger.Ledger(whole).record("torn", note="ä" * 5)
+    content = whole.read_bytes()
+    first_line = content.index(b"\n") + 1
+    for cut in range(first_line, len(content)):
+        path = tmp_path / f"{cut}.jsonl"
+        path.write_bytes(content[:cut])
+        ledger.Ledger(path).record("next")
+        names = [e["event"] for e in ledger.read_lines(path)]
+        assert names in (["first", "next"], ["first", "torn", "next"])
+        assert "torn" not in names or cut == len(content) - 1
+
+
+def test_ledger_of_a_run_that_never_was_is_empty(tmp_path: Path) -> None:
+    assert list(ledger.read_lines(tmp_path / "nothing.jsonl")) == []
+
+
+def test_a_journal_that_cannot_be_written_is_said_once_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.configure()
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    journal = JsonlWriter(path)
+    for step in range(3):
+        journal.append({"step": step})
+    assert capsys.readouterr().err.count("cannot be written to") == 1
+    path.unlink()
+    journal.append({"step": 3})
+    journal.append({"step": 4})
+    assert [line["step"] for line in ledger.read_lines(path)] == [3, 4]
+    said = capsys.readouterr().err
+    assert said.count("can be written to again") == 1
+    assert "missed 3" in said
+
+
+def test_a_line_cut_short_by_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        append_line(Path("/dev/full"), "x")
+
+
+def test_attempts_are_numbered_and_the_last_is_current(record: RunDirectory) -> None:
+    numbers = [begin_attempt(record).number for _ in range(3)]
+    assert numbers == [1, 2, 3]
+    current = read_current(record.attempts)
+    assert current is not None
+    assert current.number == 3
+    assert record.attempt(2).is_dir()
+
+
+def test_attempts_begun_at_once_have_different_numbers(record: RunDirectory) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        attempts = list(pool.map(lambda _: begin_attempt(record), range(16)))
+    assert sorted(a.number for a in attempts) == list(range(1, 17))
+    assert read_current(record.attempts) in attempts
+
+
+def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file/run cannot be written .*; set run"):
+        begin_attempt(RunDirectory(tmp_path / "file" / "run"))
+
+
+def test_a_new_attempt_fences_the_old_one(record: RunDirectory) -> None:
+    old = Fence(record.attempts, begin_attempt(record))
+    old.check()
+    new = Fence(record.attempts, begin_attempt(record))
+    new.check()
+    with pytest.raises(SupersededError, match=r"attempt 1 commits nothing more: .*names attempt 2"):
+        old.check()
+
+
+def test_same_number_with_another_nonce_is_another_attempt(record: RunDirectory) -> None:
+    attempt = begin_attempt(record)
+    with pytest.raises(SupersededError):
+        Fence(record.attempts, Attempt(attempt.number, "00000000")).check()
+
+
+def test_replace_leaves_the_old_content_until_the_new_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    replace_durable(path, b"old", unique="1")
+    (tmp_path / ".file.2").write_bytes(b"left by a killed writer")
+    replace_durable(path, b"new", unique="2")
+    assert path.read_bytes() == b"new"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_another_host_made_is_waited_for(tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    pauses: list[float] = []
+
+    def until_made(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            late.mkdir()
+
+    assert await_entry(late, 60, pause=until_made)
+    assert len(pauses) == 3
+    assert not await_entry(tmp_path / "never", 0.0, pause=pauses.append)
+
+
+def test_a_directory_that_exists_before_it_is_seen_is_joined(tmp_path: Path) -> None:
+    """A dangling link is like an entry that a network file system has but does not show yet."""
+    entry, target = tmp_path / "entry", tmp_path / "target"
+    entry.symlink_to(target)
+    with pytest.raises(FileExistsError):
+        entry.mkdir(exist_ok=True)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(join_directory, entry)
+        target.mkdir()
+        joining.result(30)
+    assert entry.is_dir()
+    join_directory(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder").is_dir()
+
+
+def test_launch_survives_the_environment() -> None:
+    control = Control("10.0.0.7", 20_000, Secret.new())
+    launch = Launch(Attempt(7, "abcd"), control, parent=12)
+    assert Launch.from_environment(launch.environment()) == launch
+    assert Launch.from_environment({"PATH": "/bin"}) is None
+
+
+_COUNT_SIGNALS = """
+import os, queue, signal, sys
+from kempner.run.process.signals import inbox
+inbox().install(); inbox().install()
+print("ready", flush=True)
+sys.stdin.readline()
+come = queue.SimpleQueue()
+inbox().react_with(come.put)
+for _ in range(int(sys.argv[1])): come.get(timeout=30)
+print([r.signal.name for r in inbox().received], flush=True)
+"""
+
+
+def _listen(expected: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _COUNT_SIGNALS, str(expected)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_every_stop_signal_is_kept_while_the_main_thread_is_busy() -> None:
+    process = _listen(5)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    for name in names:
+        process.send_signal(signal.Signals[name])
+    out, _ = process.communicate("go\n", timeout=30)
+    assert sorted(ast.literal_eval(out)) == sorted(names)
+
+
+def test_a_signal_blocked_by_the_launcher_is_delivered_on_install() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        process = _listen(1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    process.send_signal(signal.SIGTERM)  # its interpreter has hardly started
+    out, _ = process.communicate("go\n", timeout=30)
+    assert out == "ready\n['SIGTERM']\n"
+
+
+_LEAVE = """
+import ctypes, sys, time
+from kempner.training.rank_link.shutdown import ShutdownHandler
+handler = ShutdownHandler(); handler.install()
+if sys.argv[1] == "peers": handler.join_group()
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+until = (ctypes.c_int64 * 2)(int(time.time()) + int(sys.argv[2]), 0)
+libc.pthread_mutex_lock(mutex)
+print("ready", flush=True)
+libc.pthread_mutex_timedlock(mutex, until)  # native code that no signal interrupts
+print("left with", handler.should_shutdown(), handler.reason().name, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "seconds", "status", "words"),
+    [("alone", 60, 75, ""), ("peers", 3, 0, "left with True SIGNAL")],
+)
+def test_a_lone_rank_leaves_even_from_native_code_and_one_with_peers_waits(
+    place: str, seconds: int, status: int, words: str
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _LEAVE, place, str(seconds)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=25)
+    assert process.returncode == status
+    assert words in out
+
+
+_CHILD = """
+import os, sys
+import signal
+from kempner.run.process.signals import follow_parent
+from kempner.training.rank_link.shutdown import ShutdownHandler
+ShutdownHandler().install()
+follow_parent(int(sys.argv[1]), signal.SIGTERM)
+print(os.getpid(), flush=True)
+sys.stdin.read()
+os.pause() if hasattr(os, "pause") else __import__("signal").pause()
+"""
+
+
+def test_a_rank_is_told_when_its_supervisor_is_killed(tmp_path: Path) -> None:
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, sys, os, signal;"
+            "child = subprocess.Popen([sys.executable, '-c', sys.argv[1], str(os.getpid())]);"
+            "signal.pause()",
+            _CHILD,
+        ],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    watch = os.pidfd_open(child)
+    parent.kill()
+    parent.wait()
+
+    assert select.select([watch], [], [], 20)[0], "the rank outlived its supervisor"

@@ -1,0 +1,86 @@
+"""What `kempner supervise` makes of its arguments: a configuration, or a command after `--`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kempner.cli import supervise
+from kempner.cli.app import app
+from kempner.cli.supervise import _load
+from kempner.config.errors import ConfigError
+from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.supervisor.launchers.base import Program
+
+SCRIPT = ("python", "-u", "work/my_train.py", "--lr", "3")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "command", "task", "name"),
+    [
+        ([], SCRIPT, "", "my_train"),
+        (["--run.name=mine"], SCRIPT, "", "mine"),
+        (["--run.name=mine"], SCRIPT, "4", "mine-4"),
+        (["--supervise.lease=9"], SCRIPT, "4", "my_train-4"),
+        (["--run.name=mine"], ("torchrun", "-m", "package"), "", "mine"),
+    ],
+)
+def test_a_run_is_named_by_hand_or_after_its_script(
+    overrides: list[str],
+    command: tuple[str, ...],
+    task: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
+    config, words = _load(None, overrides, command)
+    assert config.run.name == name
+    assert words[-len(command) - 1 :] == ["--", *command]
+
+
+def test_the_element_of_an_array_keeps_a_name_given_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny.toml").write_text("")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "4")
+    config, words = _load(str(tmp_path / "tiny.toml"), ["--run.name=mine", "--train.seed=3"], ())
+    assert (config.run.name, config.train.seed) == ("mine-4", 3)
+    assert words == [str(tmp_path / "tiny.toml"), "--train.seed=3", "--run.name=mine-4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "command", "error", "said"),
+    [
+        ([], ("torchrun", "-m", "package"), UsageError, "give the run a name: kempner supervise"),
+        ([], (), UsageError, "name a configuration, or a command after `--`"),
+        (["--run.nmae=x"], SCRIPT, ConfigError, "run.name"),
+        (["--supervise.lease=0"], SCRIPT, ConfigError, "--supervise.lease=0"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    overrides: list[str], command: tuple[str, ...], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said.replace("`", ".")):
+        _load(None, overrides, command)
+
+
+def test_what_follows_the_dashes_is_nobodys_option(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[Program] = []
+
+    def follow(run: object, launcher: object, program: Program, *_: object) -> ExitCode:
+        started.append(program)
+        return ExitCode.COMPLETED
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervise, "follow", follow)
+    monkeypatch.setattr(supervise, "inbox", lambda: type("Deaf", (), {"install": lambda _: None})())
+    own = ["python", "my.py", "--nproc", "7", "--", "--train.seed=3", "--help"]
+    given = ["supervise", "--run.name=x", "--nproc", "2", "--", *own]
+    assert app(args=given, prog_name="kempner", standalone_mode=False) == 0
+    assert started == [
+        Program((sys.executable, "-m", "kempner.supervisor.launchers.exec_rank", *own), ours=False)
+    ]

@@ -1,0 +1,106 @@
+"""A hang is told from a slow step, and the rank that is behind is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from kempner.config.resilience import HangTimeouts, ResilienceSection
+from kempner.run.control.protocol import Phase, Report
+from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.monitors.hang_detector import HangDetector
+from kempner.supervisor.monitors.phase_durations import DurationStats, PhaseDurations
+
+SECTION = ResilienceSection(
+    hang_factor=10.0,
+    hang_timeout_min=60.0,
+    hang_timeout_max=600.0,
+    hang_timeout_max_of=HangTimeouts(load=900.0),
+)
+
+
+def seen(
+    *steps: int, phase: Phase = Phase.STEP, at: float = 0.0, waiting: str = ""
+) -> dict[int, LastReport]:
+    return {r: LastReport(Report(s, phase, 0.0, 0.0, waiting), at) for r, s in enumerate(steps)}
+
+
+def usually(**seconds: float) -> dict[Phase, DurationStats]:
+    """Habits whose 95th percentiles are these."""
+    return {Phase(phase): DurationStats(long / 2, long / 2, 20) for phase, long in seconds.items()}
+
+
+@pytest.mark.parametrize(
+    ("phase", "usual", "patience"),
+    [
+        (Phase.STEP, usually(step=1), 60.0),
+        (Phase.STEP, usually(step=20), 200.0),
+        (Phase.STEP, usually(step=100), 600.0),
+        (Phase.STEP, {}, 600.0),
+        (Phase.EVAL, usually(step=1), 600.0),
+        (Phase.EVAL, usually(step=1, eval=30), 300.0),
+        (Phase.SAVE, usually(save=0.1), 60.0),
+        (Phase.LOAD, {}, 900.0),
+        (Phase.LOAD, usually(load=80), 800.0),
+        (Phase.LOAD, usually(load=100), 900.0),
+    ],
+)
+def test_patience_is_learned_from_the_run(
+    phase: Phase, usual: PhaseDurations, patience: float
+) -> None:
+    watch, places = HangDetector(SECTION, 0.0), seen(3, 3, phase=phase)
+    assert watch.see(places, 1.0, 1.0, usual) is None
+    assert watch.patience(usual) == (patience, phase)
+    assert watch.see(places, patience, patience, usual) is None
+    hang = watch.see(places, patience + 1.5, patience + 1.5, usual)
+    assert hang is not None
+    assert f"where {patience:.0f} s are plenty" in hang.sentence
+    assert (hang.phase, hang.still) == (phase, patience + 0.5)
+
+
+def test_of_several_phases_the_one_that_may_take_longest_counts() -> None:
+    watch, usual = HangDetector(SECTION, 0.0), usually(step=1, eval=30, save=20)
+    places = seen(3, phase=Phase.STEP) | {1: seen(3, phase=Phase.EVAL)[0]}
+    watch.see(places | {2: seen(3, phase=Phase.SAVE)[0]}, 1.0, 1.0, usual)
+    assert watch.patience(usual) == (300.0, Phase.EVAL)
+
+
+def test_ranks_that_never_report_are_a_hang_in_the_end() -> None:
+    watch = HangDetector(SECTION, 0.0)
+    assert watch.see({}, 600.0, 600.0, {}) is None
+    hang = watch.see({}, 601.0, 601.0, {})
+    assert hang is not None
+    assert (hang.laggard, "none has reported" in hang.sentence) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("places", "laggard"),
+    [
+        (seen(7, 6, 7, at=100.0), 1),
+        (seen(7, 7, 7, at=100.0), None),
+        (seen(6, 6, 7, at=100.0), None),
+        (seen(7, 7, at=100.0) | {2: LastReport(Report(7, Phase.STEP, 0.0, 0.0), 10.0)}, 2),
+        (seen(7, 6, at=100.0) | {2: LastReport(Report(7, Phase.STEP, 0.0, 0.0), 10.0)}, 2),
+        # All are in the same step, and all but one wait in a collective.
+        (seen(7, 7, 7, at=100.0, waiting="sum") | {1: seen(7, at=100.0)[0]}, 1),
+        (seen(7, 7, 7, at=100.0, waiting="sum"), None),
+        # One is still in a save, an evaluation, a phase of the start.
+        (seen(7, 7, at=100.0, waiting="sum") | {2: seen(7, phase=Phase.SAVE, at=100.0)[0]}, 2),
+        (seen(7, 7, at=100.0) | {2: seen(7, phase=Phase.EVAL, at=100.0)[0]}, 2),
+        (
+            seen(0, 0, phase=Phase.RENDEZVOUS, at=100.0)
+            | {2: seen(0, phase=Phase.START, at=100.0)[0]},
+            2,
+        ),
+    ],
+)
+def test_the_rank_behind_all_others_is_named(
+    places: dict[int, LastReport], laggard: int | None
+) -> None:
+    watch, usual = (
+        HangDetector(SECTION, 0.0),
+        usually(step=1, save=1, eval=1, start=1, rendezvous=1),
+    )
+    assert watch.see(places, 0.0, 100.0, usual) is None
+    hang = watch.see(places, 61.0, 101.0, usual)
+    assert hang is not None
+    assert hang.laggard == laggard

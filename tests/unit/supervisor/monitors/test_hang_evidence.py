@@ -1,0 +1,130 @@
+"""What is taken as evidence of a hang, and what it is taken for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from harness import wait_until
+
+from kempner.cluster.network.tcp_stalls import stalled_connections, unanswered_calls
+from kempner.run.control.protocol import Phase, Report
+from kempner.supervisor.control.events import Connected, LastReport
+from kempner.supervisor.monitors.hang_detector import Hang
+from kempner.supervisor.monitors.hang_evidence import (
+    by_what_they_wait_for,
+    cut_off_from_others,
+    worth_a_look,
+)
+from kempner.supervisor.monitors.process_probe import of_process, of_processes
+
+HERE = platform.node()
+
+
+def seen(at: float, waiting: str = "") -> LastReport:
+    return LastReport(Report(7, Phase.STEP, 0.0, 0.0, waiting), at)
+
+
+def test_a_stopped_process_is_seen_from_outside() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        os.kill(child.pid, signal.SIGSTOP)
+        wait_until(lambda: "State: T (stopped)" in of_process(child.pid), "it is stopped")
+        (here,) = of_processes({HERE: [child.pid], "elsewhere": [1]}, job=None)
+        assert "State: T (stopped)" in here
+        probe = [sys.executable, "-m", "kempner.supervisor.monitors.process_probe"]
+        assert "T (stopped)" in subprocess.check_output([*probe, str(child.pid)], text=True)
+    finally:
+        child.kill()
+        child.communicate()
+    assert "cannot be looked at" in of_process(child.pid)
+
+
+def test_whom_to_look_at() -> None:
+    joined = {0: Connected(0, HERE, 10), 1: Connected(1, "b", 11), 2: Connected(2, "b", 12)}
+    joined |= {3: Connected(3, "c", 13), 4: Connected(4, "d", 14)}
+    last_reports = {0: seen(99.0), 1: seen(99.0), 2: seen(80.0), 3: seen(99.0)}
+    found = worth_a_look(Hang("", 3, Phase.STEP, 60.0), last_reports, joined, clock=100.0)
+    assert found == {HERE: [10], "b": [12], "c": [13], "d": [14]}
+    found = worth_a_look(Hang("", None, Phase.STEP, 60.0), last_reports, joined, clock=100.0)
+    assert found == {HERE: [10], "b": [11, 12], "c": [13], "d": [14]}
+
+
+def test_who_waits_for_what() -> None:
+    told = by_what_they_wait_for({1: seen(0, "the vote"), 0: seen(0, "the vote"), 2: seen(0)})
+    assert told == {"the vote": [0, 1], "nothing": [2]}
+
+
+A, B, C = "10.10.0.11", "10.10.0.12", "10.10.0.13"
+
+
+@pytest.mark.parametrize(
+    ("stalled", "cut_off"),
+    [
+        ({}, None),
+        ({0: [(A, B)]}, None),  # of two ends, either may be the one
+        ({0: [(A, B)], 1: [(B, A)]}, None),
+        ({0: [(A, B)], 1: [(B, C), (B, A)], 2: [(C, B)]}, 1),
+        ({0: [(A, B)], 1: [(B, C)]}, 1),
+        ({1: [(B, C), (B, A)]}, 1),
+        ({0: [(A, B), (A, C)], 1: [(B, C)]}, None),  # everything is broken
+        ({3: [(A, B)], 1: [(B, C)], 2: [(B, C)]}, 1),  # ranks of one node see the same
+    ],
+)
+def test_the_node_that_every_stalled_connection_has_in_common(
+    stalled: dict[int, list[tuple[str, str]]], cut_off: int | None
+) -> None:
+    assert cut_off_from_others(stalled) == cut_off
+
+
+TABLE = """\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0B000A0A:A1B3 0C000A0A:C350 01 00000010:00000000 01:00000014 00000004     0        0 1 1
+   1: 0B000A0A:A1B4 0D000A0A:C350 01 00000010:00000000 01:00000014 00000001     0        0 1 1
+   2: 0100007F:A1B5 0100007F:C350 01 00000000:00000000 00:00000000 00000000     0        0 1 1
+"""
+TABLE_6 = """\
+  sl  local_address                         remote_address                        st ...
+   0: 0000000000000000FFFF00000B000A0A:1 0000000000000000FFFF00000C000A0A:2 01 0:0 1:1 00000002 0
+"""
+
+
+def test_connections_that_deliver_nothing(tmp_path: Path) -> None:
+    (tmp_path / "tcp").write_text(TABLE)
+    (tmp_path / "tcp6").write_text(TABLE_6)
+    found = stalled_connections((tmp_path / "tcp", tmp_path / "tcp6"))
+    assert found == [("10.10.0.11", "10.10.0.12")] * 2
+    assert all("." in near or ":" in near for near, _ in stalled_connections())  # this machine's
+
+
+def test_a_host_that_answers_is_told_from_one_that_does_not() -> None:
+    """Of real connections: to a listener, to one that is gone, and to one that takes no calls."""
+    near, far = "127.0.0.1", {"127.0.0.2": 9, "127.0.0.3": 9, "127.0.0.4": 1}
+    with ExitStack() as stack:
+        listeners = [
+            stack.enter_context(socket.create_server((host, 0), backlog=room))
+            for host, room in far.items()
+        ]
+        for listener in listeners:
+            call(stack, near, listener.getsockname())
+        accepted = stack.enter_context(listeners[1].accept()[0])
+        listeners[1].close()  # refuses from now on, but answers
+        assert unanswered_calls(patience=5.0) == []
+        call(stack, near, listeners[2].getsockname(), wait=False)  # no more room: it is dropped
+        assert accepted.getpeername()[0] == near
+        assert unanswered_calls(patience=0.5) == [(near, "127.0.0.4")]
+
+
+def call(stack: ExitStack, near: str, far: tuple[str, int], wait: bool = True) -> None:
+    caller = stack.enter_context(socket.socket())
+    caller.bind((near, 0))
+    caller.setblocking(wait)
+    assert caller.connect_ex(far) in (0, errno.EINPROGRESS)

@@ -1,0 +1,63 @@
+"""How fast the run steps, as seen from its reports."""
+
+from __future__ import annotations
+
+import pytest
+
+from kempner.run.control.protocol import Phase, Report
+from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.monitors.phase_stats import REMEMBERED, PhaseStats
+
+
+def seen(*reports: tuple[float, int, Phase]) -> PhaseStats:
+    """What becomes of the reports of one rank: when, how far, doing what."""
+    phase_stats = PhaseStats()
+    for at, step, phase in reports:
+        phase_stats.see({0: LastReport(Report(step, phase, 0.0, 0.0), at)}, at)
+    return phase_stats
+
+
+STEP, EVAL, SAVE, LOAD = Phase.STEP, Phase.EVAL, Phase.SAVE, Phase.LOAD
+COMPILE = Phase.COMPILE
+
+
+@pytest.mark.parametrize(
+    ("reports", "longest"),
+    [
+        ([], None),
+        ([(0, 0, LOAD), (5, 0, LOAD)], None),
+        ([(0, 7, STEP)], None),
+        ([(0, 7, STEP), (3, 7, STEP)], None),
+        ([(0, 7, STEP), (3, 8, STEP)], 3.0),
+        ([(0, 7, STEP), (3, 7, STEP), (4, 8, STEP)], 4.0),
+        ([(0, 0, STEP), (1, 10, STEP)], 0.1),
+        ([(0, 1, STEP), (2, 2, STEP), (3, 3, STEP), (7, 4, STEP)], 4.0),
+        ([(0, 1, STEP), (2, 2, STEP), (50, 2, EVAL), (51, 2, STEP), (53, 3, STEP)], 2.0),
+        ([(0, 1, STEP), (2, 2, STEP), (90, 3, SAVE), (91, 3, STEP), (93, 4, STEP)], 2.0),
+        ([(0, 7, COMPILE), (6, 19, STEP)], 0.5),  # at most
+        ([(0, 0, LOAD), (6, 19, STEP)], None),  # it may have gone on from step 18
+        ([(0, 9, STEP), (1, 10, STEP), (60, 5, STEP), (61, 6, STEP)], 1.0),  # rolled back
+    ],
+)
+def test_the_longest_step(reports: list[tuple[float, int, Phase]], longest: float | None) -> None:
+    assert seen(*reports).quantile(1.0) == longest
+
+
+def test_the_rank_that_is_ahead_counts() -> None:
+    phase_stats = PhaseStats()
+    for at, steps in enumerate([(5, 4), (5, 5), (6, 5)]):
+        phase_stats.see(
+            {r: LastReport(Report(s, STEP, 0.0, 0.0), 0.0) for r, s in enumerate(steps)}, at
+        )
+    assert phase_stats.quantile(1.0) == 2.0
+    phase_stats.see({}, 9.0)
+    assert phase_stats.quantile(1.0) == 2.0
+
+
+def test_a_quantile_is_one_of_the_last_steps() -> None:
+    slow_then_fast = [(0.0, 0, STEP), (50.0, 1, STEP)]
+    slow_then_fast += [(50.0 + n, 1 + n, STEP) for n in range(1, REMEMBERED)]
+    assert seen(*slow_then_fast).quantile(1.0) == 50.0
+    assert seen(*slow_then_fast).quantile(0.95) == 1.0
+    one_more = (50.0 + REMEMBERED, 1 + REMEMBERED, STEP)
+    assert seen(*slow_then_fast, one_more).quantile(1.0) == 1.0

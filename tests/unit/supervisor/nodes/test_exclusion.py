@@ -1,0 +1,91 @@
+"""Which nodes the ledger accuses, as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kempner.supervisor.nodes.exclusion import speaks_of_the_machine, suspects
+
+NOW, DAY = 1_000_000.0, 86_400.0
+
+
+def failed(attempt: int, node: str | None, raised: str = "", ago: float = 60.0) -> dict[str, Any]:
+    event = {"event": "attempt_failed", "attempt": attempt, "node": node, "raised": raised}
+    return {**event, "time": NOW - ago}
+
+
+def named(node: str, reason: str, ago: float = 60.0) -> dict[str, Any]:
+    return {"event": "suspect", "node": node, "reason": reason, "time": NOW - ago}
+
+
+ECC = "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
+
+
+@pytest.mark.parametrize(
+    ("events", "accused"),
+    [
+        ([], {}),
+        ([named("node2", "computes wrong")], {"node2": "computes wrong"}),
+        ([named("node2", "computes wrong", ago=DAY + 1)], {}),
+        ([named("node2", "one"), named("node2", "two")], {"node2": "two"}),
+        ([named("node2", "one"), named("node3", "two")], {"node2": "one", "node3": "two"}),
+        ([failed(1, "node2", ECC)], {"node2": ECC}),
+        ([failed(1, "node2", "ValueError: no")], {}),
+        (
+            [failed(1, "node2"), failed(2, "node2")],
+            {"node2": "its ranks failed first in attempts 1 and 2"},
+        ),
+        ([failed(1, "node2"), failed(2, "node3")], {}),
+        ([failed(1, "node2"), failed(2, "node3"), failed(3, "node2")], {}),
+        ([failed(1, "node2"), failed(3, "node2")], {}),
+        ([failed(1, "node2", ago=DAY + 1), failed(2, "node2")], {}),
+        ([failed(1, None), failed(2, None)], {}),
+        ([failed(1, None, ECC)], {}),
+        (
+            [failed(1, "node2"), {"event": "saved", "time": NOW}, failed(2, "node2")],
+            {"node2": "its ranks failed first in attempts 1 and 2"},
+        ),
+    ],
+)
+def test_what_the_ledger_says_against_a_node(
+    events: list[dict[str, Any]], accused: dict[str, str]
+) -> None:
+    found = suspects(events, NOW, DAY)
+    assert {node: suspect.reason for node, suspect in found.items()} == accused
+
+
+def test_what_may_be_chance_is_no_proof() -> None:
+    twice = [failed(1, "node2"), failed(2, "node2")]
+    for events, proven in (
+        (twice, False),
+        ([failed(1, "node2", ECC)], True),
+        ([named("node2", "computes wrong"), *twice], True),
+        ([*twice, named("node2", "computes wrong")], True),
+    ):
+        assert suspects(events, NOW, DAY)["node2"].proven is proven
+
+
+def test_a_ledger_of_an_earlier_version_names_no_node() -> None:
+    old = {"event": "attempt_failed", "attempt": 1, "raised": "", "time": NOW}
+    assert suspects([old, {**old, "attempt": 2}], NOW, DAY) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "machine"),
+    [
+        (ECC, True),
+        ("RuntimeError: CUDA error: unspecified launch failure", True),
+        ("RuntimeError: CUDA error: an unknown error", True),
+        ("RuntimeError: CUDA error: device-side assert triggered", False),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", False),
+        ("RuntimeError: CUDA error: invalid argument", False),
+        ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", True),
+        ("ValueError: the index is out of range", False),
+        ("KeyError: 'decc'", False),
+    ],
+)
+def test_a_broken_gpu_is_told_from_a_broken_program(words: str, machine: bool) -> None:
+    assert speaks_of_the_machine(words) is machine

@@ -1,0 +1,102 @@
+"""Who is unfit, by what all have told: tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from kempner.cluster.network.interfaces import Interface
+from kempner.supervisor.nodes.health_check import (
+    OPEN_FILES,
+    ROOM,
+    SKEW,
+    Diagnosis,
+    ailments,
+    diagnose,
+)
+from kempner.supervisor.nodes.probe import ProbeResult
+
+DURING = (1000.0, 1002.0)
+GIB = 2**30
+IB0 = Interface("ib0", 32, True, "10.10.0.11/24")
+EM4 = Interface("em4", 1, True, "10.20.0.11/24")
+NODES = ["node1", "node2", "node3"]
+NEEDED = OPEN_FILES[0] + OPEN_FILES[1] * 64
+
+
+def vitals(node: str = "node1", **changes: Any) -> ProbeResult:
+    well: dict[str, Any] = {
+        "node": node,
+        "time": 1001.0,
+        "memory_free": 100 * GIB,
+        "memory_total": 128 * GIB,
+        "disk_free": {"/tmp": GIB, "/dev/shm": GIB},
+        "open_files": None,
+        "interface": IB0,
+        "troubles": {},
+    }
+    return ProbeResult(**{**well, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "about", "words"),
+    [
+        ({}, None, ""),
+        ({"memory_free": GIB}, "memory", "1024 MiB of its 131072 MiB memory are free"),
+        ({"disk_free": {"/tmp": ROOM}}, None, ""),
+        ({"disk_free": {"/tmp": ROOM - 1}}, "/tmp", "/tmp has 31 MiB left"),
+        ({"disk_free": {"/dev/shm": 0}}, "/dev/shm", "/dev/shm has 0 MiB left"),
+        ({"open_files": NEEDED}, None, ""),
+        ({"open_files": NEEDED - 1}, "open files", f"a rank of 64 needs {NEEDED}"),
+        ({"time": DURING[0] - SKEW}, None, ""),
+        ({"time": DURING[0] - SKEW - 1}, "clock", "its clock is 61 s behind"),
+        ({"time": DURING[1] + SKEW}, None, ""),
+        ({"time": DURING[1] + 3600}, "clock", "its clock is 3600 s ahead"),
+        ({"troubles": {"interface": "ib0 is down"}}, "interface", "ib0 is down"),
+    ],
+)
+def test_what_is_wrong_with_a_node(changes: dict[str, Any], about: str | None, words: str) -> None:
+    found = ailments(vitals(**changes), DURING, ranks=64)
+    assert list(found) == ([] if about is None else [about])
+    assert words in "".join(found.values())
+
+
+def examined(*told: ProbeResult, unseen: Mapping[str, str] | None = None) -> Diagnosis:
+    return diagnose(NODES, told, unseen or {}, DURING, 64)
+
+
+def test_nodes_that_are_well() -> None:
+    assert examined(*map(vitals, NODES)) == Diagnosis({})
+
+
+def test_each_unfit_node_has_all_of_its_reasons() -> None:
+    sick = vitals("node2", memory_free=0, time=0.0)
+    unseen = {"node3": "what it writes is not seen"}
+    found = examined(vitals("node1"), sick, vitals("node3"), unseen=unseen).unfit
+    assert set(found) == {"node2", "node3"}
+    assert "0 MiB of its" in found["node2"]
+    assert "its clock is 1000 s behind" in found["node2"]
+    assert found["node3"] == "what it writes is not seen"
+
+
+def test_a_node_that_does_not_answer_is_unfit() -> None:
+    assert examined(vitals("node1"), vitals("node3")).unfit == {"node2": "it does not answer"}
+
+
+def test_what_all_nodes_have_is_no_reason_to_leave_one_out() -> None:
+    full = {"/tmp": 0}
+    found = examined(*(vitals(node, disk_free=full) for node in NODES))
+    assert found == Diagnosis({}, ("/tmp has 0 MiB left",))
+
+
+def test_a_check_that_runs_nowhere_says_nothing_about_a_node() -> None:
+    assert examined() == Diagnosis({}, ("the health check did not run on any node",))
+
+
+def test_the_node_on_another_network_than_the_others_is_the_odd_one() -> None:
+    odd = vitals("node2", interface=EM4)
+    found = examined(vitals("node1"), odd, vitals("node3"))
+    assert found.unfit == {"node2": "it has no interface to the network of the others"}
+    assert examined(*(vitals(node, interface=EM4) for node in NODES)) == Diagnosis({})

@@ -1,0 +1,69 @@
+"""Which nodes are blamed for a failure, so that the job goes on without them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kempner.config.sections import Config
+from kempner.run.control.protocol import SUSPECT
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.record.ledger import Ledger
+from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.preflight import nodes_to_exclude
+
+
+@dataclass
+class Nodes:
+    """A launcher, as far as it is asked. It can do without all that are not `used`."""
+
+    nodes: Sequence[str]
+    used: Sequence[str]
+
+    def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
+        return [node for node in self.used if node in suspects]
+
+
+BROKEN = {"event": SUSPECT, "node": "node2", "reason": "computes wrong"}
+ALSO = {"event": SUSPECT, "node": "node3", "reason": "clock is off"}
+FIRST = {"event": "attempt_failed", "node": "node2", "raised": ""}
+HABIT = "its ranks failed first in attempts 1 and 2"
+BOTH, ONE = ("node1", "node2"), ("node2",)
+
+
+@pytest.mark.parametrize(
+    ("events", "nodes", "used", "code", "last", "found"),
+    [
+        ([], BOTH, BOTH, ExitCode.CRASHED, True, {}),
+        ([BROKEN], BOTH, BOTH, ExitCode.CRASHED, False, {"node2": "computes wrong"}),
+        ([BROKEN], ONE, ONE, ExitCode.HUNG, False, {"node2": "computes wrong"}),
+        ([BROKEN], BOTH, ["node1"], ExitCode.CRASHED, False, {}),  # a spare one replaces it
+        ([ALSO], [*BOTH, "node3"], [*BOTH, "node3"], ExitCode.CRASHED, True, {}),  # it was another
+        ([FIRST, FIRST], BOTH, BOTH, ExitCode.CRASHED, False, {}),
+        ([FIRST, FIRST], BOTH, BOTH, ExitCode.CRASHED, True, {"node2": HABIT}),
+        ([FIRST, FIRST], ONE, ONE, ExitCode.CRASHED, True, {}),
+        ([FIRST, FIRST], BOTH, BOTH, ExitCode.CHECKPOINT_FAILED, True, {}),
+        ([ALSO], [*BOTH, "node3"], [*BOTH, "node3"], ExitCode.CHECKPOINT_FAILED, False,
+         {"node3": "clock is off"}),
+    ],
+)  # fmt: skip
+def test_who_is_blamed_for_a_failure_on_node2(
+    tmp_path: Path,
+    events: list[dict[str, Any]],
+    nodes: Sequence[str],
+    used: Sequence[str],
+    code: ExitCode,
+    last: bool,
+    found: dict[str, str],
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    for attempt, event in enumerate(events, 1):
+        fields = {name: value for name, value in event.items() if name != "event"}
+        Ledger(run.ledger).record(event["event"], attempt=attempt, **fields)
+    launcher: Any = Nodes(nodes, used)
+    assert nodes_to_exclude(launcher, "node2", run, Config(), code, last) == found

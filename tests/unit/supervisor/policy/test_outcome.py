@@ -1,0 +1,97 @@
+"""What the end of an attempt means, as a table."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.signals import Received
+from kempner.supervisor.daemon import insists
+from kempner.supervisor.policy.outcome import RankExit, decide_outcome, failed
+
+KILL, TERM, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
+
+
+def ends(*statuses: int | None, ours: tuple[int, ...] = ()) -> list[RankExit]:
+    return [RankExit(r, status, r in ours) for r, status in enumerate(statuses)]
+
+
+@pytest.mark.parametrize(
+    ("exits", "stop", "code", "words"),
+    [
+        (ends(0), False, ExitCode.COMPLETED, "completed"),
+        (ends(0, 0), True, ExitCode.COMPLETED, "completed"),
+        (ends(75, 75), True, ExitCode.STOPPED, "start again"),
+        (ends(75, 75), False, ExitCode.STOPPED, "start again"),
+        (ends(75, 76), True, ExitCode.STOPPED, "start again"),
+        (ends(TERM, 75), True, ExitCode.STOPPED, "start again"),
+        (ends(TERM, 76), False, ExitCode.CRASHED, "rank 0 was killed by SIGTERM"),
+        (ends(1, 76), False, ExitCode.CRASHED, "rank 0 ended with exit code 1 (crashed)"),
+        (ends(76, 1), False, ExitCode.CRASHED, "rank 1 ended with exit code 1 (crashed)"),
+        (ends(76, KILL), False, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
+        (ends(KILL, SEGV, ours=(0,)), False, ExitCode.CRASHED, "rank 1 was killed by SIGSEGV"),
+        (ends(75, 74), True, ExitCode.CHECKPOINT_FAILED, "rank 1 ended with exit code 74"),
+        (ends(65, 65), False, ExitCode.BAD_DATA, "rank 0 ended with exit code 65 (bad_data)"),
+        (ends(2, 76), False, ExitCode.USAGE, "rank 0"),
+        (ends(78, 78), False, ExitCode.DIVERGED, "rank 0"),
+        (ends(99, 76), False, ExitCode.CRASHED, "rank 0 ended with exit code 99"),
+        (ends(76, 76), False, ExitCode.PEERS_LOST, "lost each other"),
+        (ends(KILL, 75, ours=(0,)), True, ExitCode.STOPPED, "start again"),
+        (ends(0, 1), False, ExitCode.CRASHED, "rank 1"),
+        (ends(None, 76), False, ExitCode.CRASHED, "rank 0 is gone without a word"),
+        (ends(None, 75), True, ExitCode.STOPPED, "rank 0 is gone without a word while it stopped"),
+        (ends(76, KILL), True, ExitCode.STOPPED, "rank 1 was killed by SIGKILL while it stopped"),
+        (ends(76, SEGV), True, ExitCode.CRASHED, "rank 1 was killed by SIGSEGV"),
+        (ends(1, 76), True, ExitCode.CRASHED, "rank 0 ended with exit code 1 (crashed)"),
+        (ends(None, KILL, ours=(0,)), False, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_outcome(exits: list[RankExit], stop: bool, code: ExitCode, words: str) -> None:
+    decision = decide_outcome(exits, stop_requested=stop)
+    assert decision.code is code
+    assert words in decision.reason
+
+
+def test_the_last_words_of_the_first_to_fail_are_repeated() -> None:
+    exits = [
+        RankExit(3, 76, sentence="rank 1 is lost"),
+        RankExit(1, 65, sentence="no checkpoint verifies\nand more"),
+        RankExit(0, 1, sentence="KeyError: 0"),
+    ]
+    decision = decide_outcome(exits, stop_requested=False)
+    assert decision.reason == "rank 1 ended with exit code 65 (bad_data): no checkpoint verifies"
+    assert decision.culprit == 1
+
+
+def test_only_a_rank_itself_can_say_what_it_raised() -> None:
+    """What srun says of a rank that was killed from outside is no fault of the program."""
+    assert RankExit(1, 1, sentence="KeyError: 0\nat step 5").raised == "KeyError: 0"
+    assert RankExit(1, KILL).raised == ""
+    assert RankExit(1, None, sentence="srun ended with 137").raised == ""
+
+
+def test_completed_and_stopped_ranks_do_not_end_the_others() -> None:
+    assert not failed(RankExit(0, 0))
+    assert not failed(RankExit(0, 75))
+    assert failed(RankExit(0, 1))
+    assert failed(RankExit(0, KILL))
+
+
+@pytest.mark.parametrize(
+    ("received", "expected"),
+    [
+        ([], False),
+        ([("SIGINT", 1.0)], False),
+        ([("SIGINT", 1.0), ("SIGINT", 2.9)], True),
+        ([("SIGINT", 1.0), ("SIGINT", 3.1)], False),
+        ([("SIGTERM", 1.0), ("SIGTERM", 1.1)], False),
+        ([("SIGINT", 1.0), ("SIGTERM", 1.1), ("SIGINT", 2.0)], True),
+        ([("SIGINT", 1.0), ("SIGINT", 5.0), ("SIGINT", 6.0)], True),
+    ],
+)
+def test_only_a_quick_second_ctrl_c_insists(
+    received: list[tuple[str, float]], expected: bool
+) -> None:
+    assert insists([Received(signal.Signals[name], at) for name, at in received]) is expected

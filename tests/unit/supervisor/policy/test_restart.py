@@ -1,0 +1,73 @@
+"""When to start again: the policy as a table."""
+
+from __future__ import annotations
+
+import pytest
+
+from kempner.run.process.exit_codes import ExitCode
+from kempner.supervisor.policy.outcome import Decision
+from kempner.supervisor.policy.restart import Failure, decide_restart, failures
+
+CRASH = Decision(ExitCode.CRASHED, "rank 1 failed", 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "again"),
+    [
+        (ExitCode.CRASHED, True),
+        (ExitCode.PEERS_LOST, True),
+        (ExitCode.HUNG, True),
+        (ExitCode.USAGE, False),
+        (ExitCode.BAD_DATA, False),
+        (ExitCode.CHECKPOINT_FAILED, False),
+        (ExitCode.DIVERGED, False),
+        (ExitCode.INTERRUPTED, False),
+    ],
+)
+def test_only_what_a_restart_may_mend_is_started_again(code: ExitCode, again: bool) -> None:
+    assert decide_restart(Decision(code, "so"), Failure(7, 5), [], 3).again is again
+
+
+@pytest.mark.parametrize(
+    ("failure", "earlier", "again", "words"),
+    [
+        (Failure(0, None), [], True, "before the first step; starting again from the beginning"),
+        (Failure(7, 5), [], True, "at step 7; starting again from step 5"),
+        (Failure(7, 5), [Failure(6, 5)], True, "starting again"),
+        (Failure(7, 5), [Failure(6, 5), Failure(8, 5)], False, "3 attempts have saved nothing new"),
+        (Failure(7, 5), [Failure(6, 4), Failure(8, 4), Failure(9, 4)], True, "from step 5"),
+        (Failure(7, 5), [Failure(8, 5), Failure(3, 2), Failure(8, 5)], True, "from step 5"),
+        (Failure(7, 5, "KeyError"), [Failure(7, 5, "KeyError")], False, "fails at step 7 every"),
+        (Failure(7, 5, "KeyError"), [Failure(6, 5, "KeyError")], True, "starting again"),
+        (Failure(7, 5, "KeyError"), [Failure(7, 5, "OSError")], True, "starting again"),
+        (Failure(7, 5), [Failure(7, 5)], True, "starting again"),  # killed twice: by whom?
+        (Failure(0, None, "E"), [Failure(0, None, "E")], False, "before the first step every time"),
+    ],
+)
+def test_progress_is_what_counts(
+    failure: Failure, earlier: list[Failure], again: bool, words: str
+) -> None:
+    verdict = decide_restart(CRASH, failure, earlier, budget=2)
+    assert verdict.again is again
+    assert words in verdict.reason
+    assert CRASH.reason in verdict.reason
+
+
+def test_the_last_start_is_said_to_be_the_last() -> None:
+    told = [decide_restart(CRASH, Failure(7, 5), [Failure(6, 5)] * n, budget=3) for n in range(4)]
+    assert [(verdict.again, verdict.last) for verdict in told] == [
+        (True, False),
+        (True, False),
+        (True, True),
+        (False, False),
+    ]
+
+
+def test_without_a_budget_nothing_is_started_again() -> None:
+    assert not decide_restart(CRASH, Failure(7, 5), [], 0).again
+
+
+def test_a_person_who_starts_anew_gets_a_new_budget() -> None:
+    failed = {"event": "attempt_failed", "step": 7, "committed": 5, "raised": ""}
+    assert failures([failed, {"event": "resumed"}, failed]) == [Failure(7, 5)] * 2
+    assert failures([failed, {"event": "gave_up"}, failed]) == [Failure(7, 5)]

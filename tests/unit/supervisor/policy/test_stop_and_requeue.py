@@ -1,0 +1,221 @@
+"""When a job's ranks are told to stop, and what becomes of the job then, as tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kempner.cluster.slurm.job import JobState
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.record.save_times import Durations, SaveSeconds, last_step
+from kempner.supervisor.policy.outcome import Decision
+from kempner.supervisor.policy.requeue import (
+    MAX_REQUEUES_WITHOUT_PROGRESS as MAX,
+)
+from kempner.supervisor.policy.requeue import (
+    decide_requeue,
+    requeues_without_progress,
+)
+from kempner.supervisor.policy.stop import StopOrder, decide_stop, stop_lead
+
+RUNNING = JobState(
+    id="7",
+    state="RUNNING",
+    reason="",
+    restarts=1,
+    may_requeue=True,
+    end_time=3600.0,
+    preempt_time=None,
+    time_limit=3600.0,
+    node_list="node[1-2]",
+    batch_host="node1",
+)
+
+
+def job(**changes: Any) -> JobState:
+    return replace(RUNNING, **changes)
+
+
+PREEMPTED = job(preempt_time=100.0)
+COMPLETING = job(state="COMPLETING")
+
+
+@pytest.mark.parametrize(
+    ("now", "left", "warned", "advice"),
+    [
+        (RUNNING, 60.1, False, None),
+        (RUNNING, 60.0, False, StopOrder("60 s are left of the job's time", 60.0)),
+        (RUNNING, -5.0, False, StopOrder("-5 s are left of the job's time", 0.0)),
+        (RUNNING, None, False, None),
+        (RUNNING, 119.0, True, StopOrder("Slurm gave a warning", 119.0)),
+        (RUNNING, -5.0, True, StopOrder("Slurm gave a warning", 0.0)),
+        (RUNNING, None, True, None),
+        (PREEMPTED, 20.0, False, StopOrder("a job of higher priority takes the nodes", 50.0)),
+        (PREEMPTED, 20.0, True, StopOrder("a job of higher priority takes the nodes", 50.0)),
+        (PREEMPTED, -3.0, False, StopOrder("a job of higher priority takes the nodes", 30.0)),
+        (PREEMPTED, None, False, StopOrder("a job of higher priority takes the nodes", 30.0)),
+        (replace(PREEMPTED, state="SIGNALING"), 20.0, False,
+         StopOrder("a job of higher priority takes the nodes", 50.0)),
+        (COMPLETING, 0.0, True, StopOrder("it was cancelled", 30.0)),
+        (COMPLETING, 0.0, False, StopOrder("it was cancelled", 30.0)),
+        (job(state="CANCELLED"), 0.0, False, StopOrder("it was cancelled", 30.0)),
+        (job(state="COMPLETING", reason="TimeLimit"), 0.0, False,
+         StopOrder("its time is over", 30.0)),
+        (job(state="COMPLETING", restarts=2), 3000.0, True,
+         StopOrder("it was put back into the queue, by an operator, a preemption or a lost node",
+                30.0)),
+        (job(state="SUSPENDED"), 3000.0, False, None),
+        (job(state="SUSPENDED"), 3000.0, True, None),
+    ],
+)  # fmt: skip
+def test_a_stop_is_advised_with_the_time_that_is_left(
+    now: JobState, left: float | None, warned: bool, advice: StopOrder | None
+) -> None:
+    assert decide_stop(RUNNING, now, 30.0, left, lead=60.0, warned=warned) == advice
+
+
+def saves(*seconds: float) -> Durations:
+    return Durations(tuple(SaveSeconds(0.0, taken, 0.0) for taken in seconds))
+
+
+@pytest.mark.parametrize(
+    ("durations", "gap", "limit", "lead"),
+    [
+        (saves(), None, None, 120.0),
+        (saves(), None, 86_400.0, 120.0),
+        (saves(), None, 480.0, 120.0),
+        (saves(), None, 120.0, 30.0),
+        (saves(40.0), None, 86_400.0, 120.0),
+        (saves(), 3.0, 86_400.0, 120.0),
+        (saves(40.0), 3.0, 86_400.0, 2 * 3 + 2 * 40 + 10),
+        (saves(40.0), 3.0, 200.0, 2 * 3 + 2 * 40 + 10),
+        (saves(40.0), 3.0, 120.0, 60.0),
+        (saves(800.0), 3.0, 900.0, 450.0),
+        (saves(40.0), 3.0, None, 2 * 3 + 2 * 40 + 10),
+        (saves(*[1.0] * 19, 90.0), 3.0, None, 2 * 3 + 2 * 1 + 10),
+        (saves(*[1.0] * 18, 90.0, 90.0), 3.0, None, 2 * 3 + 2 * 90 + 10),
+    ],
+)
+def test_the_lead_is_what_a_stop_takes_or_a_share_of_a_short_job(
+    durations: Durations, gap: float | None, limit: float | None, lead: float
+) -> None:
+    assert stop_lead(durations, gap, limit) == lead
+
+
+STOPPED = Decision(ExitCode.STOPPED, "stopped on request")
+COMPLETED = Decision(ExitCode.COMPLETED, "completed")
+CRASHED = Decision(ExitCode.CRASHED, "rank 3 was killed by SIGSEGV", 3)
+
+
+@pytest.mark.parametrize(
+    ("decision", "now", "batch", "fruitless", "requeue", "words"),
+    [
+        (STOPPED, RUNNING, True, 0, True, "back into the queue"),
+        (STOPPED, PREEMPTED, True, 0, True, "takes the nodes: the job goes back into the queue"),
+        (STOPPED, job(state="SIGNALING"), True, 0, True, "back into the queue"),
+        (STOPPED, RUNNING, True, MAX - 1, True, "back into the queue"),
+        (STOPPED, RUNNING, True, MAX, False, "came back 3 times and made no new step"),
+        (STOPPED, PREEMPTED, True, MAX, True, "takes the nodes"),
+        (STOPPED, RUNNING, False, 0, False, "the allocation is yours"),
+        (STOPPED, job(restarts=2), True, 0, False, "was started again meanwhile"),
+        (STOPPED, None, True, 0, False, "Slurm does not answer: submit the same command again"),
+        (STOPPED, job(may_requeue=False), True, 0, False, "--no-requeue: submit it again"),
+        (STOPPED, COMPLETING, True, 0, False, "was cancelled: submit it again"),
+        (STOPPED, job(state="CANCELLED"), True, 0, False, "was cancelled: submit it again"),
+        (STOPPED, job(state="COMPLETING", restarts=2), True, 0, False, "Slurm puts the job back"),
+        (STOPPED, job(state="COMPLETING", restarts=2, may_requeue=False), True, 0, False,
+         "Slurm puts the job back"),
+        (STOPPED, job(state="COMPLETING", reason="TimeLimit"), True, 0, False, "time is over"),
+        (STOPPED, job(state="COMPLETING", reason="NodeDown"), True, 0, False,
+         "the job is COMPLETING: if Slurm does not bring it back"),
+        (STOPPED, job(state="FAILED"), True, 0, False, "the job is FAILED"),
+        (COMPLETED, RUNNING, True, 0, False, "completed"),
+        (CRASHED, RUNNING, True, 0, False, "rank 3 was killed by SIGSEGV"),
+        (CRASHED, None, False, MAX, False, "rank 3 was killed by SIGSEGV"),
+    ],
+)  # fmt: skip
+def test_only_a_job_that_runs_and_may_and_gets_on_is_put_back(
+    decision: Decision,
+    now: JobState | None,
+    batch: bool,
+    fruitless: int,
+    requeue: bool,
+    words: str,
+) -> None:
+    parting = decide_requeue(decision, RUNNING, now, batch, fruitless)
+    assert parting.requeue is requeue
+    assert words in parting.reason
+
+
+@pytest.mark.parametrize(
+    ("scarce", "words"),
+    [
+        (False, "back into the queue without node2, node3, and on from its checkpoint"),
+        (True, "waits for node2, node3 because there are too few others, and on from"),
+    ],
+)
+def test_a_job_does_without_bad_nodes_where_there_are_others(scarce: bool, words: str) -> None:
+    lost = Decision(ExitCode.CRASHED, "no answer", 3, bad_nodes=("node2", "node3"))
+    parting = decide_requeue(lost, RUNNING, RUNNING, True, 0, scarce)
+    assert parting.requeue
+    assert words in parting.reason
+
+
+def test_a_job_that_was_never_seen_before_is_judged_by_itself() -> None:
+    assert decide_requeue(STOPPED, None, RUNNING, True, 0).requeue
+    assert "cancelled" in decide_requeue(STOPPED, None, COMPLETING, True, 0).reason
+
+
+def requeued(step: int | None, of: str = "7", preempted: bool = False) -> dict[str, Any]:
+    return {"event": "requeued", "step": step, "job": of, "preempted": preempted}
+
+
+@pytest.mark.parametrize(
+    ("events", "step", "count"),
+    [
+        ([], None, 0),
+        ([], 7, 0),
+        ([requeued(None)], None, 1),
+        ([requeued(None)], 7, 0),
+        ([requeued(7)], None, 0),
+        ([requeued(7), requeued(7)], 7, 2),
+        ([requeued(7), requeued(8)], 7, 0),
+        ([requeued(7), requeued(8), requeued(8)], 8, 2),
+        ([requeued(7), {"event": "checkpoint_committed", "step": 8}, requeued(7)], 7, 2),
+        ([requeued(7, of="6"), requeued(7)], 7, 1),
+        ([requeued(7, of="6")] * MAX, 7, 0),
+        ([requeued(7), requeued(7, preempted=True), requeued(7)], 7, 2),
+    ],
+)
+def test_requeues_without_a_new_step_are_counted(
+    events: list[dict[str, Any]], step: int | None, count: int
+) -> None:
+    assert requeues_without_progress(events, "7", step) == count
+
+
+def committed(step: int) -> dict[str, Any]:
+    return {"event": "checkpoint_committed", "step": step}
+
+
+def resumed(step: int) -> dict[str, Any]:
+    return {"event": "resumed", "step": step}
+
+
+@pytest.mark.parametrize(
+    ("events", "step"),
+    [
+        ([], None),
+        ([{"event": "stopped", "step": 5}], None),
+        ([committed(10), committed(20), {"event": "stopped", "step": 25}], 20),
+        ([committed(100), committed(60)], 60),  # after a fallback to an earlier one
+        ([committed(10), resumed(20)], 20),  # whoever committed it died before it could say so
+        ([resumed(20)], 20),
+        ([committed(100), resumed(60)], 100),  # to go back is no commit
+    ],
+)
+def test_the_newest_commit_is_the_last_that_was_made(
+    events: list[dict[str, Any]], step: int | None
+) -> None:
+    assert last_step(events) == step

@@ -1,0 +1,160 @@
+"""What the ranks do with the last steps when time is short: pure choices, as tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kempner.run.record.save_times import COMMITTED, REMEMBERED, SUSPENDED, Durations, SaveSeconds
+from kempner.training.policy.final_save import Action, SaveSituation, decide_final_save, tell_loss
+from kempner.training.rank_link.shutdown import ShutdownHandler, StopReason
+from kempner.training.vote.vote import Vote, VoteResult
+
+NOW = SaveSituation(
+    step=37,
+    committed=30,
+    in_flight_step=None,
+    in_flight_for=0.0,
+    save_takes=10.0,
+    save_may_take=10.0,
+    warned_for=1.0,
+    seconds_left=60.0,
+    tries_left=2,
+    suspicious=False,
+)
+"""Seven steps since the last commit, saves take ten seconds, and a minute is left."""
+
+
+@pytest.mark.parametrize(
+    ("change", "action", "patience"),
+    [
+        ({}, Action.SAVE, None),
+        ({"seconds_left": 12.0}, Action.SAVE, None),
+        ({"seconds_left": 11.9}, Action.ABANDON, None),
+        ({"seconds_left": -3.0}, Action.ABANDON, None),
+        ({"seconds_left": None}, Action.SAVE, None),
+        ({"save_may_take": 600.0}, Action.SAVE, None),
+        ({"save_takes": None, "seconds_left": 3.0}, Action.SAVE, None),
+        ({"save_takes": None, "seconds_left": 1.0}, Action.ABANDON, None),
+        ({"committed": 37}, Action.DONE, None),
+        ({"committed": 37, "seconds_left": -1.0}, Action.DONE, None),
+        ({"step": 0, "committed": None}, Action.DONE, None),
+        ({"committed": None}, Action.SAVE, None),
+        ({"tries_left": 0}, Action.FAIL, None),
+        ({"tries_left": 0, "seconds_left": 1.0}, Action.FAIL, None),
+        ({"suspicious": True}, Action.DISCARD, None),
+        ({"suspicious": True, "seconds_left": 1.0}, Action.DISCARD, None),
+        ({"suspicious": True, "committed": 37}, Action.DONE, None),
+        ({"suspicious": True, "in_flight_step": 35}, Action.WAIT, 58.0),
+        ({"in_flight_step": 35}, Action.WAIT, 58.0),
+        ({"in_flight_step": 35, "seconds_left": None}, Action.WAIT, None),
+        ({"in_flight_step": 37, "in_flight_for": 99.0}, Action.WAIT, 58.0),
+        ({"in_flight_step": 37, "tries_left": 0}, Action.WAIT, 58.0),
+        ({"in_flight_step": 37, "seconds_left": 2.0}, Action.ABANDON, None),
+    ],
+)
+def test_next_move(change: dict[str, object], action: Action, patience: float | None) -> None:
+    move = decide_final_save(replace(NOW, **change))  # type: ignore[arg-type]
+    assert (move.action, move.patience) == (action, patience)
+    assert move.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "enough"),
+    [
+        ({"seconds_left": 5.0}, 13.0),
+        ({"seconds_left": 1.0}, 13.0),
+        ({"seconds_left": 5.0, "save_may_take": 40.0}, 43.0),
+        ({"seconds_left": 1.0, "save_takes": None, "save_may_take": None}, None),
+        ({"seconds_left": 1.0, "in_flight_step": 37, "in_flight_for": 4.0}, 9.0),
+        ({"seconds_left": 1.0, "in_flight_step": 30, "in_flight_for": 4.0}, 19.0),
+        ({"seconds_left": 1.0, "in_flight_step": 37, "in_flight_for": 14.0}, None),
+    ],
+)
+def test_the_warning_that_would_have_been_enough(
+    change: dict[str, object], enough: float | None
+) -> None:
+    move = decide_final_save(replace(NOW, **change))  # type: ignore[arg-type]
+    assert (move.action, move.lost, move.enough) == (Action.ABANDON, 7, enough)
+    assert "the last 7 steps are lost" in tell_loss(move)
+    assert ("a warning of" in tell_loss(move)) == (enough is not None)
+
+
+def test_with_that_warning_the_save_is_made() -> None:
+    """Who gets what `enough` names, has spent what was spent here when the ranks leave."""
+    short = decide_final_save(replace(NOW, seconds_left=5.0))
+    assert short.enough is not None
+    left = short.enough - NOW.warned_for
+    assert decide_final_save(replace(NOW, seconds_left=left)).action is Action.SAVE
+    assert decide_final_save(replace(NOW, seconds_left=left - 0.1)).action is Action.ABANDON
+
+
+def save(seconds: float) -> SaveSeconds:
+    return SaveSeconds(stage=0.25 * seconds, write=0.5 * seconds, commit=0.25 * seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "median", "p95"),
+    [
+        ([], None, None),
+        ([4.0], 4.0, 4.0),
+        ([1.0, 9.0, 2.0], 2.0, 9.0),
+        ([float(n) for n in range(1, 21)], 10.0, 19.0),
+        ([100.0] * 30 + [1.0] * REMEMBERED, 1.0, 1.0),
+    ],
+)
+def test_quantiles_are_of_the_last_saves(
+    seconds: list[float], median: float | None, p95: float | None
+) -> None:
+    durations = Durations()
+    for total in seconds:
+        durations = durations.with_another(save(total))
+    assert durations.quantile(0.5) == median
+    assert durations.quantile(0.95) == p95
+    assert len(durations.saves) <= REMEMBERED
+
+
+def test_the_ledger_gives_the_durations_back() -> None:
+    events = [
+        {"event": "attempt_started", "attempt": 1},
+        {"event": COMMITTED, "step": 5, "seconds": 3.0},
+        {"event": COMMITTED, "step": 10, **save(4.0).as_fields()},
+        {"event": "checkpoint_failed", "step": 20},
+        {"event": COMMITTED, "step": 30, **save(8.0).as_fields()},
+        {"event": COMMITTED, "step": 40, **save(30000.0).as_fields(), SUSPENDED: True},
+    ]
+    assert Durations.from_ledger(events) == Durations((save(4.0), save(8.0)))
+
+
+@pytest.mark.parametrize(
+    ("votes", "result"),
+    [
+        ([Vote(), Vote()], VoteResult()),
+        (
+            [Vote(StopReason.SIGNAL, seconds_left=9.5), Vote()],
+            VoteResult(StopReason.SIGNAL, seconds_left=9.5),
+        ),
+        ([Vote(seconds_left=90.0), Vote(seconds_left=2.0)], VoteResult(seconds_left=2.0)),
+        ([Vote(seconds_left=-1.5), Vote(seconds_left=0.0)], VoteResult(seconds_left=-1.5)),
+        ([Vote(failed_saves=2), Vote(void=True)], VoteResult(void=True, failed_saves=2)),
+        ([Vote(diverged=True), Vote()], VoteResult(diverged=True)),
+    ],
+)
+def test_the_most_pressing_vote_counts(votes: list[Vote], result: VoteResult) -> None:
+    encoded = [vote.encode() for vote in votes]
+    assert VoteResult.decode([max(each) for each in zip(*encoded, strict=True)]) == result
+
+
+def test_the_nearest_deadline_counts() -> None:
+    shutdown = ShutdownHandler()
+    assert (shutdown.reason(), shutdown.seconds_left()) == (StopReason.NONE, None)
+    shutdown.stop(StopReason.SIGNAL)
+    assert (shutdown.reason(), shutdown.seconds_left()) == (StopReason.SIGNAL, None)
+    shutdown.stop(StopReason.SIGNAL, seconds_left=1000.0)
+    shutdown.stop(StopReason.SIGNAL, seconds_left=100.0)
+    shutdown.stop(StopReason.SIGNAL, seconds_left=500.0)
+    left = shutdown.seconds_left()
+    assert left is not None
+    assert 0 < left <= 100.0
+    assert shutdown.seconds_since_asked() >= 0

@@ -1,0 +1,33 @@
+"""A lack of memory is told as what it is, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kempner.run.control.heartbeat import Progress
+from kempner.run.control.protocol import Phase
+from kempner.training.oom_message import describe_shortage
+
+
+def told(error: BaseException) -> str | None:
+    progress = Progress()
+    progress.step, progress.phase = 41, Phase.EVAL
+    return describe_shortage(error, progress)
+
+
+def test_of_python_and_of_torch_on_the_host() -> None:
+    with pytest.raises(MemoryError) as python:
+        bytearray(1 << 60)
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.empty(1 << 58, dtype=torch.uint8)
+    for error in (python.value, of_torch.value):
+        sentence = told(error)
+        assert sentence is not None
+        assert sentence.startswith("out of memory in phase eval after step 41: this rank has 0.")
+        assert "GiB are available" in sentence
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), ValueError("memory")])
+def test_nothing_else(error: Exception) -> None:
+    assert told(error) is None

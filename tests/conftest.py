@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import promises_kept
 import pytest
 from drilling import ALL
 from harness import KEMPNER, Run, wait_until
@@ -20,6 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The same examples in every run, and no opinion about how fast the machine is.
 settings.register_profile("kempner", derandomize=True, deadline=None)
 settings.load_profile("kempner")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    promises_kept.watch(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,6 +16,8 @@ from hypothesis import settings
 
 from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
 
+DRILLS = Path(__file__).with_name("drills")
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run, and no opinion about how fast the machine is.
@@ -34,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     drills = {
         item
         for item in items
-        if item.get_closest_marker("drill") or (ALL and item.path.parent.name == "drills")
+        if item.get_closest_marker("drill") or (ALL and DRILLS in item.path.parents)
     }
     left_out = [item for item in items if (item in drills) != ALL]
     items[:] = [item for item in items if (item in drills) == ALL]

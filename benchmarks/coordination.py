@@ -27,9 +27,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from ways_to_save import open_manager
 
-from kempner.checkpoint.format.manifest import FileSums, Identity, Manifest, Position, sidecar_name
+from kempner.checkpoint.format.manifest import FileSums, Identity, Manifest, sidecar_name
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, place
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.store.commit import commit
 from kempner.checkpoint.tensors import save
@@ -66,7 +67,7 @@ def measure_saves(items: int, saves: int, folder: Path) -> None:
     for number in range(saves + 1):
         dist.barrier()
         start = time.perf_counter()
-        manager.save(Position(number + 1))
+        manager.save(TrainState(number + 1))
         manager.join()
         took = torch.tensor(time.perf_counter() - start)
         assert manager.committed_step == number + 1
@@ -125,7 +126,7 @@ def simulate(world: int, saves: int, folder: Path) -> None:
         notes = [save._Note.decode(numbers) for numbers in encoded]
         assert save._agreed(notes)
         files = save._list_files(notes, layout.described_entry)
-        manifest = Manifest(Position(number), identity, 1, time.time(), files)
+        manifest = Manifest(TrainState(number), identity, 1, time.time(), files)
         commit(checkpoints, path, manifest, fence, print)
         seconds.append(time.perf_counter() - start)
         busy.append(time.thread_time() - cpu)

@@ -29,12 +29,12 @@ from kempner.checkpoint.format.manifest import (
     FileEntry,
     Identity,
     Manifest,
-    Position,
     encode_sidecar,
     sidecar_name,
     whole_sum,
 )
 from kempner.checkpoint.format.shard_plan import data_file, place
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata
 from kempner.checkpoint.tensors.dcp_reader import METADATA, open_contents
@@ -67,7 +67,7 @@ def save(state: dict[str, Tensor], folder: Path, world: int) -> Manifest:
         (folder / sidecar_name(rank)).write_bytes(sidecar)
         files[data_file(rank)] = FileEntry(sums.bytes, sums=sidecar_name(rank))
         files[sidecar_name(rank)] = FileEntry(len(sidecar), xxh3_128=whole_sum(sidecar))
-    return Manifest(Position(), Identity(world, {}, 0, "", {}, "", {}, {}), 1, 0.0, files)
+    return Manifest(TrainState(), Identity(world, {}, 0, "", {}, "", {}, {}), 1, 0.0, files)
 
 
 def read_raw(folder: Path, buffer: mmap.mmap) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from kempner.checkpoint.format.manifest import Position
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.cluster.world import World
 from kempner.config.loading import load
 from kempner.config.sections import Config
@@ -121,7 +121,7 @@ def be_kempner(file: Path) -> None:
 
     def train(run: Training) -> ExitCode:
         def work(turn: Turn) -> None:
-            until = {"max_steps": run.position.step + turn.count}
+            until = {"max_steps": run.train_state.step + turn.count}
             section = run.config.train.model_copy(update=until)
             run.config = run.config.model_copy(update={"train": section})
             loop.train(run)
@@ -143,7 +143,7 @@ class Plain:
         corpus = Corpus.open(str(config.data.dataset_path))
         self._model = build_model(config, corpus.index.vocab_size, ranks.device, ranks.mesh)
         self._optimizer = build_optimizer(self._model, config.optimizer)
-        self._feed = build._open_feed(config, corpus, ranks, Position())
+        self._feed = build._open_feed(config, corpus, ranks, TrainState())
         self._step = 0
 
     def work(self, turn: Turn) -> None:

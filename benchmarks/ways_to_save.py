@@ -20,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from kempner.checkpoint.format.manifest import Identity, Position
+from kempner.checkpoint.format.manifest import Identity
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.tensors import state
 from kempner.run.record.attempts import Fence, begin_attempt
@@ -110,7 +111,7 @@ class Ours(Nothing):
         self.manager = open_manager(run, subject.model, subject.optimizer, subject.group)
 
     def save(self, number: int) -> None:
-        self.manager.save(Position(number))
+        self.manager.save(TrainState(number))
 
     @contextmanager
     def guard(self) -> Iterator[None]:

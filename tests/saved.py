@@ -13,13 +13,13 @@ from kempner.checkpoint.format.manifest import (
     FileEntry,
     Identity,
     Manifest,
-    Position,
     encode_sidecar,
     sidecar_name,
     whole_sum,
 )
 from kempner.checkpoint.format.names import CheckpointFolder, in_progress_name
 from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, place
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.store import commit
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata
@@ -72,7 +72,7 @@ def commit_state(
     described = compact_index.encode(specs, world) if compact else build_metadata(specs, world)
     files |= _write_small(path / (compact_index.INDEX if compact else METADATA), described)
     identity = Identity(world, {"fsdp": world}, 0, "", model or {}, "", {}, {})
-    manifest = Manifest(Position(step, 8 * step, 64 * step), identity, attempt.number, 0.5, files)
+    manifest = Manifest(TrainState(step, 8 * step, 64 * step), identity, attempt.number, 0.5, files)
     return commit.commit(CheckpointFolder(run.checkpoints), path, manifest, fence, print)
 
 

@@ -14,14 +14,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest, Position, read
+from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest, read
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder, in_progress_name
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import yield_to_training
 from kempner.checkpoint.io.verify import Damage
 from kempner.checkpoint.store import commit, retention
@@ -38,20 +39,15 @@ from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.run.process.exit_codes import DataError, RunError, UsageError
 from kempner.run.process.logs import logger
 from kempner.run.record.attempts import Fence, SupersededError
+from kempner.run.record.ledger import Recorder
 from kempner.run.record.save_times import COMMITTED, RESUMED, Durations, SaveSeconds
 
 T = TypeVar("T")
 
 
-class Recorder(Protocol):
-    """Takes an event for the run's ledger; only rank 0's calls need go anywhere."""
-
-    def __call__(self, event: str, **fields: object) -> None: ...
-
-
 @dataclass(frozen=True)
 class _Save:
-    position: Position
+    train_state: TrainState
     path: Path
     started: float
     staged: Future[None]
@@ -104,7 +100,7 @@ class CheckpointManager:
         self.durations = durations
         """How long saves take; rank 0 knows, of this attempt and those before."""
 
-    def restore(self, accept: Collection[str] = ()) -> Position | None:
+    def restore(self, accept: Collection[str] = ()) -> TrainState | None:
         """Load the newest checkpoint that verifies; None if the run has none.
 
         A damaged one is set aside, never deleted. Raises `DataError` if what there is cannot be
@@ -113,9 +109,9 @@ class CheckpointManager:
         has chosen.
         """
         self._broadcast_from_rank0(self._prepare_folder)
-        if (position := self._load_newest(self._choose, accept)) is not None:
-            self._record(RESUMED, step=position.step)
-            return position
+        if (train_state := self._load_newest(self._choose, accept)) is not None:
+            self._record(RESUMED, step=train_state.step)
+            return train_state
         if link := self._broadcast_from_rank0(self._folder.latest):
             raise DataError(
                 f"no checkpoint in {self._folder.path} verifies, although `latest` names step "
@@ -127,23 +123,23 @@ class CheckpointManager:
         """The steps of the live branch that are committed, ascending; `latest` is the last one."""
         return self._broadcast_from_rank0(self._branch)
 
-    def roll_back(self, to: int, accept: Collection[str] = ()) -> Position:
+    def roll_back(self, to: int, accept: Collection[str] = ()) -> TrainState:
         """Load the newest checkpoint up to step `to` that verifies; `latest` names it afterwards.
 
         The save in flight is waited for. Where none of them verifies, the oldest later one is
         taken. Raises `DataError` if that does not verify either, and as `restore`.
         """
         self.join()
-        position = self._load_newest(lambda: choose_to_go_back(self._branch(), to), accept)
-        if position is None:
+        train_state = self._load_newest(lambda: choose_to_go_back(self._branch(), to), accept)
+        if train_state is None:
             raise DataError(
                 f"no checkpoint in {self._folder.path} verifies, so that there is none to go back "
                 "to after the loss left the rails"
             )
-        return position
+        return train_state
 
-    def save(self, position: Position) -> None:
-        """Start to save the state as of `position`; the previous save is waited for.
+    def save(self, train_state: TrainState) -> None:
+        """Start to save the state as of `train_state`; the previous save is waited for.
 
         Where that has failed, nothing is started: the ranks count failures in their next vote, and
         must see this one before there is another.
@@ -155,13 +151,15 @@ class CheckpointManager:
         self._saves += 1
         attempt = self._fence.attempt
         unique = hashlib.blake2b(f"{attempt.nonce}.{self._saves}".encode(), digest_size=4)
-        name = in_progress_name(position.step, attempt.number, unique.hexdigest())
+        name = in_progress_name(train_state.step, attempt.number, unique.hexdigest())
         path = self._folder.path / name
         started = time.monotonic()
         route = self._find_route()
-        staged = route.stage(self._stager, lambda part: self._reached(part, position.step))
-        committed = self._writer.submit(self._write, path, route.layout, staged, position, started)
-        self._in_flight = _Save(position, path, started, staged, committed)
+        staged = route.stage(self._stager, lambda part: self._reached(part, train_state.step))
+        committed = self._writer.submit(
+            self._write, path, route.layout, staged, train_state, started
+        )
+        self._in_flight = _Save(train_state, path, started, staged, committed)
         if not self._background:
             self.join()
 
@@ -179,7 +177,7 @@ class CheckpointManager:
     def in_flight(self) -> tuple[int, float] | None:
         """The step of the save under way and its age in seconds, or None."""
         save = self._in_flight
-        return None if save is None else (save.position.step, time.monotonic() - save.started)
+        return None if save is None else (save.train_state.step, time.monotonic() - save.started)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the save in flight and take note of how it ended.
@@ -194,7 +192,7 @@ class CheckpointManager:
         save, self._in_flight = self._in_flight, None
         error = save.committed.exception()
         if error is None:
-            self.committed_step, self._failed_in_a_row = save.position.step, 0
+            self.committed_step, self._failed_in_a_row = save.train_state.step, 0
             if self._rank == 0:
                 self._pruner.request()
             return
@@ -234,44 +232,44 @@ class CheckpointManager:
         path: Path,
         layout: FileLayout,
         staged: Future[None],
-        position: Position,
+        train_state: TrainState,
         started: float,
     ) -> None:
         wait([staged])
         staged_at = time.monotonic()
 
         def commit(files: Mapping[str, FileEntry]) -> None:
-            self._commit(path, position, files, started, staged_at)
+            self._commit(path, train_state, files, started, staged_at)
 
         def reached(part: str) -> None:
-            self._reached(part, position.step)
+            self._reached(part, train_state.step)
 
         write_and_commit(path, layout, staged, self._group, commit, reached)
 
     def _commit(
         self,
         path: Path,
-        position: Position,
+        train_state: TrainState,
         files: Mapping[str, FileEntry],
         started: float,
         staged_at: float,
     ) -> None:
         written_at = time.monotonic()
         attempt = self._fence.attempt.number
-        manifest = Manifest(position, self._identity, attempt, time.time(), files)
+        manifest = Manifest(train_state, self._identity, attempt, time.time(), files)
         commit.commit(self._folder, path, manifest, self._fence, logger().warning)
         took = SaveSeconds(
             staged_at - started, written_at - staged_at, time.monotonic() - written_at
         )
         self.durations = self.durations.with_another(took)
         size = sum(entry.bytes for entry in files.values())
-        fields = {"step": position.step, "bytes": size, **took.as_fields()}
+        fields = {"step": train_state.step, "bytes": size, **took.as_fields()}
         logger().info("checkpoint committed", **fields)
         self._record(COMMITTED, **fields)
 
     def _report_failure(self, save: _Save, error: SaveFailedError) -> None:
         if self._rank == 0:
-            step = save.position.step
+            step = save.train_state.step
             reasons = {f"rank {rank}": why for rank, why in error.reasons.items()}
             logger().warning("checkpoint failed; the last one is intact", step=step, **reasons)
             self._record("checkpoint_failed", step=step, reasons=reasons)
@@ -279,7 +277,7 @@ class CheckpointManager:
 
     def _load_newest(
         self, choose: Callable[[], int | None], accept: Collection[str]
-    ) -> Position | None:
+    ) -> TrainState | None:
         """Load what `choose` names, and what it names next as long as that is damaged."""
         while (step := self._broadcast_from_rank0(choose)) is not None:
             with self._marked_as_read(step):
@@ -287,7 +285,7 @@ class CheckpointManager:
                 if manifest is not None:
                     damages = self._load(step, manifest, accept)
                     if not damages:
-                        return manifest.position
+                        return manifest.train_state
             self._broadcast_from_rank0(partial(self._reject, step, damages))
         return None
 

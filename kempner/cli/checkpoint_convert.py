@@ -88,13 +88,13 @@ def import_(
     from kempner.checkpoint.convert.key_map import listed
     from kempner.checkpoint.convert.tensor_copy import total
     from kempner.checkpoint.format.contents import Saved
-    from kempner.checkpoint.format.manifest import Position
+    from kempner.checkpoint.format.train_state import TrainState
 
     foreign = Foreign.open(source)
     tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in foreign.specs()}
     folder = checkpoints_of(into)
     with _into(folder), _counter("importing", total(tensors)) as on_bytes:
-        path = take_over(foreign, folder, Position(step, cursor), on_bytes)
+        path = take_over(foreign, folder, TrainState(step, cursor), on_bytes)
     typer.echo(f"{path}: committed, {len(tensors):,} tensors, step {step}, cursor {cursor}")
     if foreign.fit.left_out:
         typer.echo(f"left out, because a run makes it anew: {listed(foreign.fit.left_out)}")

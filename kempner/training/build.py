@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import kempner
-from kempner.checkpoint.format.manifest import Identity, Position
-from kempner.checkpoint.manager import CheckpointManager, Recorder
+from kempner.checkpoint.format.manifest import Identity
+from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.manager import CheckpointManager
 from kempner.config.loading import digest, dumps
 from kempner.config.sections import Config
 from kempner.data.files.index import fingerprint
@@ -24,7 +25,7 @@ from kempner.model.spec.shape import Shape, flops_per_token
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.attempts import Attempt, Fence
-from kempner.run.record.ledger import read_lines
+from kempner.run.record.ledger import Recorder, read_lines
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import Durations
 from kempner.training.compute.optimizer import build_optimizer
@@ -68,25 +69,25 @@ def build(
         _snapshot_config(config, run, attempt)
     if faults.planned:
         record("faults_planned", faults=faults.planned)
-    position = _resume(config, run, ranks, checkpoints, record)
+    train_state = _resume(config, run, ranks, checkpoints, record)
     open_feed = partial(_open_feed, config, corpus, ranks)
     return Training(
         config=config,
         ranks=ranks,
         model=model,
         optimizer=optimizer,
-        feed=open_feed(position),
+        feed=open_feed(train_state),
         open_feed=open_feed,
         vote_group=VoteGroup(ranks.votes),
         shutdown=shutdown,
         checkpoints=checkpoints,
         evaluation=_open_evaluation(config, vocab_size),
         progress=rank_link.progress,
-        step_metrics=_open_telemetry(config, run, ranks, attempt, shape, position),
+        step_metrics=_open_telemetry(config, run, ranks, attempt, shape, train_state),
         faults=faults,
         record=record,
-        position=position,
-        health=Health(position.losses),
+        train_state=train_state,
+        health=Health(train_state.losses),
     )
 
 
@@ -126,19 +127,19 @@ def _resume(
     ranks: Ranks,
     checkpoints: CheckpointManager,
     record: Recorder,
-) -> Position:
+) -> TrainState:
     """Load the newest checkpoint; where it stands, with every rollback that is known of.
 
     A checkpoint knows of those before it only, and after a rollback an older one may be next.
     """
-    position = checkpoints.restore(config.checkpoint.accept_changes)
-    if position is None:
+    train_state = checkpoints.restore(config.checkpoint.accept_changes)
+    if train_state is None:
         record(STARTED)
-        return Position()
+        return TrainState()
     told = ranks.broadcast(remembered(read_lines(run.ledger)) if ranks.world.rank == 0 else ())
     assert isinstance(told, tuple)  # rank 0's reading
-    later = [rollback for rollback in told if rollback not in position.rollbacks]
-    return dataclasses.replace(position, rollbacks=(*position.rollbacks, *later))
+    later = [rollback for rollback in told if rollback not in train_state.rollbacks]
+    return dataclasses.replace(train_state, rollbacks=(*train_state.rollbacks, *later))
 
 
 def _recorder(rank_link: RankLink, attempt: Attempt) -> Recorder:
@@ -207,7 +208,7 @@ def _snapshot_config(config: Config, run: RunDirectory, attempt: Attempt) -> Non
         replace_durable(run.attempt(attempt.number) / "config.toml", content, unique=attempt.nonce)
 
 
-def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, position: Position) -> Feed:
+def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainState) -> Feed:
     return Feed(
         corpus,
         seq_len=config.train.seq_len,
@@ -216,8 +217,8 @@ def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, position: Position)
         seed=config.train.seed,
         rank=ranks.world.rank,
         world=ranks.world.size,
-        cursor=position.cursor,
-        skips=tuple((rollback.start, rollback.end) for rollback in position.rollbacks),
+        cursor=train_state.cursor,
+        skips=tuple((rollback.start, rollback.end) for rollback in train_state.rollbacks),
         workers=config.data.num_dataloader_workers,
         shards_open=config.data.num_shards_per_rank,
         pin_memory=ranks.device.type == "cuda",
@@ -250,11 +251,11 @@ def _open_telemetry(
     ranks: Ranks,
     attempt: Attempt,
     shape: Shape,
-    position: Position,
+    train_state: TrainState,
 ) -> StepMetrics:
-    display = open_display(ranks.world.rank, position.step, config.train.max_steps)
-    if position.step > 0:
-        display.say(f"resumed at step {position.step}, sample {position.cursor}")
+    display = open_display(ranks.world.rank, train_state.step, config.train.max_steps)
+    if train_state.step > 0:
+        display.say(f"resumed at step {train_state.step}, sample {train_state.cursor}")
     run.samples(0).parent.mkdir(parents=True, exist_ok=True)
     step_metrics = StepMetrics(
         config,
@@ -265,5 +266,5 @@ def _open_telemetry(
         flops_per_token=flops_per_token(shape, config.train.seq_len),
         display=display,
     )
-    step_metrics.start(position)
+    step_metrics.start(train_state)
     return step_metrics

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 
 from torch.optim import Optimizer
 
-from kempner.checkpoint.format.manifest import Position, Rollback
-from kempner.checkpoint.manager import CheckpointManager, Recorder
+from kempner.checkpoint.format.train_state import Rollback, TrainState
+from kempner.checkpoint.manager import CheckpointManager
 from kempner.config.sections import Config
 from kempner.data.serve.loader import Feed, MicroBatch, StepBatch
 from kempner.model.transformer import Transformer
@@ -17,6 +17,7 @@ from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import EVALUATED, Phase
 from kempner.run.process.exit_codes import DivergedError, ExitCode
 from kempner.run.process.logs import logger
+from kempner.run.record.ledger import Recorder
 from kempner.training.compute.forward_backward import accumulate, weightless
 from kempner.training.compute.optimizer import update
 from kempner.training.fault_injection import FaultInjector
@@ -32,10 +33,10 @@ from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 
 @dataclass
 class Training:
-    """Everything the loop needs, ready to go; `position` moves with every step.
+    """Everything the loop needs, ready to go; `train_state` moves with every step.
 
-    `open_feed` makes the feed that begins at a position. `save_postponed` is whether a save that
-    was due waits for sound steps.
+    `open_feed` makes the feed that goes on from a train state. `save_postponed` is whether a save
+    that was due waits for sound steps.
     """
 
     config: Config
@@ -43,7 +44,7 @@ class Training:
     model: Transformer
     optimizer: Optimizer
     feed: Feed
-    open_feed: Callable[[Position], Feed]
+    open_feed: Callable[[TrainState], Feed]
     vote_group: VoteGroup
     shutdown: ShutdownHandler
     checkpoints: CheckpointManager
@@ -52,14 +53,14 @@ class Training:
     step_metrics: StepMetrics
     faults: FaultInjector
     record: Recorder
-    position: Position
+    train_state: TrainState
     health: Health
     save_postponed: bool = False
 
     def vote(self, void: bool = False) -> Vote:
         """What this rank wants at this moment."""
         self.checkpoints.poll()
-        at_the_end = self.position.step == self.config.train.max_steps
+        at_the_end = self.train_state.step == self.config.train.max_steps
         return Vote(
             stop=self.shutdown.reason(),
             void=void,
@@ -87,11 +88,11 @@ class Training:
 def train(run: Training) -> ExitCode:
     """Train to the last step or until the ranks agree to stop; either way, commit and say how."""
     last = run.config.train.max_steps
-    run.progress.step = run.position.step
+    run.progress.step = run.train_state.step
     agreed = evaluate_if_due(run)  # again, if the run was stopped in the middle of it
     # The last step, too, must be a sound one: what is suspicious then gets a vote of its own.
-    while (run.position.step < last or not run.health.sound) and not agreed.stop:
-        step = run.position.step + 1
+    while (run.train_state.step < last or not run.health.sound) and not agreed.stop:
+        step = run.train_state.step + 1
         batch = run.feed.take(give_up=run.shutdown.should_shutdown)
         ballot = run.vote_group.open(run.vote(void=batch is None))
         with run.faults.during_step(step, run.model):
@@ -121,9 +122,9 @@ def train(run: Training) -> ExitCode:
             run.config.train.clip_grad_norm,
             run.progress.waiting,
         )
-        run.position = advance(run, batch)
+        run.train_state = advance(run, batch)
         run.progress.made(step)
-        run.step_metrics.record(run.position, loss, norm, rate, batch.samples)
+        run.step_metrics.record(run.train_state, loss, norm, rate, batch.samples)
         due = save_is_due(run, agreed)
         take_note(run, everything=due or is_last_step(run, agreed))
         if due:
@@ -133,14 +134,14 @@ def train(run: Training) -> ExitCode:
     return finish_run(run, agreed)
 
 
-def advance(run: Training, batch: StepBatch) -> Position:
+def advance(run: Training, batch: StepBatch) -> TrainState:
     """Where the run stands after a step on `batch`."""
-    train, position = run.config.train, run.position
+    train, train_state = run.config.train, run.train_state
     return replace(
-        position,
-        step=position.step + 1,
+        train_state,
+        step=train_state.step + 1,
         cursor=batch.cursor_after,
-        tokens=position.tokens + train.global_batch_size * train.seq_len,
+        tokens=train_state.tokens + train.global_batch_size * train.seq_len,
     )
 
 
@@ -149,15 +150,15 @@ def take_note(run: Training, everything: bool) -> None:
     for numbers in run.step_metrics.arrivals(everything):
         run.health, anomaly = observe(run.health, numbers, run.config.resilience)
         if anomaly is not None and run.ranks.world.rank == 0:
-            step, in_a_row = numbers.position.step, run.health.suspects
+            step, in_a_row = numbers.train_state.step, run.health.suspects
             logger().warning(f"step {step} is suspicious: {anomaly.reason}", in_a_row=in_a_row)
             run.record(anomaly.event, step=step, reason=anomaly.reason, in_a_row=in_a_row)
-    run.position = replace(run.position, losses=run.health.losses)
+    run.train_state = replace(run.train_state, losses=run.health.losses)
 
 
 def is_last_step(run: Training, agreed: VoteResult) -> bool:
     """Whether this step is the last one of this attempt, to be saved before the ranks part."""
-    return bool(agreed.stop) or run.position.step == run.config.train.max_steps
+    return bool(agreed.stop) or run.train_state.step == run.config.train.max_steps
 
 
 def save_is_due(run: Training, agreed: VoteResult) -> bool:
@@ -166,7 +167,7 @@ def save_is_due(run: Training, agreed: VoteResult) -> bool:
     Raises `CheckpointWriteError`, on all ranks alike, when saves keep failing.
     """
     refuse_to_go_on_unsaved(agreed, run.config.checkpoint.max_failures)
-    on_interval = run.position.step % run.config.checkpoint.interval == 0
+    on_interval = run.train_state.step % run.config.checkpoint.interval == 0
     # After a second failure the next try waits for the interval: what is wrong will take a while.
     overdue = agreed.failed_saves == 1 or run.save_postponed
     return not is_last_step(run, agreed) and (on_interval or overdue)
@@ -177,12 +178,12 @@ def save_unless_suspicious(run: Training) -> None:
     run.save_postponed = not run.health.sound
     if run.save_postponed:
         return
-    step = run.position.step
+    step = run.train_state.step
     with (
         run.progress.during(Phase.SAVE),
         run.faults.during_save(step, run.checkpoints.join),
     ):
-        run.checkpoints.save(run.position)
+        run.checkpoints.save(run.train_state)
 
 
 def roll_back(run: Training) -> None:
@@ -191,17 +192,17 @@ def roll_back(run: Training) -> None:
     Raises `DivergedError`, on all ranks alike, where that would not help.
     """
     run.optimizer.zero_grad()  # of a step that does not count
-    trouble = run.health.trouble or run.position
+    trouble = run.health.trouble or run.train_state
     to = agree_on_rollback(run, trouble)
     with run.progress.during(Phase.LOAD):
         good = run.checkpoints.roll_back(to, run.config.checkpoint.accept_changes)
         rollback = Rollback(trouble.step, good.step, start=good.cursor, end=trouble.cursor)
-        run.position = replace(good, rollbacks=(*run.position.rollbacks, rollback))
+        run.train_state = replace(good, rollbacks=(*run.train_state.rollbacks, rollback))
         run.health, run.save_postponed = Health(good.losses), False
         run.progress.step = good.step
         run.feed.close()
-        run.feed = run.open_feed(run.position)
-        run.step_metrics.start(run.position)
+        run.feed = run.open_feed(run.train_state)
+        run.step_metrics.start(run.train_state)
     run.record(ROLLED_BACK, **asdict(rollback))
     if run.ranks.world.rank == 0:
         logger().warning("went back to a good checkpoint", **asdict(rollback))
@@ -210,12 +211,12 @@ def roll_back(run: Training) -> None:
     )
 
 
-def agree_on_rollback(run: Training, trouble: Position) -> int:
+def agree_on_rollback(run: Training, trouble: TrainState) -> int:
     """The step to go back to, by rank 0's choice. Raises `DivergedError` if there is none."""
     run.checkpoints.join()
     committed = run.checkpoints.branch()
     budget = run.config.resilience.max_rollbacks
-    plan = run.ranks.broadcast(plan_rollback(committed, run.position.rollbacks, budget))
+    plan = run.ranks.broadcast(plan_rollback(committed, run.train_state.rollbacks, budget))
     assert isinstance(plan, Plan)  # rank 0 made it
     if plan.to is not None:
         return plan.to
@@ -230,16 +231,16 @@ def agree_on_rollback(run: Training, trouble: Position) -> int:
 
 def evaluate_if_due(run: Training) -> VoteResult:
     """Evaluate where the interval says so; the result of its last vote."""
-    if not run.evaluation.due(run.position.step):
+    if not run.evaluation.due(run.train_state.step):
         return VoteResult()
     began = time.monotonic()
     with run.progress.during(Phase.EVAL):
-        run.faults.maybe_inject(Phase.EVAL, run.position.step)
+        run.faults.maybe_inject(Phase.EVAL, run.train_state.step)
         result = run.evaluation.run(run.model, run.ranks, run.vote_group, run.vote)
     if result.loss is not None:
-        run.step_metrics.evaluated(run.position, result.loss)
+        run.step_metrics.evaluated(run.train_state, result.loss)
         took = round(time.monotonic() - began, 3)
-        run.record(EVALUATED, step=run.position.step, loss=result.loss, seconds=took)
+        run.record(EVALUATED, step=run.train_state.step, loss=result.loss, seconds=took)
     return result.agreed
 
 

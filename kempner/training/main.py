@@ -98,7 +98,9 @@ def run_rank(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> 
     faults.maybe_inject(Phase.LOAD)
     training = build(config, rank_link, ranks, attempt, shutdown, faults)
     progress.enter(Phase.COMPILE)
-    logger().info("ready", step=training.position.step, reached=progress.reached, **_place(ranks))
+    logger().info(
+        "ready", step=training.train_state.step, reached=progress.reached, **_place(ranks)
+    )
     try:
         return train(training)
     finally:

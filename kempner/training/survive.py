@@ -22,7 +22,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from kempner.checkpoint.format.manifest import Identity, Position
+from kempner.checkpoint.format.manifest import Identity
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.config.sections import CheckpointSection, DistributedSection, SuperviseSection
 from kempner.run.control.launch_env import Launch, LaunchTerms
@@ -114,30 +115,30 @@ class Survivor:
         self._progress = rank_link.progress
         self.ranks, self.shutdown, self.checkpoints = ranks, shutdown, checkpoints
         self.vote_group = VoteGroup(ranks.votes)
-        self.position = checkpoints.restore() or Position()
+        self.train_state = checkpoints.restore() or TrainState()
         """How many steps are done."""
         self.suspicious = False
         """What a loss means, only its loop knows."""
 
     def __iter__(self) -> Iterator[int]:
-        self._progress.step = self.position.step
+        self._progress.step = self.train_state.step
         self._progress.enter(Phase.COMPILE)
-        if self.position.step:
-            self._say(f"resumed at step {self.position.step}")
-        logger().info("ready", step=self.position.step, pid=os.getpid())
+        if self.train_state.step:
+            self._say(f"resumed at step {self.train_state.step}")
+        logger().info("ready", step=self.train_state.step, pid=os.getpid())
         agreed = VoteResult()
-        while self.position.step < self._steps and not agreed.stop:
-            step = self.position.step + 1
+        while self.train_state.step < self._steps and not agreed.stop:
+            step = self.train_state.step + 1
             ballot = self.vote_group.open(self.vote())
             set_rng(self._seed, step, 0, self.ranks.world.rank)
             yield step
             with self._progress.waiting("the vote"):
                 agreed = ballot.close()
-            self.position = replace(self.position, step=step, cursor=step)
+            self.train_state = replace(self.train_state, step=step, cursor=step)
             self._progress.made(step)
             if self._save_is_due(agreed):
                 with self._progress.during(Phase.SAVE):
-                    self.checkpoints.save(self.position)
+                    self.checkpoints.save(self.train_state)
         self._leave(agreed)
 
     def vote(self) -> Vote:
@@ -155,7 +156,7 @@ class Survivor:
 
     def _save_is_due(self, agreed: VoteResult) -> bool:
         refuse_to_go_on_unsaved(agreed, CheckpointSection().max_failures)
-        step = self.position.step
+        step = self.train_state.step
         due = step % self._save_every == 0 or agreed.failed_saves == 1
         return due and step < self._steps and not agreed.stop
 

@@ -25,7 +25,7 @@ for path in arguments[split + 1 :]:
     training = build(
         config, replace(alone, run=run), ranks, begin_attempt(run), shutdown, arm(config, alone)
     )
-    print("loaded", training.position.step, flush=True)
+    print("loaded", training.train_state.step, flush=True)
     training.checkpoints.close()
     training.feed.close()
     training.step_metrics.close()

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from kempner.checkpoint.format.manifest import Position
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.attempts import Attempt
@@ -49,7 +49,7 @@ class Crew(ABC):
         self.cut: set[int] = set()
         """Ranks that nobody hears or can kill, but that can write."""
         self._mute: set[int] = set()
-        self.phase, self.position = Phase.START, Position()
+        self.phase, self.train_state = Phase.START, TrainState()
         self.asked_at: float | None = None
         self.deadline: float | None = None
         self._seen: dict[int, LastReport] = {}
@@ -167,7 +167,7 @@ class Crew(ABC):
 
     def last_reports(self) -> dict[int, LastReport]:
         """What the supervisor last heard of each rank; they speak once a second."""
-        now, phase, step = self.world.engine.now, self.phase, self.position.step
+        now, phase, step = self.world.engine.now, self.phase, self.train_state.step
         report = Report(step, phase, 0.0, 0.0)
         for rank in range(self.size):
             if rank not in self.gone and rank not in self._mute:

@@ -200,7 +200,7 @@ class Daemon:
         assert self.ranks is not None
         culprit = next((end for end in self._exits() if end.rank == decision.culprit), None)
         return Failure(
-            step=self.ranks.position.step,
+            step=self.ranks.train_state.step,
             committed=last_step(self._world.ledger),
             raised=culprit.raised if culprit is not None else "",
         )

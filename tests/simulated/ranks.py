@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from kempner.checkpoint.format.manifest import Position, Rollback
+from kempner.checkpoint.format.train_state import Rollback, TrainState
 from kempner.data.order.batch_slices import Slicing
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import DataError, DivergedError, ExitCode, RunError
@@ -68,22 +68,22 @@ class Ranks(Crew):
             self.end(rank, code, sentence)
 
     def _resume(self) -> None:
-        position = self.saves.restore()
-        if position is None:
+        train_state = self.saves.restore()
+        if train_state is None:
             self.world.record("started")
-            position = Position()
-        later = [r for r in remembered(self.world.ledger) if r not in position.rollbacks]
-        self.position = replace(position, rollbacks=(*position.rollbacks, *later))
-        self.health = Health(self.position.losses)
+            train_state = TrainState()
+        later = [r for r in remembered(self.world.ledger) if r not in train_state.rollbacks]
+        self.train_state = replace(train_state, rollbacks=(*train_state.rollbacks, *later))
+        self.health = Health(self.train_state.losses)
         self._skip()
 
     def _train(self) -> Steps:
         setting, config = self.world.setting, self.world.config
-        while self.position.step < setting.max_steps or not self.health.sound:
+        while self.train_state.step < setting.max_steps or not self.health.sound:
             stop = self.asked_at is not None
             self.saves.poll()
             failed = self.saves.settled_failures
-            at_the_end = self.position.step == setting.max_steps
+            at_the_end = self.train_state.step == setting.max_steps
             diverged = self.health.trouble is not None or (at_the_end and not self.health.sound)
             yield from self.work(setting.step * self.world.slowness())
             if diverged and stop:
@@ -100,7 +100,7 @@ class Ranks(Crew):
                     yield from self.saves.begin()
                     yield from self.work(setting.stall)
                     yield from self.enter(Phase.STEP)
-            if self.position.step % setting.eval_interval == 0 and not stop:
+            if self.train_state.step % setting.eval_interval == 0 and not stop:
                 yield from self.enter(Phase.EVAL)
                 for _ in range(BATCHES):
                     stop = self.asked_at is not None
@@ -113,22 +113,22 @@ class Ranks(Crew):
         assert config.train.max_steps == setting.max_steps
 
     def _make_step(self) -> None:
-        position = self.position
-        step, cursor = position.step + 1, position.cursor
-        position = replace(position, step=step, cursor=self._slices.next(cursor), tokens=step)
+        train_state = self.train_state
+        step, cursor = train_state.step + 1, train_state.cursor
+        train_state = replace(train_state, step=step, cursor=self._slices.next(cursor), tokens=step)
         loss = self.world.loss(step, cursor)
         self.health, _ = anomalies.observe(
-            self.health, Numbers(position, loss, 1.0, 0.1), self.world.config.resilience
+            self.health, Numbers(train_state, loss, 1.0, 0.1), self.world.config.resilience
         )
-        self.position = replace(position, losses=self.health.losses)
+        self.train_state = replace(train_state, losses=self.health.losses)
         self.world.stepped(self)
 
     def _roll_back(self) -> Steps:
         yield from self.saves.join()
-        trouble = self.health.trouble or self.position
+        trouble = self.health.trouble or self.train_state
         committed = self.saves.branch()
         budget = self.world.config.resilience.max_rollbacks
-        plan = anomalies.plan_rollback(committed, self.position.rollbacks, budget)
+        plan = anomalies.plan_rollback(committed, self.train_state.rollbacks, budget)
         if plan.to is None:
             raise DivergedError(plan.reason)
         yield from self.enter(Phase.LOAD)
@@ -137,7 +137,7 @@ class Ranks(Crew):
         if good is None:
             raise DataError("none to go back to")
         rollback = Rollback(trouble.step, good.step, start=good.cursor, end=trouble.cursor)
-        self.position = replace(good, rollbacks=(*self.position.rollbacks, rollback))
+        self.train_state = replace(good, rollbacks=(*self.train_state.rollbacks, rollback))
         self.health, self.save_postponed = Health(good.losses), False
         self._skip()
         self.world.record(anomalies.ROLLED_BACK, **vars(rollback))
@@ -151,7 +151,7 @@ class Ranks(Crew):
             self.saves.poll()
             move = final_save.decide_final_save(
                 SaveSituation(
-                    step=self.position.step,
+                    step=self.train_state.step,
                     committed=self.saves.committed_step,
                     in_flight_step=self.saves.in_flight_step,
                     in_flight_for=self.saves.age,
@@ -194,11 +194,13 @@ class Ranks(Crew):
     def _as_loop(self) -> SimpleNamespace:
         """What the real loop's decisions look at."""
         return SimpleNamespace(
-            config=self.world.config, position=self.position, save_postponed=self.save_postponed
+            config=self.world.config,
+            train_state=self.train_state,
+            save_postponed=self.save_postponed,
         )
 
     def _skip(self) -> None:
-        skips = tuple((r.start, r.end) for r in self.position.rollbacks)
+        skips = tuple((r.start, r.end) for r in self.train_state.rollbacks)
         self._slices = replace(self._slices, skips=skips)
-        cursor = self._slices.first(self.position.cursor)
-        self.position = replace(self.position, cursor=cursor)
+        cursor = self._slices.first(self.train_state.cursor)
+        self.train_state = replace(self.train_state, cursor=cursor)

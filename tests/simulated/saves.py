@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from kempner.checkpoint.format.manifest import Position
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder, in_progress_name
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.store import commit, retention, selection
 from kempner.checkpoint.store.retention import Keep
 from kempner.run.process.exit_codes import DataError
@@ -33,7 +33,7 @@ class Saves:
         self._fence = Fence(world.run.attempts, ranks.attempt)
         self._folder = CheckpointFolder(world.run.checkpoints)
         self._number = 0
-        self._in_flight: tuple[Position, float] | None = None
+        self._in_flight: tuple[TrainState, float] | None = None
         self._writer: Process | None = None
         self._waiting = False
         self._extra = self._asleep = 0.0
@@ -73,7 +73,7 @@ class Saves:
         yield from self.join()
         if self.failed_in_a_row > failures:
             return
-        self._in_flight = self._ranks.position, self._world.engine.now
+        self._in_flight = self._ranks.train_state, self._world.engine.now
         self._asleep = self._world.asleep(self._ranks)
         self._writer = Process(self._world.engine, self._ranks.life, self._write())
 
@@ -90,34 +90,34 @@ class Saves:
             yield from self._ranks.work(0.0)
         self.poll()
 
-    def restore(self) -> Position | None:
+    def restore(self) -> TrainState | None:
         """The state of the newest checkpoint that is not damaged; None at the first start."""
         self._world.act_as(self._ranks.attempt.number)
         if not self._folder.path.exists():
             self._folder.path.mkdir(parents=True)
         retention.sweep(self._folder, self._ranks.attempt.number)
-        position = self._load(
+        train_state = self._load(
             lambda: selection.choose(self._folder.committed(), self._folder.latest())
         )
-        if position is None and self._folder.latest() is not None:
+        if train_state is None and self._folder.latest() is not None:
             raise DataError("no checkpoint verifies")
-        self._world.oracle.restored(None if position is None else position.step)
-        if position is not None:
-            self._world.record(RESUMED, step=position.step)
-        return position
+        self._world.oracle.restored(None if train_state is None else train_state.step)
+        if train_state is not None:
+            self._world.record(RESUMED, step=train_state.step)
+        return train_state
 
     def branch(self) -> list[int]:
         """The committed steps up to `latest`, ascending."""
         latest = self._folder.latest()
         return [s for s in self._folder.committed() if latest is None or s <= latest]
 
-    def load_up_to(self, to: int) -> Position | None:
+    def load_up_to(self, to: int) -> TrainState | None:
         """Go back to the newest checkpoint up to `to` that is not damaged."""
         self._world.oracle.going_back(self._ranks.attempt.number, to)
         self._world.act_as(self._ranks.attempt.number)
         return self._load(lambda: selection.choose_to_go_back(self.branch(), to))
 
-    def _load(self, choose) -> Position | None:  # type: ignore[no-untyped-def]
+    def _load(self, choose) -> TrainState | None:  # type: ignore[no-untyped-def]
         tried = 0
         while (step := choose()) is not None:
             tried += 1
@@ -131,12 +131,12 @@ class Saves:
                 self._fence.check()
                 attempt = self._ranks.attempt
                 self._folder.point_latest(step, unique=f"a{attempt.number}-{attempt.nonce}")
-            return manifest.position
+            return manifest.train_state
         return None
 
     def _write(self) -> Steps:
         assert self._in_flight is not None
-        (position, started), setting = self._in_flight, self._world.setting
+        (train_state, started), setting = self._in_flight, self._world.setting
         failing, slow = self._world.take_save_faults()
         yield from self._phase("stage", setting.stage)
         staged = self._world.engine.now
@@ -150,7 +150,7 @@ class Saves:
             failing = failing or self._world.engine.now < self._world.full_until
             if failing:
                 raise OSError("no space left on device")
-            self._commit(position)
+            self._commit(train_state)
         except SupersededError as error:
             self._superseded = error
             self._world.oracle.superseded()
@@ -162,7 +162,7 @@ class Saves:
             self._ranks.die(0)
             return
         else:
-            self._committed(position, SaveSeconds(staged - started, written - staged, 0.0))
+            self._committed(train_state, SaveSeconds(staged - started, written - staged, 0.0))
         self._in_flight = None
         if self._waiting:
             self._ranks.main.wake()
@@ -176,15 +176,15 @@ class Saves:
         while self._ranks.stopped or (name != "commit" and self._ranks.gone - self._ranks.cut):
             yield 1.0
 
-    def _commit(self, position: Position) -> None:
+    def _commit(self, train_state: TrainState) -> None:
         self._world.act_as(self._ranks.attempt.number, committing=True)
         self._number += 1
         attempt = self._ranks.attempt
-        name = in_progress_name(position.step, attempt.number, f"{self._number:08x}")
+        name = in_progress_name(train_state.step, attempt.number, f"{self._number:08x}")
         written = self._folder.path / name
         try:
             written.mkdir()
-            manifest = self._world.manifest(position, attempt.number)
+            manifest = self._world.manifest(train_state, attempt.number)
             commit.commit(self._folder, written, manifest, self._fence, lambda sentence: None)
         except OSError:
             if written.exists():
@@ -193,13 +193,13 @@ class Saves:
         finally:
             self._world.act_as(attempt.number)
 
-    def _committed(self, position: Position, took: SaveSeconds) -> None:
-        self.committed_step, self.failed_in_a_row = position.step, 0
+    def _committed(self, train_state: TrainState, took: SaveSeconds) -> None:
+        self.committed_step, self.failed_in_a_row = train_state.step, 0
         self.durations = self.durations.with_another(took)
         slept = {SUSPENDED: True} if self._world.asleep(self._ranks) > self._asleep else {}
         if not slept:
             self.learned = self.learned.with_another(took)
-        self._world.record(COMMITTED, step=position.step, **took.as_fields(), **slept)
+        self._world.record(COMMITTED, step=train_state.step, **took.as_fields(), **slept)
         checkpoint = self._world.config.checkpoint
         try:
             retention.prune(

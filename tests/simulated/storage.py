@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from kempner.checkpoint.format.manifest import Identity, Manifest, Position
+from kempner.checkpoint.format.manifest import Identity, Manifest
 from kempner.checkpoint.format.names import LATEST, WITHDRAWN, parse_step
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.run.record.attempts import Attempt, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
 from simulated.checks.oracle import Oracle
@@ -53,9 +54,9 @@ class Storage(ABC):
         """What is changed on disk from now on is changed by this attempt."""
         self._actor, self._changes = attempt, 0 if committing else -1
 
-    def manifest(self, position: Position, attempt: int) -> Manifest:
-        """What a commit of this position says."""
-        return Manifest(position, _NOBODY, attempt, self.engine.now, {})
+    def manifest(self, train_state: TrainState, attempt: int) -> Manifest:
+        """What a commit of this train state says."""
+        return Manifest(train_state, _NOBODY, attempt, self.engine.now, {})
 
     def is_damaged(self, manifest: Manifest) -> bool:
         """Whether the files of a checkpoint were damaged."""

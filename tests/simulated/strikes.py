@@ -57,19 +57,19 @@ def _told(world: World, ranks: Ranks, fault: Fault) -> None:
 
 
 def _crash_ahead(world: World, ranks: Ranks, fault: Fault) -> None:
-    world.crash_at = ranks.position.step + int(fault.amount), fault
+    world.crash_at = ranks.train_state.step + int(fault.amount), fault
 
 
 def _loss(value: float) -> Callable[[World, Ranks, Fault], None]:
     def spoil(world: World, ranks: Ranks, fault: Fault) -> None:
-        first = ranks.position.step + 1
+        first = ranks.train_state.step + 1
         world.bad_steps.update(dict.fromkeys(range(first, first + int(fault.amount)), value))
 
     return spoil
 
 
 def _bad_data(world: World, ranks: Ranks, fault: Fault) -> None:
-    first = ranks.position.cursor + 1
+    first = ranks.train_state.cursor + 1
     world.bad_samples.update(dict.fromkeys(range(first, first + int(fault.amount)), 100.0))
 
 

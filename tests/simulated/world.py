@@ -129,13 +129,13 @@ class World(Storage):
 
     def stepped(self, ranks: Ranks) -> None:
         """A step was made; some are deadly."""
-        if self.crash_at is None or ranks.position.step < self.crash_at[0]:
+        if self.crash_at is None or ranks.train_state.step < self.crash_at[0]:
             return
         fault = self.crash_at[1]
         rank = fault.who % ranks.size
-        if ranks.position.step == self.crash_at[0] and fault.kind is Kind.CRASH:
+        if ranks.train_state.step == self.crash_at[0] and fault.kind is Kind.CRASH:
             ranks.crash(rank, "ValueError: no such thing")
-        elif ranks.position.step == self.crash_at[0]:
+        elif ranks.train_state.step == self.crash_at[0]:
             ranks.die(rank)
 
     def take_trap(self, phase: str) -> Fault | None:

@@ -31,10 +31,10 @@ _SLAB_BLOCKS = 16
 
 
 def export_torch(source: Source, out: Path, on_bytes: OnBytes) -> None:
-    """One file at `out` with model, optimizer and position; see `lay_out_torch`."""
+    """One file at `out` with model, optimizer and train state; see `lay_out_torch`."""
     with publish(out) as path:
-        position = source.manifest.position
-        facts = {"step": position.step, "cursor": position.cursor, "tokens": position.tokens}
+        state = source.manifest.train_state
+        facts = {"step": state.step, "cursor": state.cursor, "tokens": state.tokens}
         pour(path, lay_out_torch(path, source.contents.tensors, facts), source, on_bytes)
 
 

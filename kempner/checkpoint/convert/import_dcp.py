@@ -29,7 +29,6 @@ from kempner.checkpoint.format.manifest import (
     FileEntry,
     Identity,
     Manifest,
-    Position,
     encode_sidecar,
     sidecar_name,
     sum_file,
@@ -45,6 +44,7 @@ from kempner.checkpoint.format.shard_plan import (
     file_length,
     listed,
 )
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import reserve, write_all
 from kempner.checkpoint.store import commit
 from kempner.checkpoint.tensors.dcp_metadata import pack
@@ -130,7 +130,7 @@ class _Unclaimed:
             )
 
 
-def take_over(foreign: Foreign, into: Path, position: Position, on_bytes: OnBytes) -> Path:
+def take_over(foreign: Foreign, into: Path, train_state: TrainState, on_bytes: OnBytes) -> Path:
     """Commit a stock checkpoint as the first one of the folder `into`; return its path.
 
     Raises `DataError` if something in it is no plain tensor, `UsageError` if `into` has a
@@ -138,14 +138,16 @@ def take_over(foreign: Foreign, into: Path, position: Position, on_bytes: OnByte
     """
     folder = CheckpointFolder(into)
     attempt = Attempt(_NOBODY, secrets.token_hex(4))
-    guard = _Unclaimed(folder, position.step, attempt)
+    guard = _Unclaimed(folder, train_state.step, attempt)
     guard.check()
-    path = into / in_progress_name(position.step, attempt.number, attempt.nonce)
+    path = into / in_progress_name(train_state.step, attempt.number, attempt.nonce)
     path.mkdir(parents=True)
     try:
         files = _write(foreign, path, on_bytes)
         world = sum(entry.sums is not None for entry in files.values())
-        manifest = Manifest(position, _what_is_known(foreign, world), _NOBODY, time.time(), files)
+        manifest = Manifest(
+            train_state, _what_is_known(foreign, world), _NOBODY, time.time(), files
+        )
         return commit.commit(folder, path, manifest, guard, lambda sentence: None)
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)  # the next attempt sweeps what cannot go now

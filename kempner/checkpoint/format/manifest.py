@@ -21,41 +21,12 @@ from typing import Any, Final
 import xxhash
 
 from kempner.checkpoint.format.names import MANIFEST
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.run.process.exit_codes import DataError
 
 FORMAT: Final = 1
 BLOCK_BYTES: Final = 1 << 20
 _SIDECAR = re.compile(r"sums-(\d{5,})\.json")
-
-
-@dataclass(frozen=True)
-class Rollback:
-    """The loss left the rails, at step `at` for good; the run went back to step `to`.
-
-    The samples [`start`, `end`) of the endless order, from that checkpoint to the trouble, are left
-    out from then on.
-    """
-
-    at: int
-    to: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where the run stands: all of the state that is not in a tensor.
-
-    `step` steps are done, `cursor` is the next global sample, `tokens` counts what was trained on.
-    `losses` are those of the last sound steps, the newest last, with which new ones are compared;
-    `rollbacks` are all of the run so far.
-    """
-
-    step: int = 0
-    cursor: int = 0
-    tokens: int = 0
-    losses: tuple[float, ...] = ()
-    rollbacks: tuple[Rollback, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,7 +73,7 @@ class Identity:
 class Manifest:
     """Everything about a checkpoint but its tensors; `created` is Unix time in seconds."""
 
-    position: Position
+    train_state: TrainState
     identity: Identity
     attempt: int
     created: float
@@ -120,7 +91,7 @@ def encode(manifest: Manifest) -> bytes:
     }
     fields: dict[str, Any] = {
         "format": FORMAT,
-        **asdict(manifest.position),
+        **asdict(manifest.train_state),
         **asdict(manifest.identity),
         "attempt": manifest.attempt,
         "created": manifest.created,
@@ -141,7 +112,7 @@ def decode(content: bytes, where: Path) -> Manifest:
                 f"{where} has format {fields['format']}, this kempner reads format {FORMAT}"
             )
         return Manifest(
-            position=_position(fields),
+            train_state=TrainState.from_fields(fields),
             identity=Identity(**{name: fields[name] for name in _IDENTITY if name in fields}),
             attempt=fields["attempt"],
             created=fields["created"],
@@ -149,16 +120,6 @@ def decode(content: bytes, where: Path) -> Manifest:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{where} is damaged: it is no manifest ({error})") from error
-
-
-def _position(fields: Mapping[str, Any]) -> Position:
-    return Position(
-        step=fields["step"],
-        cursor=fields["cursor"],
-        tokens=fields["tokens"],
-        losses=tuple(fields.get("losses", ())),
-        rollbacks=tuple(Rollback(**rollback) for rollback in fields.get("rollbacks", ())),
-    )
 
 
 def _plain(name: str) -> str:

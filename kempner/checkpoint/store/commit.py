@@ -56,9 +56,9 @@ def commit(
     `SupersededError` if a newer attempt owns the run, and `OSError`, also if a file that another
     host has written does not come to be seen here.
     """
-    step, attempt = manifest.position.step, fence.attempt
+    step, attempt = manifest.train_state.step, fence.attempt
     await_files(written, manifest.files)
-    place, content = folder.step(manifest.position.step), encode(manifest)
+    place, content = folder.step(manifest.train_state.step), encode(manifest)
     write_durable(written / MANIFEST, content)
     fsync_directory(written)
     fence.check()

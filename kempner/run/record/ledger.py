@@ -11,11 +11,17 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kempner.run.record.jsonl import JsonlWriter
 
 SCHEMA = 1
+
+
+class Recorder(Protocol):
+    """Takes an event for the run's ledger; only rank 0's calls need go anywhere."""
+
+    def __call__(self, event: str, **fields: object) -> None: ...
 
 
 class Ledger(JsonlWriter):

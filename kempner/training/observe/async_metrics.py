@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kempner.checkpoint.format.manifest import Position
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.training.policy.anomalies import Numbers
 
 
 @dataclass(frozen=True)
 class _Pending:
-    position: Position
+    train_state: TrainState
     rate: float
     numbers: Tensor
     arrived: torch.cuda.Event | None
@@ -31,13 +31,13 @@ class AsyncMetrics:
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
 
-    def send(self, position: Position, loss: Tensor, norm: Tensor, rate: float) -> None:
-        """A step was asked for, after which the run stands at `position`."""
+    def send(self, train_state: TrainState, loss: Tensor, norm: Tensor, rate: float) -> None:
+        """A step was asked for, after which the run stands at `train_state`."""
         numbers, arrived = torch.stack([loss.float(), norm.float()]), None
         if numbers.is_cuda:
             numbers = torch.empty(2, pin_memory=True).copy_(numbers, non_blocking=True)
             arrived = torch.cuda.current_stream().record_event()
-        self._pending.append(_Pending(position, rate, numbers, arrived))
+        self._pending.append(_Pending(train_state, rate, numbers, arrived))
 
     def arrivals(self, everything: bool) -> Iterator[Numbers]:
         """What has arrived; with `everything`, the newest step is waited for, too."""
@@ -49,7 +49,7 @@ class AsyncMetrics:
                 oldest.arrived.synchronize()
             self._pending.popleft()
             loss, norm = oldest.numbers.tolist()
-            yield Numbers(oldest.position, loss, norm, oldest.rate)
+            yield Numbers(oldest.train_state, loss, norm, oldest.rate)
 
     def forget(self) -> None:
         """What is still on its way concerns steps that do not count any more."""

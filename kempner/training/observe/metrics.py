@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kempner.checkpoint.format.manifest import Position
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.config.sections import Config
 from kempner.run.record.jsonl import JsonlWriter
 from kempner.run.record.run_dir import RunDirectory
@@ -41,19 +41,24 @@ class StepMetrics:
         self._display, self._echo = display, AsyncMetrics()
         self._logged_at, self._logged_tokens = time.monotonic(), 0
 
-    def start(self, position: Position) -> None:
+    def start(self, train_state: TrainState) -> None:
         """Count time and tokens from here; what came before does not count."""
         self._echo.forget()
-        self._logged_at, self._logged_tokens = time.monotonic(), position.tokens
+        self._logged_at, self._logged_tokens = time.monotonic(), train_state.tokens
 
     def record(
-        self, position: Position, loss: Tensor, norm: Tensor, rate: float, samples: Sequence[int]
+        self,
+        train_state: TrainState,
+        loss: Tensor,
+        norm: Tensor,
+        rate: float,
+        samples: Sequence[int],
     ) -> None:
         """Take note of a step that was asked for, and of the samples that this rank put in."""
         if self._config.train.log_samples:
-            place = {"step": position.step, "attempt": self._attempt, "rank": self._rank}
+            place = {"step": train_state.step, "attempt": self._attempt, "rank": self._rank}
             self._samples.append({**place, "samples": list(samples)})
-        self._echo.send(position, loss, norm, rate)
+        self._echo.send(train_state, loss, norm, rate)
 
     def arrivals(self, everything: bool) -> Iterator[Numbers]:
         """What is known by now of the steps recorded, each told once; the metrics get it, too.
@@ -62,15 +67,18 @@ class StepMetrics:
         losses, to the bit: a sum over ranks is made in one place and handed to all.
         """
         for numbers in self._echo.arrivals(everything):
-            if self._rank == 0 and numbers.position.step % self._config.metrics.log_interval == 0:
+            if (
+                self._rank == 0
+                and numbers.train_state.step % self._config.metrics.log_interval == 0
+            ):
                 self._log(numbers)
             yield numbers
 
-    def evaluated(self, position: Position, loss: float) -> None:
+    def evaluated(self, train_state: TrainState, loss: float) -> None:
         """Take note of a held-out loss."""
         if self._rank == 0:
-            self._write(position.step, eval_loss=_finite(loss))
-            self._display.say(f"step {position.step}: held-out loss {loss:.4f}")
+            self._write(train_state.step, eval_loss=_finite(loss))
+            self._display.say(f"step {train_state.step}: held-out loss {loss:.4f}")
 
     def say(self, sentence: str) -> None:
         """Tell whoever watches."""
@@ -81,20 +89,20 @@ class StepMetrics:
         self._display.close()
 
     def _log(self, made: Numbers) -> None:
-        position, now = made.position, time.monotonic()
-        speed = (position.tokens - self._logged_tokens) / max(now - self._logged_at, 1e-9)
-        self._logged_at, self._logged_tokens = now, position.tokens
+        train_state, now = made.train_state, time.monotonic()
+        speed = (train_state.tokens - self._logged_tokens) / max(now - self._logged_at, 1e-9)
+        self._logged_at, self._logged_tokens = now, train_state.tokens
         mfu = speed * self._flops_per_token / self._peak if self._peak else None
         self._write(
-            position.step,
+            train_state.step,
             loss=_finite(made.loss),
             grad_norm=_finite(made.norm),
             lr=made.rate,
-            tokens=position.tokens,
+            tokens=train_state.tokens,
             tokens_per_second=round(speed, 1),
             mfu=round(mfu, 4) if mfu is not None else None,
         )
-        self._display.step(position.step, made.loss, speed)
+        self._display.step(train_state.step, made.loss, speed)
 
     def _write(self, step: int, **fields: object) -> None:
         entry = {"step": step, "attempt": self._attempt, **fields, "time": round(time.time(), 3)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kempner.checkpoint.format.manifest import Position, Rollback
+from kempner.checkpoint.format.train_state import Rollback, TrainState
 from kempner.config.resilience import ResilienceSection
 
 ROLLED_BACK = "rolled_back"
@@ -31,7 +31,7 @@ SMALLEST_SPREAD = 0.01
 class Numbers:
     """What a step came to: where the run stood after it, its loss and gradient norm, its rate."""
 
-    position: Position
+    train_state: TrainState
     loss: float
     norm: float
     rate: float
@@ -59,7 +59,7 @@ class Health:
 
     losses: tuple[float, ...] = ()
     suspects: int = 0
-    trouble: Position | None = None
+    trouble: TrainState | None = None
 
     @property
     def sound(self) -> bool:
@@ -101,7 +101,7 @@ def observe(
     suspects = health.suspects + 1
     trouble = health.trouble
     if trouble is None and suspects >= rule.rollback_after:
-        trouble = step.position
+        trouble = step.train_state
     return Health(health.losses, suspects, trouble), anomaly
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kempner.checkpoint.format.manifest import Position
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.run.process.exit_codes import CheckpointWriteError, ExitCode
 from kempner.run.process.logs import logger
@@ -32,7 +32,7 @@ class StoppableLoop(Protocol):
     vote_group: VoteGroup
     shutdown: ShutdownHandler
     checkpoints: CheckpointManager
-    position: Position
+    train_state: TrainState
 
     def record(self, event: str, **fields: object) -> None:
         """A line for the run's ledger, from rank 0."""
@@ -50,7 +50,7 @@ def finish(run: StoppableLoop, agreed: VoteResult) -> tuple[ExitCode, str]:
 
     Raises `CheckpointWriteError` if the state cannot be committed.
     """
-    step, last = run.position.step, secure_last_step(run)
+    step, last = run.train_state.step, secure_last_step(run)
     if last.action is Action.FAIL:
         raise CheckpointWriteError(
             f"the checkpoint of step {step} could not be written; the last good one is intact"
@@ -86,7 +86,7 @@ def secure_last_step(run: StoppableLoop) -> SaveDecision:
                 run.checkpoints.join(move.patience)
             case Action.SAVE:
                 tries_left -= 1
-                run.checkpoints.save(run.position)
+                run.checkpoints.save(run.train_state)
             case _:
                 return move
 
@@ -98,7 +98,7 @@ def agree_on_next_decision(run: StoppableLoop, tries_left: int) -> SaveDecision:
     durations = run.checkpoints.durations
     move = decide_final_save(
         SaveSituation(
-            step=run.position.step,
+            step=run.train_state.step,
             committed=run.checkpoints.committed_step,
             in_flight_step=step,
             in_flight_for=age,

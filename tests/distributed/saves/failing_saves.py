@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 sys.path.append(str(Path(__file__).parents[2]))
 from managers import open_manager
 
-from kempner.checkpoint.format.manifest import Position
 from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.run.process import logs
 from kempner.run.record.attempts import SupersededError, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
@@ -53,7 +53,7 @@ def expect(failures: int, committed: int | None) -> None:
 
 
 step()
-manager.save(Position(1))
+manager.save(TrainState(1))
 expect(0, 1)
 
 # The last rank finds its file's name taken: an error of its own thread.
@@ -67,8 +67,8 @@ if rank == world - 1:
         write(path, *rest)  # type: ignore[arg-type]
 
     manager._write = sabotaged  # type: ignore[assignment, method-assign]
-manager.save(Position(2))
-manager.save(Position(2))  # learns of the failure, which is to be counted before the next try
+manager.save(TrainState(2))
+manager.save(TrainState(2))  # learns of the failure, which is to be counted before the next try
 assert manager.in_flight is None
 expect(1, 1)
 if rank == 0:
@@ -84,7 +84,7 @@ if rank == 0:
     latest.unlink()
     (latest / "in the way").mkdir(parents=True)
 dist.barrier()
-manager.save(Position(3))
+manager.save(TrainState(3))
 expect(2, 1)
 dist.barrier()
 if rank == 0:
@@ -95,17 +95,17 @@ dist.barrier()
 
 # A rank that planned something else than the others.
 step()
-manager.save(Position(4))
+manager.save(TrainState(4))
 expect(0, 4)
 if rank == 0:
     assert manager._route is not None
     layout = manager._route.layout
     manager._route = replace(manager._route, layout=replace(layout, specs=layout.specs[::-1]))
-manager.save(Position(5))
+manager.save(TrainState(5))
 expect(1, 4)
 manager._route = None
 step()
-manager.save(Position(6))
+manager.save(TrainState(6))
 expect(0, 6)
 
 # A newer attempt: every rank learns of it.
@@ -113,7 +113,7 @@ dist.barrier()
 if rank == 0:
     begin_attempt(run)
 dist.barrier()
-manager.save(Position(7))
+manager.save(TrainState(7))
 with pytest.raises(SupersededError, match="names attempt 2"):
     manager.join()
 assert CheckpointFolder(run.checkpoints).latest() == 6

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from managers import open_manager
 
 from kempner.checkpoint.format import compact_index
-from kempner.checkpoint.format.manifest import Position
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.tensors import state
 from kempner.run.process import logs
@@ -59,7 +59,7 @@ for writers in WORLDS:
     if rank < writers:
         manager, table = build(writers, folder, seed=3)
         expected = whole(table)
-        manager.save(Position(step=1, cursor=8, tokens=64))
+        manager.save(TrainState(step=1, cursor=8, tokens=64))
         manager.close()
     box = [expected]
     dist.broadcast_object_list(box, 0)
@@ -67,7 +67,7 @@ for writers in WORLDS:
     for readers in WORLDS:
         if rank < readers:
             manager, _ = build(readers, folder, seed=4)
-            assert manager.restore() == Position(step=1, cursor=8, tokens=64)
+            assert manager.restore() == TrainState(step=1, cursor=8, tokens=64)
             found = whole(state.capture(manager._model, manager._optimizer))
             assert found.keys() == expected.keys()
             for key, tensor in found.items():

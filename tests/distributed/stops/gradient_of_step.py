@@ -38,7 +38,7 @@ loss = accumulate(
     batch.micro,
     device=ranks.device,
     seed=config.train.seed,
-    step=training.position.step + 1,
+    step=training.train_state.step + 1,
     data_rank=ranks.world.rank,
 )
 gradient = {}
@@ -47,7 +47,7 @@ for name, parameter in training.model.named_parameters():
     full = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
     gradient[name] = full.clone()
 if ranks.world.rank == 0:
-    torch.save({"loss": loss, "gradient": gradient, "step": training.position.step}, sys.argv[1])
+    torch.save({"loss": loss, "gradient": gradient, "step": training.train_state.step}, sys.argv[1])
 training.feed.close()
 ranks.final_barrier()
 os._exit(0)

@@ -54,7 +54,7 @@ def move_cursor(run: Run, step: int, cursor: int) -> None:
     latest.symlink_to(f"step-{step:08d}")
     checkpoint = latest.resolve()
     found = read(checkpoint)
-    moved = replace(found, position=replace(found.position, cursor=cursor))
+    moved = replace(found, train_state=replace(found.train_state, cursor=cursor))
     (checkpoint / "manifest.json").write_bytes(encode(moved))
 
 

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from harness import wait_until
 from managers import open_manager
 
-from kempner.checkpoint.format.manifest import Position
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.run.process import logs
 from kempner.run.record.run_dir import RunDirectory
 
@@ -58,7 +58,7 @@ for step in range(1, 1 + warm_up + saves):
     manager.release_staging()
     optimizer.step()
     optimizer.zero_grad()
-    manager.save(Position(step))
+    manager.save(TrainState(step))
     if step in (warm_up, warm_up + saves):
         manager.join()
         wait_until(pruned, "the old ones to be gone")

@@ -36,12 +36,12 @@ def rename_before_manifest() -> None:
         fence: Fence,
         report: Callable[[str], None],
     ) -> Path:
-        place = folder.step(manifest.position.step)
+        place = folder.step(manifest.train_state.step)
         written.rename(place)
         write_durable(place / MANIFEST, encode(manifest))
         fsync_directory(place)
         fsync_directory(folder.path)
-        folder.point_latest(manifest.position.step, unique=f"a1-{fence.attempt.nonce}")
+        folder.point_latest(manifest.train_state.step, unique=f"a1-{fence.attempt.nonce}")
         return place
 
     commit.commit = committed

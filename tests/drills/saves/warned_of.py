@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 sys.path.append(str(Path(__file__).parents[2]))
 from managers import open_manager
 
-from kempner.checkpoint.format.manifest import Position
 from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.tensors import state
 from kempner.run.process import logs
 from kempner.run.process.exit_codes import UsageError
@@ -77,7 +77,7 @@ expected = whole()
 with torch.no_grad():
     forward()
 assert not isinstance(next(model[0].parameters()), DTensor), "the drill needs unsharded parameters"
-manager.save(Position(1))
+manager.save(TrainState(1))
 manager.release_staging()
 assert_saved(1, expected)
 
@@ -86,7 +86,7 @@ assert_saved(1, expected)
 for step in range(2, 7):
     update()
     expected = whole()
-    manager.save(Position(step))
+    manager.save(TrainState(step))
     manager.release_staging()
     swap()
     assert_saved(step, expected)
@@ -94,11 +94,11 @@ for step in range(2, 7):
 
 # The tensors are others: the next save takes them, and not what the last one took.
 optimizer.state.clear()
-manager.save(Position(7))
+manager.save(TrainState(7))
 manager.release_staging()
 assert_saved(7, whole())
 model.load_state_dict({key: t.detach() + 1 for key, t in model.state_dict().items()}, assign=True)
-manager.save(Position(8))
+manager.save(TrainState(8))
 manager.release_staging()
 assert_saved(8, whole())
 
@@ -106,7 +106,7 @@ assert_saved(8, whole())
 held = nn.Parameter(torch.zeros(1))
 optimizer.state[held]["exp_avg"] = torch.zeros(1)
 with pytest.raises(UsageError, match="make the optimizer afterwards"):
-    manager.save(Position(9))
+    manager.save(TrainState(9))
 assert CheckpointFolder(run.checkpoints).latest() == 8
 dist.barrier()
 print(f"rank {rank} has seen it all", flush=True)

@@ -14,15 +14,9 @@ import pytest
 import tomli
 from packaging.requirements import Requirement
 
-from kempner.checkpoint.format.manifest import (
-    FileEntry,
-    Identity,
-    Manifest,
-    Position,
-    encode,
-    whole_sum,
-)
+from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest, encode, whole_sum
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
+from kempner.checkpoint.format.train_state import TrainState
 
 ROOT = Path(__file__).parents[3]
 ROOMS = ["cli", "cluster", "config", "insight", "run", "supervisor"]
@@ -208,7 +202,7 @@ def test_a_checkpoint_is_verified_without_torch(without_torch: Runner, tmp_path:
         versions={},
     )
     files = {".metadata": FileEntry(bytes=len(content), xxh3_128=whole_sum(content))}
-    manifest = Manifest(Position(step=5), identity, attempt=1, created=0.0, files=files)
+    manifest = Manifest(TrainState(step=5), identity, attempt=1, created=0.0, files=files)
     checkpoint = CheckpointFolder(tmp_path).step(5)
     checkpoint.mkdir()
     (checkpoint / ".metadata").write_bytes(content)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kempner.checkpoint.format.manifest import Position, Rollback
+from kempner.checkpoint.format.train_state import Rollback, TrainState
 from kempner.config.resilience import ResilienceSection
 from kempner.training.policy.anomalies import (
     FEWEST_LOSSES,
@@ -27,7 +27,7 @@ NOISY = [3.0 + 0.1 * (n % 5 - 2) for n in range(20)]
 
 
 def numbers(loss: float, norm: float = 1.0, step: int = 1) -> Numbers:
-    return Numbers(Position(step, 8 * step, 64 * step), loss, norm, rate=1e-3)
+    return Numbers(TrainState(step, 8 * step, 64 * step), loss, norm, rate=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from kempner.checkpoint.convert.key_map import fit
 from kempner.checkpoint.convert.tensor_copy import Source
-from kempner.checkpoint.format.manifest import Position, read
+from kempner.checkpoint.format.manifest import read
 from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import verify
 from kempner.cli.entry import main
 from kempner.run.process.exit_codes import DataError
@@ -104,7 +105,7 @@ def test_what_dcp_saves_is_committed_bit_for_bit(
     assert folder.latest() == 7
     assert verify(folder.step(7)) == []
     manifest = read(folder.step(7))
-    assert (manifest.position, manifest.identity.optimizer) == (Position(7, 56), "adamw")
+    assert (manifest.train_state, manifest.identity.optimizer) == (TrainState(7, 56), "adamw")
     found, expected = tensors_of(folder.step(7)), state_of(model, optimizer)
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():

@@ -16,8 +16,6 @@ from kempner.checkpoint.format.manifest import (
     FileEntry,
     Identity,
     Manifest,
-    Position,
-    Rollback,
     decode,
     encode,
     encode_sidecar,
@@ -32,6 +30,7 @@ from kempner.checkpoint.format.names import (
     parse_step,
     step_name,
 )
+from kempner.checkpoint.format.train_state import Rollback, TrainState
 from kempner.checkpoint.io.verify import verify
 from kempner.checkpoint.store import commit, retention
 from kempner.checkpoint.store.compatibility import compare_identities
@@ -77,8 +76,8 @@ class Store:
             data.name: FileEntry(bytes=data.stat().st_size, sums=sidecar_name(0)),
             sidecar_name(0): FileEntry(bytes=len(sidecar), xxh3_128=whole_sum(sidecar)),
         }
-        position = Position(step=step, cursor=8 * step, tokens=256 * step)
-        return path, Manifest(position, IDENTITY, attempt.number, 0.5, files)
+        train_state = TrainState(step=step, cursor=8 * step, tokens=256 * step)
+        return path, Manifest(train_state, IDENTITY, attempt.number, 0.5, files)
 
     def commit(self, step: int) -> Path:
         path, manifest = self.write(step)
@@ -117,7 +116,7 @@ def test_commit_makes_a_checkpoint_that_verifies_and_is_latest(store: Store) -> 
     assert path.name == "step-00000120"
     assert store.folder.latest() == 120
     assert verify(path) == []
-    assert read(path).position == Position(120, 960, 30720)
+    assert read(path).train_state == TrainState(120, 960, 30720)
     assert read(path).identity == IDENTITY
     assert sorted(p.name for p in store.folder.path.iterdir()) == ["latest", "step-00000120"]
 
@@ -125,14 +124,14 @@ def test_commit_makes_a_checkpoint_that_verifies_and_is_latest(store: Store) -> 
 def test_a_manifest_keeps_losses_and_rollbacks_and_need_not_have_them(store: Store) -> None:
     path, manifest = store.write(120)
     rollbacks = (Rollback(at=57, to=50, start=400, end=456), Rollback(66, 40, 320, 528))
-    told = dataclasses.replace(manifest.position, losses=(3.25, 0.1), rollbacks=rollbacks)
-    assert decode(encode(dataclasses.replace(manifest, position=told)), path).position == told
+    told = dataclasses.replace(manifest.train_state, losses=(3.25, 0.1), rollbacks=rollbacks)
+    assert decode(encode(dataclasses.replace(manifest, train_state=told)), path).train_state == told
     fields = json.loads(encode(manifest))
     for later in ("losses", "rollbacks", "checksum"):
         del fields[later]
     old = (json.dumps(fields, sort_keys=True, indent=2) + "\n").encode()
     signed = json.dumps(fields | {"checksum": whole_sum(old)}, sort_keys=True, indent=2) + "\n"
-    assert decode(signed.encode(), path).position == manifest.position
+    assert decode(signed.encode(), path).train_state == manifest.train_state
 
 
 def test_a_step_reached_again_sets_the_earlier_checkpoint_aside(store: Store) -> None:

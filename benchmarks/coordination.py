@@ -35,6 +35,7 @@ from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.store.commit import commit
 from kempner.checkpoint.tensors import save
 from kempner.checkpoint.tensors.file_buffer import container
+from kempner.checkpoint.tensors.route import FileLayout
 from kempner.run.process import logs
 from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
@@ -103,7 +104,7 @@ def simulate(world: int, saves: int, folder: Path) -> None:
     start = time.perf_counter()
     place(specs, 0, container)
     own = time.perf_counter() - start
-    layout = save.FileLayout(specs, [], None, world)  # type: ignore[arg-type]
+    layout = FileLayout(specs, [], None, world)  # type: ignore[arg-type]
     start = time.perf_counter()
     described = layout.described
     first = time.perf_counter() - start

@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from kempner.checkpoint.format.manifest import Identity
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors import state
+from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
 
@@ -91,15 +93,13 @@ def open_manager(
     box = [begin_attempt(run) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, 0)
     assert box[0] is not None
-    return CheckpointManager(
-        run.checkpoints,
-        model,
-        optimizer,
+    context = CheckpointContext(
+        path=run.checkpoints,
         identity=Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {}),
         fence=Fence(run.attempts, box[0]),
         group=group,
-        keep_last=2,
     )
+    return CheckpointManager(context, model, optimizer, keep=Keep(last=2))
 
 
 class Ours(Nothing):

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 
 from kempner.checkpoint.format.manifest import Identity
 from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.store.retention import Keep
+from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
 
@@ -21,18 +23,19 @@ def open_manager(
     group: dist.ProcessGroup,
     **options: Any,
 ) -> CheckpointManager:
-    """Keeps the last two checkpoints of `run`; called on every rank of `group`."""
+    """Keeps the last two checkpoints of `run`; called on every rank of `group`.
+
+    `options` go into its context.
+    """
     world = dist.get_world_size(group)
     box = [begin_attempt(run) if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(box, group_src=0, group=group)
     assert box[0] is not None
-    return CheckpointManager(
-        run.checkpoints,
-        model,
-        optimizer,
+    context = CheckpointContext(
+        path=run.checkpoints,
         identity=Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {}),
         fence=Fence(run.attempts, box[0]),
         group=group,
-        keep_last=2,
         **options,
     )
+    return CheckpointManager(context, model, optimizer, keep=Keep(last=2))

@@ -15,9 +15,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FailPoint(StrEnum):
+    """The points inside a save at which a fault can be asked for, as if each were a phase.
+
+    They are passed by the threads of a save, with the step that is saved, once a save on each rank.
+    """
+
+    STAGE = "stage"
+    """Before the copy of the state."""
+    WRITE = "write"
+    """After the rank's data, before its checksums."""
+    COMMIT = "commit"
+    """After all files of the rank, before rank 0 commits."""
+
 
 _BEFORE_STEPS = ("start", "load")
-_ANYWHERE = ("step", "start", "load", "eval", "save", "stage", "write", "commit")
+_ANYWHERE = ("step", "start", "load", "eval", "save", *FailPoint)
 
 KINDS = {
     "kill": _ANYWHERE,
@@ -33,8 +49,8 @@ KINDS = {
     "slow": ("step",),
     "disk_full": ("save",),
 }
-"""What can be asked for, and in which phases; the first one is meant where none is named. `stage`,
-`write` and `commit` are in the threads of a save: before the copy, after the data, after all files.
+"""What can be asked for, and in which phases; the first one is meant where none is named. The last
+phases are the points inside a save, see `FailPoint`.
 
 kill: SIGKILL to itself. stop: SIGSTOP to itself. hang: a loop in Python. strand: waits in a
 collective for what nobody sends. crash: an exception. oom: asks for more memory than there is. hog:

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 import kempner
 from kempner.checkpoint.format.manifest import Identity
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.store.retention import Keep
+from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.config.loading import digest, dumps
 from kempner.config.sections import Config
 from kempner.data.files.index import fingerprint
@@ -61,9 +61,22 @@ def build(
         time_collectives(model, rank_link.progress.waiting)
     optimizer = build_optimizer(model, config.optimizer)
     record = _recorder(rank_link, attempt)
-    fence, identity = Fence(run.attempts, attempt), _identity(config, corpus, shape, ranks)
-    checkpoints = _open_checkpoints(
-        config, rank_link, ranks, model, optimizer, identity, fence, record, faults
+    section = config.checkpoint
+    events = read_lines(run.ledger) if ranks.world.rank == 0 else ()
+    checkpoints = CheckpointManager(
+        CheckpointContext(
+            path=Path(section.dir) if section.dir else run.checkpoints,
+            identity=_identity(config, corpus, shape, ranks),
+            fence=Fence(run.attempts, attempt),
+            group=ranks.saves,
+            record=record,
+            waiting=rank_link.progress.waiting,
+        ),
+        model,
+        optimizer,
+        keep=Keep(section.keep_last, section.keep_every),
+        background=section.async_save,
+        durations=Durations.from_ledger(events),
     )
     if ranks.world.rank == 0:
         _snapshot_config(config, run, attempt)
@@ -88,36 +101,6 @@ def build(
         record=record,
         train_state=train_state,
         health=Health(train_state.losses),
-    )
-
-
-def _open_checkpoints(
-    config: Config,
-    rank_link: RankLink,
-    ranks: Ranks,
-    model: nn.Module,
-    optimizer: Optimizer,
-    identity: Identity,
-    fence: Fence,
-    record: Recorder,
-    faults: FaultInjector,
-) -> CheckpointManager:
-    section, run = config.checkpoint, rank_link.run
-    events = read_lines(run.ledger) if ranks.world.rank == 0 else ()
-    return CheckpointManager(
-        Path(section.dir) if section.dir else run.checkpoints,
-        model,
-        optimizer,
-        identity=identity,
-        fence=fence,
-        group=ranks.saves,
-        keep_last=section.keep_last,
-        keep_every=section.keep_every,
-        background=section.async_save,
-        record=record,
-        durations=Durations.from_ledger(events),
-        reached=faults.maybe_inject,
-        waiting=rank_link.progress.waiting,
     )
 
 

@@ -10,16 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from kempner.checkpoint.tensors.state import local_part
-from kempner.config.fault_spec import Fault, parse_faults
+from kempner.config.fault_spec import FailPoint, Fault, parse_faults
 from kempner.config.sections import Config
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.fail_points import set_fail_point
 from kempner.run.process.logs import logger
 from kempner.run.record.attempts import read_current
 from kempner.training.rank_link.rank_link import RankLink
@@ -33,7 +35,7 @@ and one that cannot print is a fault of its own."""
 
 
 def arm(config: Config, rank_link: RankLink) -> FaultInjector:
-    """What was asked to go wrong on this rank in this attempt.
+    """What was asked to go wrong on this rank in this attempt; its fail points are set.
 
     To be called before the ranks have met. Raises `UsageError` if the variable cannot be read.
     """
@@ -49,7 +51,9 @@ def arm(config: Config, rank_link: RankLink) -> FaultInjector:
         attempt = 1 + (current.number if current else 0)
     if planned and rank_link.world.rank == 0:
         logger().warning("faults are asked for", faults=[fault.text for fault in planned])
-    return FaultInjector(planned, rank_link.world.rank, attempt)
+    injector = FaultInjector(planned, rank_link.world.rank, attempt)
+    injector.set_fail_points()
+    return injector
 
 
 class FaultInjector:
@@ -61,8 +65,15 @@ class FaultInjector:
         self._armed = [f for f in planned if f.rank == rank and f.attempt == attempt]
         self._lock = threading.Lock()
 
+    def set_fail_points(self) -> None:
+        """Make this process's saves pass by here, at the points for which a fault is planned."""
+        phases = {fault.phase for fault in self._armed}
+        for point in FailPoint:
+            handler = partial(self.maybe_inject, point) if point in phases else None
+            set_fail_point(point, handler)
+
     def maybe_inject(self, phase: str, step: int | None = None) -> None:
-        """Whatever is due in this phase, or part of a save, of this step happens now."""
+        """Whatever is due in this phase, or at this point of a save, of this step happens now."""
         for fault in self._due(
             ("kill", "stop", "hang", "strand", "crash", "oom", "hog"), phase, step
         ):

@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 from kempner.checkpoint.format.manifest import Identity
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.store.retention import Keep
+from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.config.sections import CheckpointSection, DistributedSection, SuperviseSection
 from kempner.run.control.launch_env import Launch, LaunchTerms
 from kempner.run.control.protocol import Phase
@@ -241,15 +243,13 @@ def _open_checkpoints(
         versions=versions(),
         optimizer=type(optimizer).__name__.lower(),
     )
-    return CheckpointManager(
-        run.checkpoints,
-        model,
-        optimizer,
+    context = CheckpointContext(
+        path=run.checkpoints,
         identity=identity,
         fence=Fence(run.attempts, attempt),
         group=ranks.saves,
-        keep_last=keep_last,
         record=lambda event, **fields: rank_link.record(attempt, event, fields),
-        durations=Durations.from_ledger(read_lines(run.ledger) if ranks.world.rank == 0 else ()),
         waiting=rank_link.progress.waiting,
     )
+    earlier = Durations.from_ledger(read_lines(run.ledger) if ranks.world.rank == 0 else ())
+    return CheckpointManager(context, model, optimizer, keep=Keep(keep_last), durations=earlier)

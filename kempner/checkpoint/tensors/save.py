@@ -1,41 +1,46 @@
-"""The background half of a save: write, agree, commit.
+"""The background half of a save: wait for the copy, write, agree, commit.
 
-Each rank pours its image into a file and sums it. Then each tells rank 0 six numbers, rank 0
+Each rank writes its buffer into a file and sums it. Then each tells rank 0 six numbers, rank 0
 commits, and tells the others. Whatever fails on one rank fails the save on all of them, at once
 and with that rank's words.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kempner.checkpoint.format import compact_index, shard_plan
-from kempner.checkpoint.format.manifest import FileEntry, encode_sidecar, sidecar_name, whole_sum
+from kempner.checkpoint.format.manifest import (
+    FileEntry,
+    Manifest,
+    encode_sidecar,
+    sidecar_name,
+    whole_sum,
+)
 from kempner.checkpoint.format.shard_plan import data_file
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
-from kempner.checkpoint.tensors.dcp_metadata import metadata_of
-from kempner.checkpoint.tensors.dcp_reader import METADATA
-from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, page_aligned
-from kempner.checkpoint.tensors.staging import Stager, may_pin
-from kempner.checkpoint.tensors.state import Binding, local_part
+from kempner.checkpoint.store import commit
+from kempner.checkpoint.tensors.context import CheckpointContext
+from kempner.checkpoint.tensors.route import FileLayout
+from kempner.config.fault_spec import FailPoint
 from kempner.run.process.durable_io import join_directory, write_durable
+from kempner.run.process.fail_points import fail_point
+from kempner.run.process.logs import logger
 from kempner.run.record.attempts import SupersededError
+from kempner.run.record.save_times import COMMITTED, SaveSeconds
+
+T = TypeVar("T")
 
 _HALF = 1 << 63
-
-Reached: TypeAlias = Callable[[str], None]
-"""Told how far a save is on this rank, in the thread that does it: `stage`, before the copy;
-`write`, after the data and before its checksums; `commit`, when the rank has written all its part.
-"""
 
 
 class SaveFailedError(Exception):
@@ -48,85 +53,75 @@ class SaveFailedError(Exception):
 
 
 @dataclass(frozen=True)
-class FileLayout:
-    """Where the state goes: planned once, and again only if the state's tensors change."""
+class SaveJob:
+    """One rank's part in one save.
 
-    specs: list[shard_plan.TensorSpec]
-    keys: list[str]
-    """Of the tensors that this rank writes, in the order of the image's views."""
-    image: FileBuffer
-    world: int
+    `path` is the folder that becomes the checkpoint of `train_state`, `staged` the copy into the
+    buffer of `layout`, `started` when the save was asked for, by `time.monotonic`.
+    """
 
-    @cached_property
-    def described(self) -> memoryview:
-        """The file that says what is where; only rank 0 asks, in the thread that writes.
-
-        On a page, as it may be a hundred megabytes, and is written past the page cache.
-        """
-        if self.described_in == compact_index.INDEX:
-            content = compact_index.encode(self.specs, self.world)
-        else:
-            content = metadata_of(self.specs, self.world)
-        aligned = page_aligned(len(content)).numpy().data
-        aligned[:] = content
-        return aligned
+    context: CheckpointContext
+    train_state: TrainState
+    path: Path
+    layout: FileLayout
+    staged: Future[None]
+    started: float
 
     @property
-    def described_in(self) -> str:
-        """The name of that file: DCP's `.metadata`, or the index of a large world."""
-        return compact_index.INDEX if self.world > compact_index.COMPACT_ABOVE else METADATA
+    def age(self) -> float:
+        """Seconds since the save was asked for."""
+        return time.monotonic() - self.started
 
-    @cached_property
-    def described_entry(self) -> dict[str, FileEntry]:
-        """What the manifest says of that file."""
-        entry = FileEntry(bytes=len(self.described), xxh3_128=whole_sum(self.described))
-        return {self.described_in: entry}
+    def run(self) -> SaveSeconds | None:
+        """Bring the copy to disk and commit it; on rank 0, how long that took.
 
-    @cached_property
-    def digest(self) -> int:
-        """What the ranks compare, to be sure that they planned alike."""
-        return shard_plan.digest(self.specs)
+        Raises `SaveFailedError` on every rank if anything failed on any.
+        """
+        group, took = self.context.group, None
+        wait([self.staged])
+        staged_after = self.age
+        note, error = _attempt(self._write_files)
+        notes = _tell_rank_0(note or _Note(ok=False, plan=self.layout.digest), group)
+        fail_point(FailPoint.COMMIT, self.train_state.step)
+        if self.context.rank == 0 and _agreed(notes):
+            took, error = _attempt(lambda: self._commit(notes, staged_after))
+        if not _told_by_rank_0(took is not None, group):
+            raise _gather_failures(error, self.layout.digest, group) from error
+        return took
 
-    @classmethod
-    def of(
-        cls, specs: list[shard_plan.TensorSpec], device: torch.device, group: dist.ProcessGroup
-    ) -> FileLayout:
-        """Plan this rank's file and allocate its image, for a state that lives on `device`."""
-        rank, world = dist.get_rank(group), dist.get_world_size(group)
-        placed = shard_plan.place(specs, rank, container)
-        return cls(
-            specs=specs,
-            keys=[item.chunk.key for item in placed],
-            image=FileBuffer(placed, pinned=may_pin(device, shard_plan.file_length(placed))),
-            world=world,
+    def _write_files(self) -> _Note:
+        """This rank's file, its sums, and on rank 0 the file that says what is where."""
+        self.staged.result()
+        join_directory(self.path)
+        rank = self.context.rank
+        name = data_file(rank)
+        sums = write_stream(self.path / name, self.layout.image.content)
+        fail_point(FailPoint.WRITE, self.train_state.step)
+        sidecar = encode_sidecar({name: sums})
+        write_durable(self.path / sidecar_name(rank), sidecar)
+        if rank == 0:  # at hundreds of ranks it is no small file
+            write_stream(self.path / self.layout.described_in, self.layout.described)
+        return _Note(
+            ok=True,
+            plan=self.layout.digest,
+            data_bytes=sums.bytes,
+            sidecar_bytes=len(sidecar),
+            sidecar_sum=whole_sum(sidecar),
         )
 
-
-@dataclass(frozen=True)
-class Route:
-    """Which tensor goes where in the image: pairs of a view and the tensor that is copied there."""
-
-    binding: Binding
-    layout: FileLayout
-    steady: list[tuple[Tensor, Tensor]]
-    """Written by nobody between two updates: copied beside the next forward pass."""
-    volatile: list[tuple[Tensor, Tensor]]
-    """Buffers, which that forward pass may write: copied at once."""
-
-    @classmethod
-    def of(cls, binding: Binding, layout: FileLayout) -> Route:
-        """Pair what `binding` found with the image of `layout`."""
-        pairs: dict[bool, list[tuple[Tensor, Tensor]]] = {False: [], True: []}
-        for key, view in zip(layout.keys, layout.image.views, strict=True):
-            pairs[key in binding.buffers].append((view, local_part(binding.table[key])))
-        return cls(binding, layout, steady=pairs[False], volatile=pairs[True])
-
-    def stage(self, stager: Stager, reached: Reached = lambda part: None) -> Future[None]:
-        """Start to copy the state; nothing may write parameters or optimizer state until done."""
-        for view, tensor in self.volatile:
-            view.copy_(tensor)
-        views, parts = [view for view, _ in self.steady], [part for _, part in self.steady]
-        return stager.copy(views, parts, first=partial(reached, "stage"))
+    def _commit(self, notes: Sequence[_Note], staged_after: float) -> SaveSeconds:
+        """Rank 0: make the files of all ranks a checkpoint, and say so in log and ledger."""
+        context, written_after = self.context, self.age
+        files = _list_files(notes, self.layout.described_entry)
+        attempt = context.fence.attempt.number
+        manifest = Manifest(self.train_state, context.identity, attempt, time.time(), files)
+        commit.commit(context.folder, self.path, manifest, context.fence, logger().warning)
+        took = SaveSeconds(staged_after, written_after - staged_after, self.age - written_after)
+        size = sum(entry.bytes for entry in files.values())
+        fields = {"step": self.train_state.step, "bytes": size, **took.as_fields()}
+        logger().info("checkpoint committed", **fields)
+        context.record(COMMITTED, **fields)
+        return took
 
 
 @dataclass(frozen=True)
@@ -151,66 +146,12 @@ class _Note:
         return cls(bool(ok), planned, data_bytes, sidecar_bytes, total)
 
 
-def write_and_commit(
-    path: Path,
-    layout: FileLayout,
-    staged: Future[None],
-    group: dist.ProcessGroup,
-    commit: Callable[[Mapping[str, FileEntry]], None],
-    reached: Reached = lambda part: None,
-) -> None:
-    """Write the image below `path` once it is `staged`; once all have, rank 0 may `commit`.
-
-    Raises `SaveFailedError` on every rank if anything failed on any.
-    """
-    rank = dist.get_rank(group)
-    planned = _Note(ok=True, plan=layout.digest)
-    note, error = _attempt(lambda: _write(path, layout, staged, planned, rank, reached), planned)
-    notes = _tell_rank_0(note, group)
-    reached("commit")
-    if rank == 0 and _agreed(notes):
-        note, error = _attempt(lambda: _commit(commit, notes, layout.described_entry), note)
-    committed = torch.tensor([note.ok and _agreed(notes)], dtype=torch.int64)
-    dist.broadcast(committed, group=group, group_src=0)
-    if not committed.item():
-        _tell_all(error, layout.digest, group)
-
-
-def _attempt(work: Callable[[], _Note], note: _Note) -> tuple[_Note, Exception | None]:
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Do this rank's part. An error is kept, because the others wait to be told of it."""
     try:
         return work(), None
-    except Exception as error:  # noqa: BLE001 - raised again, on all ranks, by _tell_all
-        return replace(note, ok=False), error
-
-
-def _write(
-    path: Path, layout: FileLayout, staged: Future[None], note: _Note, rank: int, reached: Reached
-) -> _Note:
-    staged.result()
-    join_directory(path)
-    name = data_file(rank)
-    sums = write_stream(path / name, layout.image.content)
-    reached("write")
-    sidecar = encode_sidecar({name: sums})
-    write_durable(path / sidecar_name(rank), sidecar)
-    if rank == 0:  # at hundreds of ranks it is no small file
-        write_stream(path / layout.described_in, layout.described)
-    return replace(
-        note,
-        data_bytes=sums.bytes,
-        sidecar_bytes=len(sidecar),
-        sidecar_sum=whole_sum(sidecar),
-    )
-
-
-def _commit(
-    commit: Callable[[Mapping[str, FileEntry]], None],
-    notes: Sequence[_Note],
-    described: Mapping[str, FileEntry],
-) -> _Note:
-    commit(_list_files(notes, described))
-    return notes[0]
+    except Exception as error:  # noqa: BLE001 - raised again, on all ranks, by `SaveJob.run`
+        return None, error
 
 
 def _tell_rank_0(note: _Note, group: dist.ProcessGroup) -> list[_Note]:
@@ -238,8 +179,17 @@ def _list_files(notes: Sequence[_Note], described: Mapping[str, FileEntry]) -> d
     return files
 
 
-def _tell_all(error: Exception | None, planned: int, group: dist.ProcessGroup) -> None:
-    """Raise what went wrong anywhere, on every rank."""
+def _told_by_rank_0(committed: bool, group: dist.ProcessGroup) -> bool:
+    """Whether rank 0 has `committed`, on every rank."""
+    word = torch.tensor([committed], dtype=torch.int64)
+    dist.broadcast(word, group=group, group_src=0)
+    return bool(word.item())
+
+
+def _gather_failures(
+    error: Exception | None, planned: int, group: dist.ProcessGroup
+) -> SaveFailedError:
+    """What to raise on every rank: all that went wrong on any."""
     words: list[tuple[str, bool] | int] = [0] * dist.get_world_size(group)
     mine = (str(error), isinstance(error, SupersededError)) if error is not None else planned
     dist.all_gather_object(words, mine, group=group)
@@ -247,4 +197,4 @@ def _tell_all(error: Exception | None, planned: int, group: dist.ProcessGroup) -
     reasons = {rank: reason for rank, (reason, _) in told.items()}
     if not reasons:
         reasons = {0: f"the ranks planned differently: {words}"}
-    raise SaveFailedError(reasons, any(superseded for _, superseded in told.values())) from error
+    return SaveFailedError(reasons, any(superseded for _, superseded in told.values()))

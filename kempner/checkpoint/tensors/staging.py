@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import psutil
 import torch
 from torch import Tensor
+
+from kempner.config.fault_spec import FailPoint
+from kempner.run.process.fail_points import fail_point
 
 
 class Stager:
@@ -21,20 +24,15 @@ class Stager:
             else None
         )
 
-    def copy(
-        self,
-        buffers: Sequence[Tensor],
-        tensors: Sequence[Tensor],
-        first: Callable[[], None] = lambda: None,
-    ) -> Future[None]:
+    def copy(self, buffers: Sequence[Tensor], tensors: Sequence[Tensor], step: int) -> Future[None]:
         """Start to copy each tensor into its buffer, as of now; nothing may write it until done.
 
-        `first` is called before, in the thread that copies.
+        `step` is whose state this is; only faults on demand ask for it.
         """
         ready = torch.cuda.current_stream().record_event() if self._stream else None
 
         def work() -> None:
-            first()
+            fail_point(FailPoint.STAGE, step)
             self._copy(list(buffers), list(tensors), ready)
 
         return self._thread.submit(work)

@@ -18,9 +18,11 @@ from managers import open_manager
 
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.tensors.save import SaveJob
 from kempner.run.process import logs
 from kempner.run.record.attempts import SupersededError, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.save_times import SaveSeconds
 
 logs.configure()
 dist.init_process_group("gloo")
@@ -58,15 +60,15 @@ expect(0, 1)
 
 # The last rank finds its file's name taken: an error of its own thread.
 step()
-write = manager._write
+run_job = SaveJob.run
 if rank == world - 1:
 
-    def sabotaged(path: Path, *rest: object) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / f"__{rank}_0.distcp").touch()
-        write(path, *rest)  # type: ignore[arg-type]
+    def sabotaged(job: SaveJob) -> SaveSeconds | None:
+        job.path.mkdir(parents=True, exist_ok=True)
+        (job.path / f"__{rank}_0.distcp").touch()
+        return run_job(job)
 
-    manager._write = sabotaged  # type: ignore[assignment, method-assign]
+    SaveJob.run = sabotaged  # type: ignore[method-assign]
 manager.save(TrainState(2))
 manager.save(TrainState(2))  # learns of the failure, which is to be counted before the next try
 assert manager.in_flight is None
@@ -75,7 +77,7 @@ if rank == 0:
     reasons = recorded[-1][1]["reasons"]  # type: ignore[index]
     assert list(reasons) == [f"rank {world - 1}"], reasons
     assert "File exists" in reasons[f"rank {world - 1}"], reasons
-manager._write = write  # type: ignore[method-assign]
+SaveJob.run = run_job  # type: ignore[method-assign]
 
 # Rank 0 cannot commit: `latest` cannot be replaced.
 step()
@@ -98,12 +100,13 @@ step()
 manager.save(TrainState(4))
 expect(0, 4)
 if rank == 0:
-    assert manager._route is not None
-    layout = manager._route.layout
-    manager._route = replace(manager._route, layout=replace(layout, specs=layout.specs[::-1]))
+    route = manager._saver._route
+    assert route is not None
+    layout = replace(route.layout, specs=route.layout.specs[::-1])
+    manager._saver._route = replace(route, layout=layout)
 manager.save(TrainState(5))
 expect(1, 4)
-manager._route = None
+manager._saver._route = None
 step()
 manager.save(TrainState(6))
 expect(0, 6)

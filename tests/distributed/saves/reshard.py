@@ -68,7 +68,7 @@ for writers in WORLDS:
         if rank < readers:
             manager, _ = build(readers, folder, seed=4)
             assert manager.restore() == TrainState(step=1, cursor=8, tokens=64)
-            found = whole(state.capture(manager._model, manager._optimizer))
+            found = whole(state.capture(manager._saver._model, manager._saver._optimizer))
             assert found.keys() == expected.keys()
             for key, tensor in found.items():
                 assert torch.equal(tensor, expected[key]), f"{key}, {writers} -> {readers}"

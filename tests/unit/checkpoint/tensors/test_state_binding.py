@@ -12,7 +12,7 @@ from torch import nn
 from kempner.checkpoint.format.shard_plan import place
 from kempner.checkpoint.tensors import state
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
-from kempner.checkpoint.tensors.save import FileLayout, Route
+from kempner.checkpoint.tensors.route import FileLayout, Route
 from kempner.checkpoint.tensors.staging import Stager
 from kempner.run.process.exit_codes import UsageError
 
@@ -126,7 +126,7 @@ def test_what_a_forward_pass_writes_is_copied_at_once() -> None:
     route, layout = bind(model, optimizer)
     stager, hold = Stager(torch.device("cpu")), threading.Event()
     stager._thread.submit(hold.wait)  # the copy in the background cannot start
-    staged = route.stage(stager)
+    staged = route.stage(stager, step=1)
     model(torch.ones(2, 3))
     hold.set()
     staged.result()

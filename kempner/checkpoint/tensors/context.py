@@ -1,0 +1,76 @@
+"""What the saves and the loads of one attempt have in common, and how its ranks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from kempner.checkpoint.format.manifest import Identity
+from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.run.control.heartbeat import Waiting, untimed
+from kempner.run.process.exit_codes import RunError
+from kempner.run.record.attempts import Fence
+from kempner.run.record.ledger import Recorder
+
+T = TypeVar("T")
+
+
+def record_nothing(event: str, **fields: object) -> None:
+    """A `Recorder` for where there is no ledger."""
+
+
+@dataclass(frozen=True)
+class CheckpointContext:
+    """Where the checkpoints of a run are, who writes them, and who hears of it.
+
+    `identity` says what a checkpoint must have in common with the run, `fence` which attempt is
+    writing. `group` is a Gloo group of its own over all ranks. `record` takes events for the
+    ledger. `waiting` is entered while a load waits for other ranks.
+    """
+
+    path: Path
+    identity: Identity
+    fence: Fence
+    group: dist.ProcessGroup
+    record: Recorder = record_nothing
+    waiting: Waiting = untimed
+
+    @cached_property
+    def folder(self) -> CheckpointFolder:
+        """The folder at `path`."""
+        return CheckpointFolder(self.path)
+
+    @cached_property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return dist.get_rank(self.group)
+
+    @cached_property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return dist.get_world_size(self.group)
+
+    def broadcast_from_rank0(self, answer: Callable[[], T]) -> T:
+        """What only one process may ask of the file system, asked by rank 0 for all.
+
+        A `RunError` of rank 0 is raised on every rank.
+        """
+        box: list[object] = [_answer_or_error(answer) if self.rank == 0 else None]
+        with self.waiting("the word of rank 0"):
+            dist.broadcast_object_list(box, group_src=0, group=self.group)
+        if isinstance(box[0], RunError):
+            raise box[0]
+        told: T = box[0]  # type: ignore[assignment]  # what rank 0's answer returned
+        return told
+
+
+def _answer_or_error(answer: Callable[[], T]) -> T | RunError:
+    try:
+        return answer()
+    except RunError as error:
+        return error

@@ -1,0 +1,128 @@
+"""Finds a checkpoint that is whole and fits, and fills the state from it, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from kempner.checkpoint.format.manifest import Manifest, read
+from kempner.checkpoint.format.names import MANIFEST
+from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.io.verify import Damage
+from kempner.checkpoint.store import retention
+from kempner.checkpoint.store.compatibility import compare_identities
+from kempner.checkpoint.store.read_marker import reading
+from kempner.checkpoint.tensors import state
+from kempner.checkpoint.tensors.context import CheckpointContext
+from kempner.checkpoint.tensors.dcp_reader import open_contents
+from kempner.checkpoint.tensors.load import fill
+from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.process.logs import logger
+
+T = TypeVar("T")
+
+
+class Restorer:
+    """Fills a model and its optimizer; every method is called on every rank."""
+
+    def __init__(self, context: CheckpointContext, model: nn.Module, optimizer: Optimizer) -> None:
+        self._context, self._model, self._optimizer = context, model, optimizer
+        self._folder = context.folder
+
+    def prepare_folder(self) -> None:
+        """Make the folder, and delete what earlier attempts left unfinished.
+
+        Raises `UsageError` if it cannot be made.
+        """
+        self._context.broadcast_from_rank0(self._prepare_folder)
+
+    def load_newest(
+        self, choose: Callable[[], int | None], accept: Collection[str]
+    ) -> TrainState | None:
+        """Load what `choose` names, and what it names next as long as that is damaged.
+
+        `choose` is asked on rank 0 only; None where it names nothing more.
+        """
+        tell = self._context.broadcast_from_rank0
+        while (step := tell(choose)) is not None:
+            with self._marked_as_read(step):
+                manifest, damages = tell(partial(self._read_manifest, step))
+                if manifest is not None:
+                    damages = self._load(step, manifest, accept)
+                    if not damages:
+                        return manifest.train_state
+            tell(partial(self._reject, step, damages))
+        return None
+
+    def _marked_as_read(self, step: int) -> AbstractContextManager[None]:
+        return reading(self._folder, step) if self._context.rank == 0 else nullcontext()
+
+    def _prepare_folder(self) -> None:
+        try:
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"the checkpoint folder {self._folder.path} cannot be made ({error.strerror}); "
+                "set checkpoint.dir to one that can"
+            ) from error
+        attempt = self._context.fence.attempt.number
+        for leftover, failure in retention.sweep(self._folder, attempt):
+            logger().warning("cannot delete a leftover", path=str(leftover), error=str(failure))
+
+    def _read_manifest(self, step: int) -> tuple[Manifest | None, list[Damage]]:
+        try:
+            return read(self._folder.step(step)), []
+        except DataError as error:
+            return None, [Damage(MANIFEST, str(error))]
+
+    def _load(self, step: int, manifest: Manifest, accept: Collection[str]) -> list[Damage]:
+        """Fill the state; returns what is damaged, on all ranks alike, and empty if nothing is."""
+        path = self._folder.step(step)
+        judgement = compare_identities(manifest.identity, self._context.identity, accept)
+        if judgement.refusals:
+            raise DataError(f"cannot go on from {path}: {'; '.join(judgement.refusals)}")
+        contents, damages = self._together(lambda: open_contents(path, manifest))
+        if contents is None:
+            return damages
+        saved = state.saved_optimizer_tensors(contents)
+        state.create_optimizer_state(self._model, self._optimizer, saved)
+        table = state.capture(self._model, self._optimizer)
+        state.check_shapes(table, contents)
+        _, damages = self._together(lambda: fill(table, path, manifest, contents))
+        if not damages:
+            self._context.broadcast_from_rank0(partial(self._go_on_from, step, judgement.remarks))
+        return damages
+
+    def _together(self, work: Callable[[], T]) -> tuple[T | None, list[Damage]]:
+        """Do this rank's part of a load; its result, or None if any rank found damage."""
+        result, found = None, None
+        try:
+            result = work()
+        except DataError as error:
+            found = Damage(f"rank {self._context.rank}", str(error))
+        gathered: list[Damage | None] = [None] * self._context.world
+        with self._context.waiting("the others' part of a load"):
+            dist.all_gather_object(gathered, found, group=self._context.group)
+        damages = [damage for damage in gathered if damage is not None]
+        return (None if damages else result), damages
+
+    def _reject(self, step: int, damages: list[Damage]) -> None:
+        aside = self._folder.set_aside(step, "damaged", self._context.fence.attempt.number)
+        found = [str(damage) for damage in damages[:10]]
+        logger().warning("checkpoint is damaged", step=step, kept_as=aside.name, damage=found)
+        self._context.record("checkpoint_damaged", step=step, kept_as=aside.name, damage=found)
+
+    def _go_on_from(self, step: int, remarks: Collection[str]) -> None:
+        if (named := self._folder.latest()) != step:
+            logger().warning("`latest` names another step than the one in use", latest=named)
+            self._context.fence.check()
+            attempt = self._context.fence.attempt
+            self._folder.point_latest(step, unique=f"a{attempt.number}-{attempt.nonce}")
+        for remark in remarks:
+            logger().warning(remark)

@@ -19,6 +19,7 @@ from kempner.config.loading import digest, dumps
 from kempner.config.sections import Config
 from kempner.data.files.index import fingerprint
 from kempner.data.files.token_file import Corpus
+from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
 from kempner.model.sharding import build_model
 from kempner.model.spec.shape import Shape, flops_per_token
@@ -192,16 +193,19 @@ def _snapshot_config(config: Config, run: RunDirectory, attempt: Attempt) -> Non
 
 
 def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainState) -> Feed:
+    slicing = Slicing(
+        config.train.global_batch_size,
+        config.train.micro_batch_size,
+        ranks.world.rank,
+        ranks.world.size,
+        skips=tuple((rollback.start, rollback.end) for rollback in train_state.rollbacks),
+    )
     return Feed(
         corpus,
+        slicing,
         seq_len=config.train.seq_len,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
         seed=config.train.seed,
-        rank=ranks.world.rank,
-        world=ranks.world.size,
         cursor=train_state.cursor,
-        skips=tuple((rollback.start, rollback.end) for rollback in train_state.rollbacks),
         workers=config.data.num_dataloader_workers,
         shards_open=config.data.num_shards_per_rank,
         pin_memory=ranks.device.type == "cuda",

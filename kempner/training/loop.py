@@ -124,7 +124,7 @@ def train(run: Training) -> ExitCode:
         )
         run.train_state = advance(run, batch)
         run.progress.made(step)
-        run.step_metrics.record(run.train_state, loss, norm, rate, batch.samples)
+        run.step_metrics.record(run.train_state, loss, norm, rate, batch.positions)
         due = save_is_due(run, agreed)
         take_note(run, everything=due or is_last_step(run, agreed))
         if due:

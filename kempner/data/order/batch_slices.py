@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 PADDING = -1
 """In place of a position: a row without a sample."""
@@ -31,14 +32,25 @@ def micro_steps(global_batch_size: int, world: int, micro_batch_size: int) -> in
     return -(-longest // micro_batch_size)
 
 
+class MicroSlice(NamedTuple):
+    """What one rank takes in one forward and backward pass."""
+
+    positions: list[int]
+    """Ascending, then PADDING."""
+    last: bool
+    """Whether the step ends with it."""
+    cursor_after: int
+    """The first position of the next step, on every rank."""
+
+
 @dataclass(frozen=True)
 class Slicing:
     """How the steps of one rank are cut."""
 
     global_batch_size: int
     micro_batch_size: int
-    rank: int
-    world: int
+    rank: int = 0
+    world: int = 1
     skips: tuple[tuple[int, int], ...] = ()
     """Ranges of positions, end excluded, in which no step begins."""
 
@@ -68,9 +80,11 @@ class Slicing:
         """The cursor after the step."""
         return self.first(cursor + self.global_batch_size)
 
-    def batches_from(self, cursor: int) -> Iterator[list[int]]:
-        """The rows of micro batch after micro batch, step after step, without end."""
+    def slices_from(self, cursor: int) -> Iterator[MicroSlice]:
+        """What micro batch after micro batch takes, step after step, without end."""
         cursor = self.first(cursor)
         while True:
-            yield from self.rows(cursor)
-            cursor = self.next(cursor)
+            rows, after = self.rows(cursor), self.next(cursor)
+            for number, positions in enumerate(rows, 1):
+                yield MicroSlice(positions, number == len(rows), after)
+            cursor = after

@@ -46,8 +46,8 @@ class StepBatch:
     """What one rank consumes in one step."""
 
     micro: list[MicroBatch]
-    samples: list[int]
-    """The positions in the endless order, ascending; `Order.locate` gives epoch and sample."""
+    positions: list[int]
+    """In the endless order, ascending; `Order.locate` gives epoch and sample of each."""
     cursor_after: int
     """The first position of the next step, on every rank."""
 
@@ -59,11 +59,10 @@ class Feed:
 
     Args:
         corpus: the tokens, or their directory.
-        seq_len, global_batch_size, micro_batch_size: tokens; sequences of all ranks; of one pass.
+        slicing: which positions this rank takes.
+        seq_len: tokens of a sequence.
         seed: of the order.
-        rank, world: this rank's place among those that share the global batch.
         cursor: the first position to deliver.
-        skips: ranges of positions, end excluded, in which no step begins.
         workers: processes that read; 0 reads in the thread.
         shards_open: token files that this rank keeps open at once, in all its workers together.
         pin_memory: deliver in page-locked memory (needs an accelerator).
@@ -74,15 +73,11 @@ class Feed:
     def __init__(
         self,
         corpus: Corpus | str | Path,
+        slicing: Slicing,
         *,
         seq_len: int,
-        global_batch_size: int,
-        micro_batch_size: int,
         seed: int,
-        rank: int = 0,
-        world: int = 1,
         cursor: int = 0,
-        skips: tuple[tuple[int, int], ...] = (),
         workers: int = 0,
         shards_open: int = 64,
         pin_memory: bool = False,
@@ -91,24 +86,18 @@ class Feed:
         # With open files of its own: a corpus belongs to one thread.
         mine = given.reopened(max(1, shards_open // max(1, workers)))
         self.order = Order(mine.samples(seq_len), seed)
-        self._slicing = Slicing(global_batch_size, micro_batch_size, rank, world, skips)
+        self.micro_steps = slicing.micro_steps
+        """Micro batches per step, the same on every rank."""
         self._ready: queue.Queue[StepBatch | BaseException] = queue.Queue(_STEPS_AHEAD)
         self._closing = threading.Event()
         self._failure: BaseException | None = None
         self._pin_memory = pin_memory
         self._device = torch.accelerator.current_device_index() if pin_memory else None
         dataset = TokenDataset(mine, self.order, seq_len)
-        self._reader = TokenReader(dataset, self._slicing.batches_from(cursor), workers)
+        self._reader = TokenReader(dataset, slicing.slices_from(cursor), workers)
         atexit.register(self.close)
-        self._thread = threading.Thread(
-            target=self._fill, args=(self._slicing.first(cursor),), name="data feed", daemon=True
-        )
+        self._thread = threading.Thread(target=self._fill, name="data feed", daemon=True)
         self._thread.start()
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro batches per step, the same on every rank."""
-        return self._slicing.micro_steps
 
     def take(self, give_up: Callable[[], bool] = lambda: False) -> StepBatch | None:
         """The next step's batch; None if none has come when `give_up` says that it is enough.
@@ -144,15 +133,13 @@ class Feed:
         # Without workers it may be stuck on storage itself, and is left behind then.
         self._thread.join(timeout=0.5)
 
-    def _fill(self, cursor: int) -> None:
+    def _fill(self) -> None:
         with ExitStack() as stack:
             stack.push(self._hand_over)
             if self._device is not None:  # otherwise pinning would set up a context on device 0
                 torch.accelerator.set_device_index(self._device)
             while not self._closing.is_set():
-                step = self._read_step(cursor)
-                self._ready.put(step)
-                cursor = step.cursor_after
+                self._ready.put(self._read_step())
 
     def _hand_over(
         self,
@@ -165,12 +152,15 @@ class Feed:
             self._ready.put(error)
         return True
 
-    def _read_step(self, cursor: int) -> StepBatch:
-        micro = [
-            _to_micro_batch(self._reader.read(), rows, pin_memory=self._pin_memory)
-            for rows in self._slicing.rows(cursor)
-        ]
-        return StepBatch(micro, self._slicing.positions(cursor), self._slicing.next(cursor))
+    def _read_step(self) -> StepBatch:
+        micro: list[MicroBatch] = []
+        positions: list[int] = []
+        while True:
+            part, tokens = self._reader.read()
+            micro.append(_to_micro_batch(tokens, part.positions, pin_memory=self._pin_memory))
+            positions += [position for position in part.positions if position != PADDING]
+            if part.last:
+                return StepBatch(micro, positions, part.cursor_after)
 
 
 def eval_batches(

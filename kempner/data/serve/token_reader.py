@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,18 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from kempner.data.files.token_file import Corpus
-from kempner.data.order.batch_slices import PADDING
+from kempner.data.order.batch_slices import PADDING, MicroSlice
 from kempner.data.order.shuffle import Order
 from kempner.run.process.exit_codes import DataError, RunError
 from kempner.run.process.worker_process import born_deaf, kill, killed_on_error, stay_deaf
+
+
+class MicroTokens(NamedTuple):
+    """The tokens of a micro batch together with the positions that they are from."""
+
+    part: MicroSlice
+    tokens: NDArray[Any]
+    """[k, seq_len + 1] for the k positions of `part`, as on disk; zeros for PADDING."""
 
 
 class TokenDataset(Dataset[NDArray[Any]]):
@@ -41,28 +49,28 @@ class TokenDataset(Dataset[NDArray[Any]]):
             return np.zeros(self._seq_len + 1, self._corpus.dtype)
         return self._corpus.sample(self._order.locate(position)[1], self._seq_len)
 
-    def __getitems__(self, positions: Sequence[int]) -> NDArray[Any] | DataError:
-        """Tokens [k, seq_len + 1] of k positions; an error is handed over as a value.
+    def __getitems__(self, part: MicroSlice) -> MicroTokens | DataError:
+        """What is asked for, with its tokens; an error is handed over as a value.
 
         A DataLoader would hand on an exception as text, its sentence lost in a worker's traceback.
         """
         try:
-            return np.stack([self[position] for position in positions])
+            return MicroTokens(part, np.stack([self[position] for position in part.positions]))
         except DataError as error:
             return error
 
 
 class TokenReader:
-    """Iterates over the tokens of batch after batch of positions.
+    """Iterates over the tokens of slice after slice.
 
     The worker processes die with the thread that creates the reader. `stop` ends them whatever
     they do; without workers, reading happens in the thread that iterates.
     """
 
-    def __init__(self, dataset: TokenDataset, batches: Iterable[list[int]], workers: int) -> None:
+    def __init__(self, dataset: TokenDataset, slices: Iterable[MicroSlice], workers: int) -> None:
         loader = DataLoader(
             dataset,
-            batch_sampler=batches,
+            batch_sampler=slices,  # type: ignore[arg-type]  # the dataset takes them as they are
             num_workers=workers,
             collate_fn=_as_it_is,
             worker_init_fn=partial(stay_deaf, os.getpid()),
@@ -86,15 +94,12 @@ class TokenReader:
     def _workers(self) -> Sequence[BaseProcess]:
         return self._pool._workers if self._pool is not None else ()
 
-    def read(self) -> NDArray[Any]:
-        """Tokens [k, seq_len + 1] of the next k positions.
-
-        Raises DataError if a shard cannot be read.
-        """
-        tokens: NDArray[Any] | DataError = next(self._iterator)
-        if isinstance(tokens, DataError):
-            raise tokens
-        return tokens
+    def read(self) -> MicroTokens:
+        """The next slice and its tokens. Raises DataError if a shard cannot be read."""
+        read: MicroTokens | DataError = next(self._iterator)
+        if isinstance(read, DataError):
+            raise read
+        return read
 
     def lost_worker(self) -> RunError | None:
         """The error to raise if a worker has died."""

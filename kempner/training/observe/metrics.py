@@ -52,12 +52,12 @@ class StepMetrics:
         loss: Tensor,
         norm: Tensor,
         rate: float,
-        samples: Sequence[int],
+        positions: Sequence[int],
     ) -> None:
-        """Take note of a step that was asked for, and of the samples that this rank put in."""
+        """Take note of a step that was asked for, and of the positions that this rank took."""
         if self._config.train.log_samples:
             place = {"step": train_state.step, "attempt": self._attempt, "rank": self._rank}
-            self._samples.append({**place, "samples": list(samples)})
+            self._samples.append({**place, "samples": list(positions)})
         self._echo.send(train_state, loss, norm, rate)
 
     def arrivals(self, everything: bool) -> Iterator[Numbers]:

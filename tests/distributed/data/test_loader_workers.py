@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from kempner.data.order.batch_slices import Slicing
 from kempner.data.prepare import sources
 from kempner.data.prepare.pipeline import prepare
 from kempner.data.serve.loader import Feed, StepBatch
@@ -31,6 +32,7 @@ RANK = """
 import json, os, signal, sys, threading, time
 from multiprocessing import resource_tracker
 import psutil
+from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
 
 
@@ -44,9 +46,7 @@ def workers():
 
 
 def make():
-    return Feed(
-        sys.argv[1], seq_len=8, global_batch_size=8, micro_batch_size=2, seed=1, workers=2
-    )
+    return Feed(sys.argv[1], Slicing(8, 2), seq_len=8, seed=1, workers=2)
 
 
 def main():
@@ -71,12 +71,9 @@ def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def feed(tokens: Path, workers: int, cursor: int = 0, rank: int = 0, world: int = 1) -> Feed:
     return Feed(
         tokens,
+        Slicing(8, 2, rank, world),
         seq_len=8,
-        global_batch_size=8,
-        micro_batch_size=2,
         seed=1,
-        rank=rank,
-        world=world,
         cursor=cursor,
         workers=workers,
     )
@@ -86,7 +83,7 @@ def stream(source: Feed, count: int) -> list[tuple[list[int], int, list[Any]]]:
     with closing(source):
         taken = [source.take() for _ in range(count)]
     return [
-        (step.samples, step.cursor_after, [[part.tolist() for part in m] for m in step.micro])
+        (step.positions, step.cursor_after, [[part.tolist() for part in m] for m in step.micro])
         for step in taken
         if isinstance(step, StepBatch)
     ]

@@ -65,9 +65,11 @@ def test_a_rank_without_a_share_gets_padding_only() -> None:
 
 def test_batches_go_on_from_any_step() -> None:
     slicing = Slicing(global_batch_size=8, micro_batch_size=2, rank=1, world=3)
-    from_start = list(islice(slicing.batches_from(0), 3 * slicing.micro_steps))
-    later = list(islice(slicing.batches_from(slicing.next(0)), 2 * slicing.micro_steps))
+    from_start = list(islice(slicing.slices_from(0), 3 * slicing.micro_steps))
+    later = list(islice(slicing.slices_from(slicing.next(0)), 2 * slicing.micro_steps))
     assert from_start[slicing.micro_steps :] == later
+    assert [part.last for part in later] == [False, True] * 2
+    assert [part.cursor_after for part in later] == [16, 16, 24, 24]
 
 
 @pytest.mark.parametrize(("batch", "rank", "world"), [(8, 3, 3), (8, -1, 3), (0, 0, 1), (8, 0, 0)])
@@ -84,5 +86,6 @@ def test_no_step_begins_in_what_is_skipped() -> None:
         cursor = slicing.next(cursor)
     assert begun == [0, 4, 20, 30, 34, 38]
     assert [slicing.first(cursor) for cursor in (7, 8, 15, 20, 29)] == [7, 20, 20, 20, 30]
-    rows = list(islice(slicing.batches_from(8), 2))
-    assert rows == [[20, 21, 22, 23], [30, 31, 32, 33]]
+    parts = list(islice(slicing.slices_from(8), 2))
+    assert [part.positions for part in parts] == [[20, 21, 22, 23], [30, 31, 32, 33]]
+    assert [part.cursor_after for part in parts] == [30, 34]

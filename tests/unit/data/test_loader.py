@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from kempner.data.files.token_file import Corpus
+from kempner.data.order.batch_slices import Slicing
 from kempner.data.order.shuffle import Order
 from kempner.data.prepare import sources
 from kempner.data.prepare.pipeline import prepare
@@ -48,12 +49,9 @@ def feed(
 ) -> Feed:
     return Feed(
         tokens,
+        Slicing(batch, micro, rank, world),
         seq_len=SEQ_LEN,
-        global_batch_size=batch,
-        micro_batch_size=micro,
         seed=seed,
-        rank=rank,
-        world=world,
         cursor=cursor,
         shards_open=2,
     )
@@ -83,9 +81,9 @@ def name(sample: int) -> bytes:
 def test_a_step_holds_the_samples_that_the_order_names(tokens: Path) -> None:
     order = Order(SAMPLES, 1)
     for number, step in enumerate(steps(feed(tokens), 5)):
-        assert step.samples == list(range(8 * number, 8 * number + 8))
+        assert step.positions == list(range(8 * number, 8 * number + 8))
         assert step.cursor_after == 8 * number + 8
-        assert texts(step) == [name(order.locate(position)[1]) for position in step.samples]
+        assert texts(step) == [name(order.locate(position)[1]) for position in step.positions]
         for micro in step.micro:
             assert micro.inputs.shape == micro.targets.shape == (2, SEQ_LEN)
             assert micro.inputs.dtype == micro.targets.dtype == torch.int64
@@ -97,7 +95,7 @@ def test_targets_are_one_token_later_across_samples(tokens: Path) -> None:
     order = Order(SAMPLES, 1)
     (step,) = steps(feed(tokens), 1)
     last = torch.cat([micro.targets for micro in step.micro])[:, -1].tolist()
-    assert last == [whole[(order.locate(i)[1] + 1) * SEQ_LEN] for i in step.samples]
+    assert last == [whole[(order.locate(i)[1] + 1) * SEQ_LEN] for i in step.positions]
 
 
 def test_five_epochs_have_five_orders_and_every_sample_once_in_each(tokens: Path) -> None:
@@ -126,7 +124,7 @@ def test_ranks_share_each_batch_exactly(tokens: Path, batch: int, world: int, mi
     whole = steps(feed(tokens, batch=batch), 3)
     for number, step in enumerate(whole):
         together = [rank[number] for rank in ranks]
-        assert [i for part in together for i in part.samples] == step.samples
+        assert [i for part in together for i in part.positions] == step.positions
         assert [text for part in together for text in texts(part)] == texts(step)
         assert len({len(part.micro) for part in together}) == 1
         assert {part.cursor_after for part in together} == {step.cursor_after}
@@ -141,7 +139,7 @@ def test_the_world_may_change_between_steps(tokens: Path) -> None:
         parts = [
             steps(feed(tokens, rank=rank, world=world, cursor=cursor), 2) for rank in range(world)
         ]
-        seen.update(i for part in parts for step in part for i in step.samples)
+        seen.update(i for part in parts for step in part for i in step.positions)
         cursor = parts[0][-1].cursor_after
     assert seen == Counter(range(cursor))
     assert cursor == 4 * 2 * 8
@@ -149,7 +147,7 @@ def test_the_world_may_change_between_steps(tokens: Path) -> None:
 
 def test_padding_weighs_nothing(tokens: Path) -> None:
     (step,) = steps(feed(tokens, rank=0, world=5, batch=3, micro=2), 1)
-    assert step.samples == []
+    assert step.positions == []
     assert all((micro.targets == IGNORE).all() for micro in step.micro)
     (step,) = steps(feed(tokens, rank=4, world=5, batch=3, micro=2), 1)
     (micro,) = step.micro
@@ -171,7 +169,7 @@ def test_no_global_random_state_is_touched(tokens: Path) -> None:
 
 def test_too_little_text_is_refused(tokens: Path) -> None:
     with pytest.raises(DataError, match=r"prepare more text or lower train\.seq_len"):
-        Feed(tokens, seq_len=1000, global_batch_size=1, micro_batch_size=1, seed=0)
+        Feed(tokens, Slicing(1, 1), seq_len=1000, seed=0)
 
 
 def test_a_lost_shard_ends_the_feed_with_its_name(tokens: Path) -> None:

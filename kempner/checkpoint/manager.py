@@ -29,7 +29,6 @@ from kempner.checkpoint.store.compatibility import compare_identities
 from kempner.checkpoint.store.read_marker import reading
 from kempner.checkpoint.store.selection import choose, choose_to_go_back
 from kempner.checkpoint.tensors import state
-from kempner.checkpoint.tensors.dcp_reader import open_contents
 from kempner.checkpoint.tensors.file_buffer import tensor_specs
 from kempner.checkpoint.tensors.load import fill
 from kempner.checkpoint.tensors.save import FileLayout, Route, SaveFailedError, write_and_commit
@@ -325,6 +324,8 @@ class CheckpointManager:
         judgement = compare_identities(manifest.identity, self._identity, accept)
         if judgement.refusals:
             raise DataError(f"cannot go on from {path}: {'; '.join(judgement.refusals)}")
+        from kempner.checkpoint.tensors.dcp_reader import open_contents  # imports DCP
+
         contents, damages = self._together(lambda: open_contents(path, manifest))
         if contents is None:
             return damages

@@ -29,7 +29,6 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import Durations
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
-from kempner.training.groups.collective_timer import time_collectives
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.loop import Training
 from kempner.training.observe.evaluation import Evaluation
@@ -56,7 +55,9 @@ def build(
     vocab_size = _vocabulary(config, corpus)
     shape = Shape.of(config.model, vocab_size)
     model = build_model(config, vocab_size, ranks.device, ranks.mesh)
-    if ranks.device.type == "cpu":
+    if ranks.device.type == "cpu" and ranks.world.size > 1:
+        from kempner.training.groups.collective_timer import time_collectives  # imports FSDP
+
         time_collectives(model, rank_link.progress.waiting)
     optimizer = build_optimizer(model, config.optimizer)
     record = _recorder(rank_link, attempt)

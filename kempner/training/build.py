@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import platform
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,7 @@ def build(
 
         time_collectives(model, rank_link.progress.waiting)
     optimizer = build_optimizer(model, config.optimizer)
+    _collect_garbage_again()
     record = _recorder(rank_link, attempt)
     fence, identity = Fence(run.attempts, attempt), _identity(config, corpus, shape, ranks)
     checkpoints = _open_checkpoints(
@@ -89,6 +91,15 @@ def build(
         position=position,
         health=Health(position.losses),
     )
+
+
+def _collect_garbage_again() -> None:
+    """End the pause that began with the process, once the imports are done.
+
+    What they left stays: no later collection looks through its million objects again.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def _open_checkpoints(

@@ -33,11 +33,12 @@ from kempner.checkpoint.format.manifest import (
     sidecar_name,
     whole_sum,
 )
+from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.format.shard_plan import data_file, place
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata
-from kempner.checkpoint.tensors.dcp_reader import METADATA, open_contents
+from kempner.checkpoint.tensors.dcp_reader import open_contents
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
 from kempner.checkpoint.tensors.load import fill
 

@@ -17,13 +17,12 @@ from kempner.checkpoint.format.manifest import (
     sidecar_name,
     whole_sum,
 )
-from kempner.checkpoint.format.names import CheckpointFolder, in_progress_name
+from kempner.checkpoint.format.names import METADATA, CheckpointFolder, in_progress_name
 from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, place
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.store import commit
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata
-from kempner.checkpoint.tensors.dcp_reader import METADATA
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
 from kempner.run.process.durable_io import write_durable
 from kempner.run.record.attempts import Fence, begin_attempt

@@ -1,15 +1,52 @@
-"""The commands: one module each, which adds itself."""
+"""The commands: one module each, which is imported when its command is asked for.
+
+A rank, or `kempner status` in a shell's prompt, is spared what the other commands import.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import kempner
-from kempner.cli import checkpoint, checkpoint_convert, config, prepare, status, supervise, train
+
+_MODULES = {
+    "prepare": ("prepare",),
+    "train": ("train",),
+    "supervise": ("supervise",),
+    "status": ("status",),
+    "checkpoint": ("checkpoint", "checkpoint_convert"),
+    "config": ("config",),
+}
+"""Commands in the order of `kempner --help`, and the modules that add them."""
+
+
+@cache
+def _load(name: str) -> Any:
+    """A command, from its modules."""
+    loaded = typer.Typer(rich_markup_mode=None)
+    for module in _MODULES[name]:
+        import_module(f"kempner.cli.{module}").register(loaded)
+    return typer.main.get_group(loaded).commands[name]
+
+
+class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_MODULES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in _MODULES:
+            return _load(cmd_name)
+        self.commands.update((name, _load(name)) for name in _MODULES)  # to suggest one of them
+        return None
+
 
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -32,7 +69,3 @@ def _options(
         ),
     ] = False,
 ) -> None: ...
-
-
-for command in (prepare, train, supervise, status, checkpoint, checkpoint_convert, config):
-    command.register(app)

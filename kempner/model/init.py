@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from hashlib import blake2b
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from kempner.model.transformer import Transformer, rotary_table
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 BLOCK_ROWS = 64
 STD = 0.02
@@ -56,10 +59,10 @@ def _std(name: str, n_layers: int) -> float | None:
 
 def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this rank holds of a parameter, and where in the whole it begins."""
-    if not isinstance(parameter, DTensor):
+    if not hasattr(parameter, "__create_chunk_list__"):  # only a DTensor has it
         return parameter, (0,) * parameter.ndim
-    (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return parameter.to_local(), tuple(chunk.offsets)
+    (chunk,) = parameter.__create_chunk_list__()
+    return cast("DTensor", parameter).to_local(), tuple(chunk.offsets)
 
 
 def _fill(

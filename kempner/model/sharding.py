@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from kempner.config.sections import Config
 from kempner.model.init import initialise
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def build_model(
@@ -33,11 +38,25 @@ def build_model(
         model = Transformer(Shape.of(config.model, vocab_size))
     if mesh is not None and mesh.size() > 1:
         shard(model, mesh, dtype)
-    elif dtype is not torch.float32:
-        model.autocast_dtype = dtype
-    model.to_empty(device=device)
+        model.to_empty(device=device)
+    else:
+        model.autocast_dtype = None if dtype is torch.float32 else dtype
+        allocate(model, device)
     initialise(model, config.train.seed)
     return model
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give plain parameters and buffers memory on `device`, its content undefined.
+
+    `to_empty` does so, too, but from the meta device it imports sympy, to reason about strides.
+    """
+    for module in model.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(module, name, nn.Parameter(memory, parameter.requires_grad))
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -59,6 +78,9 @@ def shard(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         mesh: one-dimensional.
         dtype: compute type.
     """
+    # A process that is alone shards nothing, and is spared the import.
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     # Inputs are not cast: the rotary table would lose its float32 on the way into each block, and
     # everything else that goes in is computed from gathered weights, in `dtype` already.
     policy = MixedPrecisionPolicy(

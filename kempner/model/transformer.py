@@ -121,7 +121,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape = shape
         self.autocast_dtype: torch.dtype | None = None
-        self.embed = nn.Embedding(shape.vocab_size, shape.dim)
+        # Its own initial values, on the meta device, would import torch's compiler.
+        rows = torch.empty(shape.vocab_size, shape.dim)
+        self.embed = nn.Embedding(shape.vocab_size, shape.dim, _weight=rows)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.n_layers))
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.output = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import platform
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,6 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import Durations
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
-from kempner.training.groups.collective_timer import time_collectives
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.loop import Training
 from kempner.training.observe.evaluation import Evaluation
@@ -58,9 +58,12 @@ def build(
     vocab_size = _vocabulary(config, corpus)
     shape = Shape.of(config.model, vocab_size)
     model = build_model(config, vocab_size, ranks.device, ranks.mesh)
-    if ranks.device.type == "cpu":
+    if ranks.device.type == "cpu" and ranks.world.size > 1:
+        from kempner.training.groups.collective_timer import time_collectives  # imports FSDP
+
         time_collectives(model, rank_link.progress.waiting)
     optimizer = build_optimizer(model, config.optimizer)
+    _collect_garbage_again()
     record = _recorder(rank_link, attempt)
     section = config.checkpoint
     events = read_lines(run.ledger) if ranks.world.rank == 0 else ()
@@ -103,6 +106,15 @@ def build(
         train_state=train_state,
         health=Health(train_state.losses),
     )
+
+
+def _collect_garbage_again() -> None:
+    """End the pause that began with the process, once the imports are done.
+
+    What they left stays: no later collection looks through its million objects again.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def _resume(

@@ -83,7 +83,8 @@ def run_rank(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> 
     """Connect, build, resume, train. Raises `RunError` for what a person can mend."""
     world, run, progress = rank_link.world, rank_link.run, rank_link.progress
     torch.set_num_threads(thread_count(config, world))
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    # The same as use_deterministic_algorithms(), which imports the compiler to tell it, too.
+    torch.set_deterministic_debug_mode("error" if config.train.deterministic else "default")
     faults = arm(config, rank_link)
     faults.maybe_inject(Phase.START)
     if config.resilience.health_check:

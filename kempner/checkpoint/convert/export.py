@@ -16,10 +16,10 @@ from kempner.checkpoint.convert.tensor_copy import OnBytes, Source, length, pour
 from kempner.checkpoint.format.compact_index import CompactIndex
 from kempner.checkpoint.format.contents import Saved
 from kempner.checkpoint.format.manifest import FileEntry
+from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.io.file_writer import reserve, write_all
 from kempner.checkpoint.io.verified_reader import VerifiedFile
 from kempner.checkpoint.tensors.dcp_metadata import metadata_of
-from kempner.checkpoint.tensors.dcp_reader import METADATA
 from kempner.run.process.durable_io import fsync_directory, publish, write_durable
 
 SHARD_BYTES = 5 * 10**9

@@ -34,7 +34,7 @@ from kempner.checkpoint.format.manifest import (
     sum_file,
     whole_sum,
 )
-from kempner.checkpoint.format.names import CheckpointFolder, in_progress_name
+from kempner.checkpoint.format.names import METADATA, CheckpointFolder, in_progress_name
 from kempner.checkpoint.format.shard_plan import (
     Chunk,
     Placed,
@@ -48,7 +48,7 @@ from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import reserve, write_all
 from kempner.checkpoint.store import commit
 from kempner.checkpoint.tensors.dcp_metadata import pack
-from kempner.checkpoint.tensors.dcp_reader import METADATA, RestrictedReader
+from kempner.checkpoint.tensors.dcp_reader import RestrictedReader
 from kempner.checkpoint.tensors.file_buffer import container
 from kempner.run.process.durable_io import write_durable
 from kempner.run.process.exit_codes import DataError, UsageError

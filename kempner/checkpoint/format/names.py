@@ -22,6 +22,9 @@ from kempner.run.process.durable_io import fsync_directory, rename
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
+"""What DCP calls its description of a checkpoint."""
+
 VERIFIED = "verified.jsonl"
 WITHDRAWN = "manifest.withdrawn.json"
 """The manifest's name once the checkpoint is to be deleted."""

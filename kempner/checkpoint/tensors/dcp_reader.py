@@ -27,12 +27,11 @@ from torch.distributed.checkpoint.metadata import (
 from kempner.checkpoint.format.compact_index import INDEX, CompactIndex, decode
 from kempner.checkpoint.format.contents import Contents, Part, Saved, overlap
 from kempner.checkpoint.format.manifest import Manifest
+from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.io.verify import verify_files
 from kempner.checkpoint.tensors.file_buffer import container
 from kempner.run.process.durable_io import await_entry
 from kempner.run.process.exit_codes import DataError, NotSharedError
-
-METADATA = ".metadata"
 
 _DCP = "torch.distributed.checkpoint"
 _LET_THROUGH = {

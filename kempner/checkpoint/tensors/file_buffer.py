@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.serialization import skip_data
 
 from kempner.checkpoint.format.shard_plan import Container, Placed, TensorSpec, file_length
 from kempner.checkpoint.io.file_writer import DIRECT_ALIGNMENT
+from kempner.checkpoint.tensors.state import is_sharded
 
 
 def tensor_specs(table: Mapping[str, Tensor], world: int) -> list[TensorSpec]:
@@ -97,8 +96,10 @@ class FileBuffer:
 def _spec(key: str, tensor: Tensor, world: int) -> TensorSpec:
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return TensorSpec(key, shape, dtype, (world,), (None,))
+    from torch.distributed.tensor.placement_types import Replicate, Shard
+
     placements: list[int | None] = []
     for placement in tensor.placements:
         if type(placement) is Shard:

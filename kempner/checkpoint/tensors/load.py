@@ -17,13 +17,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from kempner.checkpoint.format.contents import Contents, Part, overlap
 from kempner.checkpoint.format.manifest import Manifest
 from kempner.checkpoint.io.verified_reader import Cursor, VerifiedFile
 from kempner.checkpoint.io.verify import verify_files
-from kempner.checkpoint.tensors.state import local_part
+from kempner.checkpoint.tensors.state import is_sharded, local_part
 from kempner.run.process.exit_codes import DataError
 
 SLAB_BYTES = 8 << 20
@@ -135,7 +134,7 @@ def _slices(low: Iterable[int], high: Iterable[int], origin: Iterable[int]) -> t
 
 def _local_place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes of what this rank holds of a tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     return tuple(chunk.offsets), tuple(chunk.sizes)

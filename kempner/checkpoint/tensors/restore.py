@@ -20,7 +20,6 @@ from kempner.checkpoint.store.compatibility import compare_identities
 from kempner.checkpoint.store.read_marker import reading
 from kempner.checkpoint.tensors import state
 from kempner.checkpoint.tensors.context import CheckpointContext
-from kempner.checkpoint.tensors.dcp_reader import open_contents
 from kempner.checkpoint.tensors.load import fill
 from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.run.process.logs import logger
@@ -87,6 +86,8 @@ class Restorer:
         judgement = compare_identities(manifest.identity, self._context.identity, accept)
         if judgement.refusals:
             raise DataError(f"cannot go on from {path}: {'; '.join(judgement.refusals)}")
+        from kempner.checkpoint.tensors.dcp_reader import open_contents  # imports DCP
+
         contents, damages = self._together(lambda: open_contents(path, manifest))
         if contents is None:
             return damages

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kempner.checkpoint.format import compact_index, shard_plan
 from kempner.checkpoint.format.manifest import FileEntry, whole_sum
-from kempner.checkpoint.tensors.dcp_metadata import metadata_of
-from kempner.checkpoint.tensors.dcp_reader import METADATA
+from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, page_aligned
 from kempner.checkpoint.tensors.staging import Stager, may_pin
 from kempner.checkpoint.tensors.state import Binding, local_part
@@ -38,6 +37,8 @@ class FileLayout:
         if self.described_in == compact_index.INDEX:
             content = compact_index.encode(self.specs, self.world)
         else:
+            from kempner.checkpoint.tensors.dcp_metadata import metadata_of  # imports DCP
+
             content = metadata_of(self.specs, self.world)
         aligned = page_aligned(len(content)).numpy().data
         aligned[:] = content

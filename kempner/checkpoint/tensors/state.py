@@ -6,17 +6,31 @@ them: they follow from the configuration and the step.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from kempner.checkpoint.format.contents import Contents, Saved
 from kempner.run.process.exit_codes import DataError, UsageError
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 _OPTIMIZER = "optimizer."
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor is a `DTensor`.
+
+    Importing `DTensor` takes half as long as importing torch, and a process that is alone has none.
+    Where nobody has imported it, no tensor can be one.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -40,7 +54,7 @@ def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The memory in which this rank holds its part."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
 class Binding:
@@ -94,7 +108,7 @@ class Binding:
 
 def _memory(tensor: Tensor) -> Tensor:
     # Not to_local(): it makes a tensor, and there are thousands to check.
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
 def create_optimizer_state(

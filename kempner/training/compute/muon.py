@@ -18,14 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Muon
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from kempner.checkpoint.tensors.state import local_part
+from kempner.checkpoint.tensors.state import is_sharded, local_part
+from kempner.training.compute.uncompiled import Uncompiled
 
 
-class MuonAndAdamW(Optimizer):
+class MuonAndAdamW(Uncompiled):
     """Two optimizers as one: their groups in one list, their state in one table."""
 
     found_inf: Tensor | None = None
@@ -44,7 +44,7 @@ class MuonAndAdamW(Optimizer):
             part.step()
 
 
-class GuardedMuon(Muon):
+class GuardedMuon(Uncompiled, Muon):
     """`torch.optim.Muon`, bit for bit, for matrices that are whole, or sharded by rows over one
     mesh dimension; where `found_inf` is 1, parameters and momentum stay what they are.
 
@@ -61,7 +61,7 @@ class GuardedMuon(Muon):
         for group in self.param_groups:
             # Matrices of one size go together, so that no rank waits for another's larger one.
             ordered = sorted(group["params"], key=lambda p: p.numel(), reverse=True)
-            mesh = ordered[0].device_mesh if isinstance(ordered[0], DTensor) else None
+            mesh = ordered[0].device_mesh if is_sharded(ordered[0]) else None
             ranks = None if mesh is None else mesh.get_group()
             world = 1 if mesh is None else mesh.size()
             for first in range(0, len(ordered), world):
@@ -146,5 +146,7 @@ def orthogonalise(
 
 def _lengths(shape: torch.Size, world: int) -> list[int]:
     """How many elements of a matrix each rank has."""
+    from torch.distributed.tensor import Shard
+
     cut = (Shard.local_shard_size_and_offset(shape[0], world, rank) for rank in range(world))
     return [height * shape[1] for height, _ in cut]

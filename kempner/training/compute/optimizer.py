@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
+from kempner.checkpoint.tensors.state import is_sharded
 from kempner.config.sections import OptimizerSection
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.training.compute.muon import GuardedMuon, MuonAndAdamW
 from kempner.training.compute.sgd import GuardedSGD
+from kempner.training.compute.uncompiled import UncompiledAdamW
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
 
 def _adamw(parameters: Iterable[Tensor], section: OptimizerSection) -> AdamW:
     beta1, beta2 = section.betas or (0.9, 0.95)
-    return AdamW(
+    return UncompiledAdamW(
         _groups(parameters, _given(section.weight_decay, 0.1)),
         lr=section.lr,
         betas=(beta1, beta2),
@@ -88,7 +89,7 @@ def clip_gradients(model: nn.Module, max_norm: float, waiting: Waiting = untimed
     parameters = [p for p in model.parameters() if p.grad is not None]
     with waiting("the gradient norm"):
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if isinstance(norm, DTensor):
+        if is_sharded(norm):
             norm = norm.full_tensor()
     if max_norm > 0:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

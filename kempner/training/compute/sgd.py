@@ -11,9 +11,10 @@ from torch.optim import SGD
 from torch.optim.sgd import sgd
 
 from kempner.checkpoint.tensors.state import local_part
+from kempner.training.compute.uncompiled import Uncompiled
 
 
-class GuardedSGD(SGD):
+class GuardedSGD(Uncompiled, SGD):
     """`torch.optim.SGD` with its fused kernel; where `found_inf` is 1, a step changes nothing.
 
     Elements are updated one by one, so each rank updates the shards that it has: the kernel itself

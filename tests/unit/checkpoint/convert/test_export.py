@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kempner.checkpoint.convert import export, tensor_copy
 from kempner.checkpoint.convert.file_formats import shard
 from kempner.cli.entry import main
+from kempner.model.init import initialise
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
 from kempner.run.record.run_dir import RunDirectory
@@ -138,6 +139,7 @@ def test_kempner_s_own_model_gets_hugging_face_s_names(
     rest = {"rope_theta": 1e4, "norm_eps": 1e-5, "tie_embeddings": tied}
     shape = Shape(**SHAPE, **rest, max_seq_len=16, dropout=0.0)  # type: ignore[arg-type]
     model = Transformer(shape)
+    initialise(model, seed=0)
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     commit_state(run, state, 30, world=2, model={**SHAPE, **rest})
     assert kempner("export", run.path, "--format=safetensors", "--out", out) == 0

@@ -21,11 +21,11 @@ from kempner.checkpoint.format.manifest import (
     sum_file,
     whole_sum,
 )
+from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, place
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata
 from kempner.checkpoint.tensors.dcp_reader import (
-    METADATA,
     RestrictedReader,
     StockContents,
     open_contents,

@@ -1,0 +1,26 @@
+"""Torch's optimizers, without its compiler.
+
+Torch wraps the methods of its optimizers to keep `torch.compile` out of them, and the first call of
+a wrapped one imports the compiler: half as much work as importing torch. Nothing is compiled here,
+so these are the same methods without the wrappers.
+"""
+
+from __future__ import annotations
+
+from inspect import unwrap
+
+import torch
+from torch.optim import AdamW, Optimizer
+
+
+class Uncompiled(Optimizer):
+    """To be inherited before an optimizer of torch."""
+
+    add_param_group = unwrap(Optimizer.add_param_group)
+    zero_grad = unwrap(Optimizer.zero_grad)
+
+
+class UncompiledAdamW(Uncompiled, AdamW):
+    """`torch.optim.AdamW`, bit for bit."""
+
+    step = torch.no_grad()(unwrap(AdamW.step))

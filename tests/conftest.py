@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import cost
 import promises_kept
 import pytest
 from drilling import ALL
@@ -27,6 +28,7 @@ settings.load_profile("kempner")
 
 def pytest_configure(config: pytest.Config) -> None:
     promises_kept.watch(config)
+    cost.watch(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

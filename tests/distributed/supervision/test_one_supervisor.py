@@ -12,9 +12,9 @@ LONG = "--train.max_steps=400"
 
 
 def test_a_second_start_says_who_is_there_and_changes_nothing(run: Run) -> None:
-    job = run.supervise(2, "--train.max_steps=100000")
+    job = run.supervise(1, "--train.max_steps=100000")
     run.reach(3, job)
-    second = run.supervise(2, "--train.max_steps=100000")
+    second = run.supervise(1, "--train.max_steps=100000")
     assert second.wait() == 2
     *_, sentence = second.output().splitlines()
     assert f"this run has a supervisor: process {job.process.pid} on " in sentence
@@ -28,17 +28,17 @@ def test_a_killed_one_is_replaced_at_once_and_a_sleeping_one_finds_itself_replac
     run: Run, reference: Run
 ) -> None:
     options = (LONG, "--supervise.lease=2")
-    killed = run.supervise(2, LONG, "--supervise.lease=100000")
+    killed = run.supervise(1, LONG, "--supervise.lease=100000")
     run.reach(12, killed)
     killed.signal(signal.SIGKILL)
     killed.process.wait()
 
-    sleeping = run.supervise(2, *options)  # or this would wait for a day
+    sleeping = run.supervise(1, *options)  # or this would wait for a day
     run.reach(max(run.steps()) + 12, sleeping)
     assert "is dead" in sleeping.output()
     sleeping.signal(signal.SIGSTOP)
 
-    awake = run.supervise(2, *options)
+    awake = run.supervise(1, *options)
     wait_until(lambda: run.attempt() == 3, "the third to take over", job=awake)
     assert "gave no sign of life for 2 s" in awake.output()
     sleeping.signal(signal.SIGCONT)
@@ -50,5 +50,5 @@ def test_a_killed_one_is_replaced_at_once_and_a_sleeping_one_finds_itself_replac
     told = [e for e in read_lines(run.record.ledger) if e["attempt"] == 2]
     own = {"attempt_ended", "attempt_failed", "restarting", "gave_up", "stop_requested"}
     assert not own & {e["event"] for e in told}
-    reference.complete(2, LONG)
+    reference.complete(1, LONG)
     assert run.steps() == reference.steps()

@@ -51,7 +51,8 @@ class Costs:
 
 def ranks_started(base: Path) -> int:
     """How many ranks have left a log in a run below this folder."""
-    return sum(path.parents[1].name == "attempts" for path in base.rglob("rank-*.jsonl"))
+    logs = [path.stat() for path in base.rglob("attempts/*/rank-*.jsonl")]
+    return len({(log.st_mtime_ns, log.st_size) for log in logs})  # a copy of a run counts once
 
 
 def cpu_seconds() -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -62,7 +63,7 @@ def drills(*cases: Any) -> list[Any]:
 
 
 PAUSE, LONGEST_PAUSE = 20, 1.0
-"""Between two looks, so many times as long as a look takes, and so many seconds at most: whoever
+"""Between two looks, so many times the CPU time of a look, and so many seconds at most: whoever
 waits leaves the machine to what is waited for."""
 
 
@@ -79,10 +80,10 @@ def wait_until(
     """
     end = time.monotonic() + deadline
     while True:
-        began = time.monotonic()
+        began = cpu_seconds()
         if value := condition():
             return value
-        cost = time.monotonic() - began
+        cost = cpu_seconds() - began
         if job is not None and job.process.poll() is not None:
             if value := condition():
                 return value
@@ -90,6 +91,12 @@ def wait_until(
         if time.monotonic() > end:
             raise AssertionError(f"not within {deadline} s: {what}\n{job.output() if job else ''}")
         time.sleep(max(interval, min(PAUSE * cost, LONGEST_PAUSE)))
+
+
+def cpu_seconds() -> float:
+    """CPU time of this thread and of the processes that this one has waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.thread_time() + children.ru_utime + children.ru_stime
 
 
 def launch(script: Path, world: int, *arguments: object, deadline: float = 100.0) -> str:

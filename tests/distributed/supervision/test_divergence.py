@@ -10,7 +10,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
-from harness import Run, manifest, wait_until
+from harness import Run, drills, manifest, wait_until
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from kempner.checkpoint.format.manifest import encode, read
@@ -194,7 +194,7 @@ def test_a_stop_among_spikes_commits_none_of_it(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("damaged", "bad", "back"),
-    [(20, [24, 25, 26], [10]), (10, [24, 25, 26, 28, 29, 30], [20, 20])],
+    [(20, [24, 25, 26], [10]), *drills((10, [24, 25, 26, 28, 29, 30], [20, 20]))],
     ids=["the newest", "the older one"],
 )
 def test_a_rollback_to_a_damaged_checkpoint_takes_another(

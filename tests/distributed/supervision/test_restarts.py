@@ -94,7 +94,7 @@ def test_a_run_that_saves_something_each_time_is_never_given_up(
 
 def test_what_a_restart_cannot_mend_is_not_tried_again(run: Run, tmp_path: Path) -> None:
     run.config.write_text(run.config.read_text().replace(str(run.data), str(tmp_path / "nowhere")))
-    job = run.supervise(2)
+    job = run.supervise(1)
     assert job.wait() == 65
     assert "nowhere" in job.output()
     assert run.attempt() == 1

@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+SHARED_OUT := --dist=loadfile --no-loadscope-reorder --durations=8
 
 .PHONY: install demo test test-slurm test-rest drills lint clean
 
@@ -15,16 +16,16 @@ demo: $(READY)
 	$(BIN)/kempner supervise configs/train/debug.toml
 	$(BIN)/python scripts/demo/report.py configs/train/debug.toml
 
-# The tests on a real Slurm mostly wait for it, so they run beside the others, on two clusters. A
-# file's tests stay together: they share what is dear to make.
+# The tests on a real Slurm mostly wait for it, so they run beside the others, on three clusters. A
+# file's tests stay together: they share what is dear to make. Long ones come first.
 test: $(READY)
 	$(MAKE) --jobs=2 --output-sync=target test-slurm test-rest
 
 test-slurm: $(READY)
-	$(BIN)/python -m pytest tests/slurm --numprocesses=2 --dist=loadfile --durations=8
+	$(BIN)/python -m pytest tests/slurm --numprocesses=3 $(SHARED_OUT)
 
 test-rest: $(READY)
-	$(BIN)/python -m pytest --ignore=tests/slurm --numprocesses=2 --dist=loadfile --durations=8
+	$(BIN)/python -m pytest --ignore=tests/slurm --numprocesses=2 $(SHARED_OUT)
 
 # All of what `make test` does a part of: kills, power loss, damage, lost nodes. More than an hour on
 # two cores; as root, or the full disks and the cluster are left out. What happened is in

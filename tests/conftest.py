@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import cost
 import promises_kept
 import pytest
 from drilling import ALL
@@ -27,6 +31,7 @@ settings.load_profile("kempner")
 
 def pytest_configure(config: pytest.Config) -> None:
     promises_kept.watch(config)
+    cost.watch(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -43,10 +48,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder`, made by the worker that needs it first; the others wait until it is whole."""
+    with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        whole = folder / "whole"
+        if not whole.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of one that failed
+            folder.mkdir()
+            make(folder)
+            whole.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the workers of a session have in common."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def corpus(shared: Path) -> Path:
     """A prepared corpus of about 12,000 byte tokens."""
-    folder = tmp_path_factory.mktemp("corpus")
+    return made_once(shared / "corpus", prepare) / "tokens"
+
+
+def prepare(folder: Path) -> None:
     words = [f"step {n} of {n * n % 977} follows {n - 1}" for n in range(460)]
     for name, part in (("a.txt", words[:200]), ("b.txt", words[200:])):
         (folder / name).write_text("\n".join(part))
@@ -54,7 +82,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [*KEMPNER, "prepare", "--out", folder / "tokens", folder / "a.txt", folder / "b.txt"],
         check=True,
     )
-    return folder / "tokens"
 
 
 @pytest.fixture
@@ -74,16 +101,13 @@ def reference(tmp_path: Path, corpus: Path) -> Iterator[Run]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[..., Run]:
+def undisturbed(shared: Path, corpus: Path) -> Callable[..., Run]:
     """The tiny run with these overrides, to its end, for a world of this size. To be left alone."""
-    finished: dict[tuple[int, *tuple[str, ...]], Run] = {}
 
     def get(world: int, *overrides: str) -> Run:
-        asked = (world, *overrides)
-        if asked not in finished:
-            finished[asked] = Run(tmp_path_factory.mktemp("undisturbed"), corpus)
-            finished[asked].complete(world, *overrides)
-        return finished[asked]
+        name = re.sub(r"[^a-z0-9]+", "-", " ".join(["undisturbed", str(world), *overrides]))
+        complete = lambda folder: Run(folder, corpus).complete(world, *overrides)  # noqa: E731
+        return Run(made_once(shared / name, complete), corpus)
 
     return get
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,8 +62,9 @@ def drills(*cases: Any) -> list[Any]:
     return [pytest.param(*row, marks=pytest.mark.drill) for row in rows]
 
 
-PAUSE = 4
-"""Between two looks, at least so many times as long as a look takes."""
+PAUSE, LONGEST_PAUSE = 20, 1.0
+"""Between two looks, so many times the CPU time of a look, and so many seconds at most: whoever
+waits leaves the machine to what is waited for."""
 
 
 def wait_until(
@@ -69,26 +72,31 @@ def wait_until(
     what: str,
     deadline: float = 60.0,
     job: Job | None = None,
-    interval: float = 0.005,
+    interval: float = 0.01,
 ) -> Any:
     """Poll until `condition()` is truthy and return it; fail after `deadline` seconds.
 
-    Fails at once if `job` has ended: what is waited for will not come. A look that is dear is taken
-    less often, to leave the machine to what is waited for.
+    Fails at once if `job` has ended: what is waited for will not come.
     """
     end = time.monotonic() + deadline
     while True:
-        began = time.monotonic()
+        began = cpu_seconds()
         if value := condition():
             return value
-        cost = time.monotonic() - began
+        cost = cpu_seconds() - began
         if job is not None and job.process.poll() is not None:
             if value := condition():
                 return value
             raise AssertionError(f"ended before: {what}\n{job.output()}")
         if time.monotonic() > end:
             raise AssertionError(f"not within {deadline} s: {what}\n{job.output() if job else ''}")
-        time.sleep(max(interval, PAUSE * cost))
+        time.sleep(max(interval, min(PAUSE * cost, LONGEST_PAUSE)))
+
+
+def cpu_seconds() -> float:
+    """CPU time of this thread and of the processes that this one has waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.thread_time() + children.ru_utime + children.ru_stime
 
 
 def launch(script: Path, world: int, *arguments: object, deadline: float = 100.0) -> str:
@@ -188,6 +196,10 @@ class Run:
         """Run to the end."""
         job = self.supervise(nproc, *overrides)
         assert job.wait(120) == 0, job.output()
+
+    def go_on_from(self, other: Run) -> None:
+        """Become a copy of another run, with all that it has saved."""
+        shutil.copytree(other.folder / "runs", self.folder / "runs", symlinks=True)
 
     def ready_pid(self, attempt: int, rank: int, job: Job) -> int:
         """The process id of a rank, once it is about to train."""

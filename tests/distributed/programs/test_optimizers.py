@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from harness import ROOT, Run, drills
@@ -44,8 +45,10 @@ def test_a_stop_changes_nothing(run: Run, reference: Run, world: int, options: l
     assert losses[-1] < losses[0] - 0.3  # it learns, too
 
 
-def test_another_optimizer_is_refused_at_a_resume(run: Run) -> None:
-    run.complete(1, "--train.max_steps=6")
+def test_another_optimizer_is_refused_at_a_resume(
+    run: Run, undisturbed: Callable[..., Run]
+) -> None:
+    run.go_on_from(undisturbed(1, "--train.max_steps=6"))
     job = run.train("--train.max_steps=8", '--optimizer.name="muon"')
     assert job.wait() == 65
     assert "optimizer.name is 'muon' but the checkpoint was made with 'adamw'" in job.output()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from kempner.checkpoint.tensors.dcp_reader import RestrictedReader
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def test_a_run_goes_on_from_an_imported_checkpoint_bit_for_bit(run: Run, reference: Run) -> None:
-    reference.complete(1, "--checkpoint.keep_last=9")
+def test_a_run_goes_on_from_an_imported_checkpoint_bit_for_bit(
+    run: Run, undisturbed: Callable[..., Run]
+) -> None:
+    reference = undisturbed(1, "--checkpoint.keep_last=9")
     source, stock = reference.checkpoints / "step-00000020", run.folder / "stock"
     saved = RestrictedReader(source).read_metadata().state_dict_metadata
     state = {

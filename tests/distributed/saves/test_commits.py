@@ -84,14 +84,14 @@ def test_a_damaged_checkpoint_is_set_aside_and_its_step_commits_again(
     assert f"resumed at step {earlier}" in out
     assert (run.checkpoints / f"step-{stopped:08d}.damaged-a2").is_dir()
     assert run.latest() == 40
-    assert run.steps() == undisturbed(1).steps()
+    assert run.steps() == undisturbed(1, "--checkpoint.keep_last=9").steps()
 
 
 def test_a_step_reached_twice_commits_again_under_a_fresh_name(
     run: Run, undisturbed: Callable[..., Run]
 ) -> None:
-    keep = "--checkpoint.keep_last=10"
-    run.complete(1, keep)
+    keep = "--checkpoint.keep_last=9"
+    run.go_on_from(undisturbed(1, keep))
     link = run.checkpoints / "latest"
     link.unlink()
     link.symlink_to("step-00000020")
@@ -99,11 +99,13 @@ def test_a_step_reached_twice_commits_again_under_a_fresh_name(
     names = sorted(p.name for p in run.checkpoints.glob("step-*.abandoned-*"))
     assert names == ["step-00000030.abandoned-a2", "step-00000040.abandoned-a2"]
     assert run.committed() == [10, 20, 30, 40]
-    assert run.steps() == undisturbed(1).steps()
+    assert run.steps() == undisturbed(1, "--checkpoint.keep_last=9").steps()
 
 
-def test_nothing_left_that_verifies_is_no_fresh_start(run: Run) -> None:
-    run.complete(1, "--train.max_steps=6")
+def test_nothing_left_that_verifies_is_no_fresh_start(
+    run: Run, undisturbed: Callable[..., Run]
+) -> None:
+    run.go_on_from(undisturbed(1, "--train.max_steps=6"))
     (run.checkpoints / "latest" / ".metadata").unlink()
     for _ in range(2):
         job = run.train("--train.max_steps=6")
@@ -114,7 +116,7 @@ def test_nothing_left_that_verifies_is_no_fresh_start(run: Run) -> None:
 
 def test_an_old_attempt_that_goes_on_commits_nothing(run: Run) -> None:
     endless = "--train.max_steps=1000000"
-    job = run.supervise(2, endless)
+    job = run.supervise(1, endless)
     wait_until(lambda: run.committed(), "a commit", job=job)
     begun = begin_attempt(run.record)
     job.process.send_signal(signal.SIGCONT)
@@ -127,7 +129,7 @@ def test_an_old_attempt_that_goes_on_commits_nothing(run: Run) -> None:
     assert f"names attempt {begun.number}" in job.output()
 
     settled = run.committed()
-    job = run.supervise(2, endless)
+    job = run.supervise(1, endless)
     wait_until(lambda: set(run.committed()) - set(settled), "a commit of the new one", job=job)
     job.signal()
     assert job.wait() == 75, job.output()
@@ -153,7 +155,7 @@ def test_a_full_disk_fails_the_save_not_the_run(
     (small_disk / "ballast").unlink()
     assert job.wait() == 0, job.output()
     assert manifest(checkpoints / "latest")["step"] == 40
-    assert run.steps() == undisturbed(1).steps()
+    assert run.steps() == undisturbed(1, "--checkpoint.keep_last=9").steps()
 
 
 def test_a_run_whose_whole_disk_is_full_trains_on(run: Run, small_disk: Path) -> None:
@@ -183,17 +185,19 @@ def test_a_run_whose_whole_disk_is_full_trains_on(run: Run, small_disk: Path) ->
     ],
 )
 def test_a_resume_with_another_seed_data_or_model_is_refused(
-    run: Run, override: str, culprit: str
+    run: Run, undisturbed: Callable[..., Run], override: str, culprit: str
 ) -> None:
-    run.complete(1, "--train.max_steps=6")
+    run.go_on_from(undisturbed(1, "--train.max_steps=6"))
     job = run.train("--train.max_steps=8", override)
     assert job.wait() == 65
     assert culprit in job.output()
     assert "Traceback" not in job.output()
 
 
-def test_another_seed_asked_for_by_name_is_accepted(run: Run) -> None:
-    run.complete(1, "--train.max_steps=6")
+def test_another_seed_asked_for_by_name_is_accepted(
+    run: Run, undisturbed: Callable[..., Run]
+) -> None:
+    run.go_on_from(undisturbed(1, "--train.max_steps=6"))
     accept = '--checkpoint.accept_changes=["seed"]'
     run.complete(1, "--train.max_steps=8", "--train.seed=1", accept)
     assert run.latest() == 8

@@ -29,7 +29,7 @@ def family(job: Job) -> list[psutil.Process]:
     return psutil.Process(job.process.pid).children(recursive=True)
 
 
-@pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 2), *drills((1, 2), (2, 0))])
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 1), *drills((1, 2), (2, 0), (2, 2))])
 def test_a_reader_stuck_on_storage_does_not_keep_the_ranks_from_leaving(
     tmp_path: Path, world: int, workers: int
 ) -> None:

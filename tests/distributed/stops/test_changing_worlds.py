@@ -38,12 +38,11 @@ def test_two_ranks_then_one_then_three(run: Run, tmp_path: Path) -> None:
         assert job.wait() == 75, job.output()
         changed_at.append(run.latest())
     one = gradient(run, 1, tmp_path / "one.pt")
-    for other_world in (2, 3):
-        other = gradient(run, other_world, tmp_path / "other.pt")
-        assert other.keys() == one.keys()
-        for name, expected in one.items():
-            off = (other[name] - expected).abs().max() / expected.abs().max()
-            assert off <= GRADIENT_TOLERANCE, f"{name} with {other_world} ranks: {off}"
+    three = gradient(run, 3, tmp_path / "three.pt")
+    assert three.keys() == one.keys()
+    for name, expected in one.items():
+        off = (three[name] - expected).abs().max() / expected.abs().max()
+        assert off <= GRADIENT_TOLERANCE, f"{name}: {off}"
     run.complete(3, PLAIN)
     taken = run.samples()
     assert {step: sorted(ids) for step, ids in taken.items()} == {

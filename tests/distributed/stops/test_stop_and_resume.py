@@ -42,7 +42,7 @@ def expect_stop(run: Run, job: Job) -> int:
     return done
 
 
-@pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 2), *drills((1, 2), (2, 0))])
+@pytest.mark.parametrize(("world", "workers"), [(2, 1), *drills((1, 0), (1, 2), (2, 0), (2, 2))])
 def test_three_stops_change_nothing(
     run: Run, undisturbed: Callable[..., Run], world: int, workers: int
 ) -> None:
@@ -96,37 +96,38 @@ def saving(run: Run, job: Job) -> object:
     return any(run.checkpoints.glob(".step-*"))
 
 
+Moment = Callable[[Run, Job], object]
+
+
 @pytest.mark.parametrize(
-    ("moment", "target"),
+    "stops",
     [
-        (started, "supervisor"),
-        (launched, "one rank"),
-        (saving, "supervisor, twice"),
+        # One after the other in one run: the first two come before its first step.
+        [(started, "supervisor"), (launched, "one rank"), (saving, "supervisor, twice")],
         *drills(
-            (launched, "supervisor"),
-            (connected, "one rank"),
-            (connected, "supervisor, twice"),
-            (first_step, "one rank"),
-            (first_step, "supervisor"),
-            (saving, "one rank"),
+            [(launched, "supervisor")],
+            [(connected, "one rank")],
+            [(connected, "supervisor, twice")],
+            [(first_step, "one rank")],
+            [(first_step, "supervisor")],
+            [(saving, "one rank")],
         ),
     ],
+    ids=lambda stops: ", ".join(f"{moment.__name__} {target}" for moment, target in stops),
 )
 def test_a_stop_in_any_phase_leaves_nothing_half_done(
-    run: Run,
-    undisturbed: Callable[..., Run],
-    moment: Callable[[Run, Job], object],
-    target: str,
+    run: Run, undisturbed: Callable[..., Run], stops: list[tuple[Moment, str]]
 ) -> None:
-    job = run.supervise(2, LONG, "--checkpoint.interval=1", "--checkpoint.keep_last=100")
-    wait_until(lambda: moment(run, job), str(moment.__doc__), job=job)
-    if target == "one rank":
-        ranks_of(job)[1].send_signal(signal.SIGTERM)
-    else:
-        job.signal()
-    if target == "supervisor, twice":
-        job.signal()
-    expect_stop(run, job)
+    for moment, target in stops:
+        job = run.supervise(2, LONG, "--checkpoint.interval=1", "--checkpoint.keep_last=100")
+        wait_until(lambda: moment(run, job), str(moment.__doc__), job=job)  # noqa: B023
+        if target == "one rank":
+            ranks_of(job)[1].send_signal(signal.SIGTERM)
+        else:
+            job.signal()
+        if target == "supervisor, twice":
+            job.signal()
+        expect_stop(run, job)
     run.complete(2, LONG)
     assert_same(run, undisturbed(2, LONG))
 
@@ -195,9 +196,9 @@ def test_a_killed_rank_costs_the_steps_since_the_last_commit(
 
 
 def test_a_completed_run_started_again_says_so_and_trains_nothing(
-    tmp_path: Path, undisturbed: Callable[..., Run]
+    run: Run, undisturbed: Callable[..., Run]
 ) -> None:
-    run = undisturbed(1, LONG)
+    run.go_on_from(undisturbed(1, LONG))
     before = run.steps()
     attempts = run.attempt()
     run.complete(1, LONG)

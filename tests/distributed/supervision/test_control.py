@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -78,10 +79,10 @@ def dead_collective(run: Run) -> None:
 
 
 def test_a_crash_is_reported_in_the_ranks_own_words(run: Run) -> None:
-    run.complete(2)
+    run.complete(1)
     for step in run.committed():
         (run.checkpoints / f"step-{step:08d}" / "manifest.json").write_text("{}")
-    job = run.supervise(2)
+    job = run.supervise(1)
     assert job.wait() == 65
     *_, ended = run.events("attempt_ended")
     assert "exit code 65 (bad_data): no checkpoint in" in ended["reason"]
@@ -129,7 +130,9 @@ def test_a_stop_by_channel_alone_is_enough(run: Run) -> None:
     assert [(e["reason"], e["seconds_left"]) for e in asked] == [("SIGTERM", 300.0)]
 
 
+@pytest.mark.drill
 def test_ranks_stopped_before_they_know_each_other_say_so(run: Run) -> None:
+    """`make test` stops ranks before their first step in ../stops/test_stop_and_resume.py."""
     job = run.start(ELSEWHERE, LONG)
     log = run.record.supervisor_log(1)
     wait_until(lambda: [e for e in read_lines(log) if e["event"] == "joined"], "a rank", job=job)
@@ -150,9 +153,11 @@ def test_a_death_that_no_launcher_sees_is_seen_by_the_channel(run: Run) -> None:
     assert (ended["culprit"], ended["exits"]) == (1, {"1": None, "0": 76})
 
 
-def test_the_token_stays_secret_and_strangers_change_nothing(run: Run, reference: Run) -> None:
-    options = ("--data.num_dataloader_workers=1", "--train.max_steps=200")
-    job = run.supervise(2, *options)
+def test_the_token_stays_secret_and_strangers_change_nothing(
+    run: Run, undisturbed: Callable[..., Run]
+) -> None:
+    steps, slow = "--train.max_steps=60", "slow rank 1 by 10 from step 2"  # not over too soon
+    job = run.supervise(2, "--data.num_dataloader_workers=1", steps, KEMPNER_FAULTS=slow)
     ranks = [run.ready_pid(1, rank, job) for rank in range(2)]
     variables = environment_of(ranks[1])
     token, port = variables["KEMPNER_CONTROL_TOKEN"], int(variables["KEMPNER_CONTROL_PORT"])
@@ -177,8 +182,7 @@ def test_the_token_stays_secret_and_strangers_change_nothing(run: Run, reference
     ]
     assert "it does not know the token" in refused
     assert f"a line exceeds {OPENING_LIMIT} bytes" in refused
-    reference.complete(2, *options)
-    assert run.steps() == reference.steps()
+    assert run.steps() == undisturbed(2, steps).steps()
 
 
 def molest(port: int) -> None:

@@ -6,7 +6,7 @@ import signal
 
 import psutil
 import pytest
-from harness import Run, wait_until
+from harness import Run, drills, wait_until
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -15,10 +15,12 @@ pytestmark = pytest.mark.timeout(200)
     ("fault", "status", "last_step"),
     [
         ("kill rank 0 at step 5", -signal.SIGKILL, 4),
-        ("kill rank 0 at step 10 in save", -signal.SIGKILL, 10),
         ("crash rank 0 at step 6 in eval", 1, 6),
         ("crash rank 0 in start", 1, 0),
-        ("kill rank 0 in load", -signal.SIGKILL, 0),
+        *drills(
+            ("kill rank 0 at step 10 in save", -signal.SIGKILL, 10),
+            ("kill rank 0 in load", -signal.SIGKILL, 0),
+        ),
     ],
 )
 def test_a_rank_dies_where_it_was_asked_to(
@@ -31,7 +33,7 @@ def test_a_rank_dies_where_it_was_asked_to(
     assert f"a fault that was asked for happens now (fault {fault}" in job.output()
 
 
-@pytest.mark.parametrize("part", ["stage", "write", "commit"])
+@pytest.mark.parametrize("part", ["commit", *drills("stage", "write")])
 def test_a_rank_dies_in_the_part_of_a_save_that_was_named(run: Run, part: str) -> None:
     job = run.train(KEMPNER_FAULTS=f"kill rank 0 at step 20 in {part}")
     assert job.wait() == -signal.SIGKILL, job.output()

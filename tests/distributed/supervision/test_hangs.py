@@ -54,10 +54,8 @@ def heal(run: Run, faults: Mapping[str, str | None], *options: str) -> None:
     assert ends == [77] * len(faults) + [0]
 
 
-def test_hangs_are_noticed_named_and_healed(run: Run, reference: Run) -> None:
+def test_hangs_are_noticed_named_and_healed(run: Run) -> None:
     heal(run, IN_PYTHON_AND_STOPPED)
-    reference.complete(3, *OPTIONS)
-    assert run.steps() == reference.steps()
 
 
 @pytest.mark.drill
@@ -67,7 +65,9 @@ def test_hangs_are_noticed_named_and_healed(run: Run, reference: Run) -> None:
 def test_hangs_elsewhere_are_healed(
     run: Run, reference: Run, faults: Mapping[str, str | None]
 ) -> None:
-    """Of `make test` the one above is a part: the same, with ranks that hang elsewhere."""
+    """Of `make test` the one above is a part: here ranks hang elsewhere, and the losses are those
+    of a run in which none did.
+    """
     evaluation = ("--eval.interval=30", f'--eval.dataset_path="{run.data}"', "--eval.max_batches=2")
     heal(run, faults, *evaluation)
     reference.complete(3, *OPTIONS)

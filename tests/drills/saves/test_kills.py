@@ -2,6 +2,8 @@
 
 Distinct is a call by its name, the rank that makes it, and what it works on. Each attempt of one
 long run is killed at the next of them, so that every start is also the resume after a kill.
+`make test` kills ranks in the parts of a save (tests/drills/runs/test_kills_and_restarts.py), and
+looks at what is left on the disk before and after each call (test_power_loss.py).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from tracer import Call, supported
 from kempner.checkpoint.format.names import CheckpointFolder
 
 pytestmark = [
+    pytest.mark.drill,
     pytest.mark.timeout(9000 if ALL else 200),
     pytest.mark.skipif(not supported(), reason="the tracer knows the system calls of x86_64 only"),
 ]

@@ -1,4 +1,7 @@
-"""SIGTERM at random moments of a save, with loader workers: the checkpoint is committed."""
+"""SIGTERM at random moments of a save, with loader workers: the checkpoint is committed.
+
+`make test` has a stop in a save: tests/distributed/stops/test_stop_and_resume.py.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from promises import broken
 from tracer import Call, supported
 
 pytestmark = [
+    pytest.mark.drill,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not supported(), reason="the tracer knows the system calls of x86_64 only"),
 ]

@@ -15,7 +15,7 @@ from kempner.run.record.ledger import read_lines
 
 pytestmark = pytest.mark.timeout(400)
 
-STEPS = 400
+STEPS = 280
 OPTIONS = (
     f"--train.max_steps={STEPS}",
     "--checkpoint.interval=20",

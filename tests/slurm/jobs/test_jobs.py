@@ -11,9 +11,7 @@ from submitting import TINY_OF_7B, Project, assert_like
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_eight_nodes_train_the_7b_configuration_made_tiny(
-    project: Project, reference: Run, corpus: Path
-) -> None:
+def test_eight_nodes_train_the_7b_configuration_made_tiny(project: Project, corpus: Path) -> None:
     data = [f"--data.dataset_path={corpus}", f"--eval.dataset_path={corpus}"]
     job = project.submit(
         "multinode.sh", "configs/train/7b.toml", *TINY_OF_7B, *data,
@@ -23,6 +21,21 @@ def test_eight_nodes_train_the_7b_configuration_made_tiny(
     project.end(job, deadline=300)
     assert "Restart cnt: 0" in project.log(job)
     assert "8 nodes (node1,node2,node3,node4,node5,node6,node7,node8), 8 ranks" in project.log(job)
+    assert len(project.run.steps()) == 30
+
+
+@pytest.mark.drill
+def test_eight_nodes_lose_what_eight_local_ranks_lose(
+    project: Project, reference: Run, corpus: Path
+) -> None:
+    """`make test` compares two nodes with two local ranks: tests/slurm/stops."""
+    data = [f"--data.dataset_path={corpus}", f"--eval.dataset_path={corpus}"]
+    job = project.submit(
+        "multinode.sh", "configs/train/7b.toml", *TINY_OF_7B, *data,
+        f"--run.dir={project.folder / 'tiny' / 'runs'}", "--run.name=run",
+        options=("--nodes=8",),
+    )  # fmt: skip
+    project.end(job, deadline=300)
     reference.config.write_text((project.folder / "configs/train/7b.toml").read_text())
     reference.complete(
         8, *TINY_OF_7B, *data, f"--run.dir={reference.folder / 'runs'}", "--run.name=run"
@@ -31,8 +44,12 @@ def test_eight_nodes_train_the_7b_configuration_made_tiny(
     assert len(reference.steps()) == 30
 
 
+@pytest.mark.drill
 def test_a_warned_job_comes_back_and_goes_on(project: Project, reference: Run) -> None:
-    """What --signal=B:SIGTERM@120 does, at a moment of our choosing."""
+    """What --signal=B:SIGTERM@120 does, at a moment of our choosing.
+
+    `make test` has it in tests/slurm/stops, and with the other scripts in test_other_launchers.py.
+    """
     job = project.train("--train.max_steps=40")
     project.reach(job, 5)
     project.cluster.run("login1", "scancel", "--batch", "--signal=TERM", job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness import Run, drills, wait_until
-from submitting import Project
+from submitting import LONG, Project
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -13,8 +13,6 @@ SCRIPTS = {
     "torchrun.sh": ("--nodes=2",),
 }
 """Two ranks with each: tasks of a node, and one worker of torchrun on each of two nodes."""
-
-LONG = "--train.max_steps=400"
 
 
 def start(project: Project, script: str, *overrides: str) -> str:
@@ -35,22 +33,21 @@ def stopped_at(project: Project) -> int:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_warned_job_comes_back(project: Project, reference: Run, script: str) -> None:
-    job = start(project, script, "--train.max_steps=40")
+def test_a_warned_job_comes_back(project: Project, undisturbed: Run, script: str) -> None:
+    job = start(project, script, *LONG)
     project.cluster.run("login1", "scancel", "--batch", "--signal=TERM", job)
     wait_until(lambda: project.cluster.job(job)["Restarts"] == "1", "the job is requeued", 60)
     project.end(job)
     project.assert_states(job, "REQUEUED", "COMPLETED")
     assert f"resumed at step {stopped_at(project)}" in project.log(job)
-    reference.complete(2)
-    assert project.run.steps() == reference.steps()
+    assert project.run.steps() == undisturbed.steps()
 
 
 @pytest.mark.parametrize(
     ("script", "grace", "ended"),
     [
-        ("singlenode.sh", 20, "REQUEUED"),  # by the supervisor, while the job still runs
         *drills(
+            ("singlenode.sh", 20, "REQUEUED"),  # by the supervisor, while the job still runs
             ("singlenode.sh", 0, "PREEMPTED"),  # by Slurm
             # The ranks are not signalled: the supervisor finds out by asking.
             ("torchrun.sh", 20, "REQUEUED"),
@@ -58,8 +55,9 @@ def test_a_warned_job_comes_back(project: Project, reference: Run, script: str) 
     ],
 )
 def test_a_preempted_job_comes_back(project: Project, script: str, grace: int, ended: str) -> None:
+    """`make test` has it of multinode.sh: tests/slurm/stops/test_preemption.py."""
     project.cluster.configure(grace=grace)
-    job = start(project, script, LONG)
+    job = start(project, script, "--train.max_steps=400")
     preemptor = project.cluster.preempt(job, seconds=1)
     wait_until(lambda: project.cluster.job(job)["Restarts"] == "1", "the job is requeued", 90)
     project.cluster.wait_for(preemptor, "COMPLETED")

@@ -111,7 +111,7 @@ def test_every_fault_of_a_node_is_mended_between_tests(
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_nothing_outlives_a_session_that_is_killed(tmp_path: Path) -> None:
-    lab = [sys.executable, str(Path(__file__).with_name("lab.py"))]
+    lab = [sys.executable, str(Path(__file__).parents[1] / "lab.py")]
     session = subprocess.Popen(
         [*lab, "sh", "-c", "readlink /proc/self/ns/pid; sleep infinity"],
         stdout=subprocess.PIPE,

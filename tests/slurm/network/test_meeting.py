@@ -16,7 +16,7 @@ from kempner.cluster.network.ports import candidates, job_salt
 
 pytestmark = pytest.mark.timeout(300)
 
-MEETING = str(Path(__file__).with_name("meeting.py"))
+MEETING = str(Path(__file__).parents[1] / "meeting.py")
 LISTENER = (
     "import socket, sys; s = socket.create_server(('', int(sys.argv[1]))); "
     "print('listening', flush=True); sys.stdin.read()"

@@ -7,6 +7,7 @@ a copy of the tree in which it is broken.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import subprocess
@@ -29,32 +30,65 @@ CONTRACTS = {
 """The name of each contract by its id."""
 
 
-def lint(tree: Path) -> subprocess.CompletedProcess[str]:
-    """The contract's verdict on the package in `tree`, found through the working directory."""
-    return subprocess.run(
-        [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--no-logo"],
-        cwd=tree,
+@dataclass(frozen=True)
+class Verdict:
+    """What `lint-imports` said of a tree, and its exit code."""
+
+    code: int
+    said: str
+
+
+# Each of the lines in turn stands in the copy that is the working directory, and is taken out
+# again. One process for all: starting it costs more than a verdict.
+LINTER = """
+import contextlib, io, json, sys
+from pathlib import Path
+from importlinter.cli import lint_imports
+
+verdicts = []
+for module, line in json.load(sys.stdin):
+    path = Path(module)
+    path.parent.mkdir(exist_ok=True)
+    before = path.read_text(encoding="utf-8") if path.exists() else None
+    path.write_text(f"{before or ''}\\n{line}\\n", encoding="utf-8")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = lint_imports(no_cache=True, no_logo=True)
+    verdicts.append((code, said.getvalue()))
+    path.unlink() if before is None else path.write_text(before, encoding="utf-8")
+    if not any(path.parent.iterdir()):
+        path.parent.rmdir()
+json.dump(verdicts, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+    """The contract's verdict on a copy of the package with each violation alone, and with none."""
+    copy = tmp_path_factory.mktemp("copy")
+    shutil.copytree(PACKAGE, copy / "kempner", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    planted = [(v.module, v.line) for v in VIOLATIONS]
+    done = subprocess.run(
+        [sys.executable, "-c", LINTER],
+        input=json.dumps([("kempner/__init__.py", ""), *planted]),
+        cwd=copy,
         env={**os.environ, "COLUMNS": "200"},  # a wrapped line would hide the names
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
-        check=False,
+        timeout=200,
+        check=True,
     )
+    names = ["", *(v.name for v in VIOLATIONS)]
+    told = [Verdict(*verdict) for verdict in json.loads(done.stdout)]
+    return dict(zip(names, told, strict=True))
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A folder with a copy of the package and of the contract."""
-    shutil.copytree(PACKAGE, tmp_path / "kempner", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    return tmp_path
+def test_the_tree_keeps_the_contract(verdicts: dict[str, Verdict]) -> None:
+    verdict = verdicts[""]
 
-
-def test_the_tree_keeps_the_contract(copy: Path) -> None:
-    verdict = lint(copy)
-
-    assert verdict.returncode == 0, verdict.stdout + verdict.stderr
-    assert f"Contracts: {len(CONTRACTS)} kept, 0 broken." in verdict.stdout
+    assert verdict.code == 0, verdict.said
+    assert f"Contracts: {len(CONTRACTS)} kept, 0 broken." in verdict.said
 
 
 @dataclass(frozen=True)
@@ -158,19 +192,16 @@ VIOLATIONS = [
 
 
 @pytest.mark.parametrize("planted", VIOLATIONS, ids=lambda planted: planted.name)
-def test_a_planted_violation_breaks_its_contract_alone(planted: Planted, copy: Path) -> None:
-    path = copy / planted.module
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(f"\n{planted.line}\n")
+def test_a_planted_violation_breaks_its_contract_alone(
+    planted: Planted, verdicts: dict[str, Verdict]
+) -> None:
+    verdict = verdicts[planted.name]
 
-    verdict = lint(copy)
-
-    assert verdict.returncode == 1, verdict.stdout + verdict.stderr
+    assert verdict.code == 1, verdict.said
     for contract, name in CONTRACTS.items():
         state = "BROKEN" if contract == planted.breaks else "KEPT"
-        assert f"{name} {state}" in verdict.stdout
-    assert planted.named in verdict.stdout
+        assert f"{name} {state}" in verdict.said
+    assert planted.named in verdict.said
 
 
 def test_every_contract_has_a_violation_planted() -> None:

@@ -20,8 +20,10 @@ def test_another_process_makes_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(dcp_metadata, "MADE_HERE", 0)
     made = []
     monkeypatch.setattr(dcp_metadata, "build_metadata", made.append)  # of this process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert dcp_metadata.metadata_of(SPECS, 4) == here
     assert not made
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
 def test_a_stop_signal_does_not_end_the_planning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,10 +44,3 @@ def test_its_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcp_metadata, "MADE_HERE", 0)
     with pytest.raises(RuntimeError, match=r"planning ended with 1: .*no_such_type"):
         dcp_metadata.metadata_of([TensorSpec("model.w", (2,), "no_such_type", (1,), (0,))], 1)
-
-
-def test_the_callers_signal_mask_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp_metadata, "MADE_HERE", 0)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    dcp_metadata.metadata_of(SPECS[:1], 1)
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before

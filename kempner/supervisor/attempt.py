@@ -1,15 +1,18 @@
-"""What the supervisor knows of the attempt under way, and does about it at once."""
+"""What the supervisor knows of the attempt under way, and does about it at once.
+
+`policy.attempt_state` says what states it goes through, and `monitors` judge how it fares; here is
+what is done about it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from operator import itemgetter
+from dataclasses import dataclass, field, replace
+from math import inf
 from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import TypeAlias
 
 from kempner.cluster.slurm.hostlist import node_of
-from kempner.cluster.slurm.job import JobState
 from kempner.config.sections import Config
 from kempner.run.control.protocol import (
     EVALUATED,
@@ -22,36 +25,32 @@ from kempner.run.control.protocol import (
     Stop,
     shorten,
 )
-from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger
 from kempner.run.process.signals import Received
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger
-from kempner.run.record.save_times import COMMITTED, SUSPENDED, Durations, SaveSeconds
-from kempner.supervisor.control.events import Connected, Disconnected, Heard, LastReport, News
+from kempner.run.record.save_times import COMMITTED, SUSPENDED, SaveSeconds
+from kempner.supervisor.control.events import Connected, Disconnected, Heard, News
+from kempner.supervisor.control.rank_roster import RankRoster
 from kempner.supervisor.control.server import ControlServer
 from kempner.supervisor.launchers.base import Launcher
-from kempner.supervisor.monitors.hang_detector import Hang
-from kempner.supervisor.monitors.hang_evidence import HangEvidence
+from kempner.supervisor.monitors.base import Monitors, Snapshot
+from kempner.supervisor.monitors.findings import Hang
+from kempner.supervisor.monitors.hang_detector import HangDetector
+from kempner.supervisor.monitors.hang_evidence import EVIDENCE, HangEvidence
+from kempner.supervisor.monitors.memory import MemoryMonitor
 from kempner.supervisor.monitors.oom import explained
-from kempner.supervisor.monitors.phase_stats import PhaseStats
 from kempner.supervisor.monitors.reporter import Reporter
+from kempner.supervisor.monitors.run_times import RunTimes
+from kempner.supervisor.monitors.straggler import StragglerMonitor
+from kempner.supervisor.policy.attempt_state import AttemptLife, AttemptState, Deadline, Trigger
 from kempner.supervisor.policy.outcome import RankExit, describe_exit, failed
-from kempner.supervisor.policy.stop import decide_stop, stop_lead
-from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen
+from kempner.supervisor.slurm.job_monitor import JobSeen
+from kempner.supervisor.slurm.job_view import JobView
 
 LOOK = 0.5
 """Seconds between looks at the clock; whatever happens ends the wait at once."""
-
-RECONNECT = 3.0
-"""Seconds within which a rank whose connection broke off has to be back, or it is gone. One that
-lives tries again after a tenth of a second. While steps are made, every rank is there: they count
-from the last one."""
-
-JOIN = 120.0
-"""Seconds after another has joined within which a rank joins, or it is gone: srun does not tell
-when one of its tasks has ended. A rank joins before it imports torch."""
 
 EXIT_GRACE = 5.0
 """Seconds after the last word of the last rank that its process may take to be gone."""
@@ -59,71 +58,72 @@ EXIT_GRACE = 5.0
 AttemptEvent: TypeAlias = Received | RankExit | News | JobSeen
 
 
-class Watch:
-    """Follows one attempt. Times are seconds of a clock that stands still while suspended.
+@dataclass
+class StopSoFar:
+    """What has been heard of a stop. `reason` is None until one is asked for.
 
-    Ranks that `must_report` hang if they never do; of others that never do nothing is known.
+    `by` is when the ranks have to be gone, in seconds of the attempt's clock.
     """
+
+    signals: list[Received] = field(default_factory=list)
+    reason: str | None = None
+    by: float = inf
+
+
+class AttemptFollower:
+    """Follows one attempt. Times are seconds of a clock that stands still while suspended."""
 
     def __init__(
         self,
         attempt: Attempt,
-        size: int,
+        roster: RankRoster,
         config: Config,
         launcher: Launcher,
         channel: ControlServer,
         ledger: Ledger,
-        durations: Durations,
-        job: JobMonitor | None,
-        phase_stats: PhaseStats | None = None,
-        must_report: bool = True,
+        job: JobView,
+        times: RunTimes,
     ) -> None:
-        self.attempt, self._size, self._section = attempt, size, config.supervise
+        self.attempt, self.roster, self.job = attempt, roster, job
         self._launcher, self._channel, self._ledger = launcher, channel, ledger
-        self._durations, self._job = durations, job
-        self._must_report = must_report
-        self._clock, self._pace = AwakeClock(), phase_stats or PhaseStats()
-        self._ends: dict[int, tuple[float, RankExit]] = {}
-        self.job_at_first: JobState | None = None
-        """The job as it was when the attempt began, if Slurm has said so yet."""
-        self._job_now: JobSeen | None = None
-        self._job_ends: float | None = None
-        self.signals: list[Received] = []
-        self.stop_reason: str | None = None
-        self._stop_asked_at: float | None = None
-        self._stop_by: float | None = None
-        self._failed_at: float | None = None
-        self._ended_at = 0.0
-        self._parted: dict[int, float] = {}
-        self._reached, self._reached_at = 0, 0.0
-        self._joined: dict[int, Connected] = {}
-        self._joined_at = 0.0
-        self._hangs = HangEvidence(
-            attempt.number,
-            config.resilience,
-            channel,
-            ledger,
-            None if job is None else job.id,
-            self._clock.now(),
+        self._times, self._stop = times, StopSoFar()
+        supervise, resilience, now = config.supervise, config.resilience, times.now()
+        graces = {
+            Deadline.STOP: supervise.stop_grace,
+            Deadline.CRASH: supervise.crash_grace,
+            Deadline.EVIDENCE: EVIDENCE,
+        }
+        self._life = AttemptLife(graces, AttemptState.LAUNCHING, now)
+        usual_step = times.phases.usual().get(Phase.STEP)
+        self._monitors = Monitors(
+            times.phases,
+            HangDetector(resilience, now, roster.must_report),
+            StragglerMonitor(resilience, None if usual_step is None else usual_step.median),
+            MemoryMonitor(resilience),
         )
-        self.notes = Reporter(attempt.number, size, config.resilience, ledger, self._pace)
+        self._evidence = HangEvidence(attempt.number, channel.tell, ledger, job.id)
+        self._reporter = Reporter(attempt.number, ledger, resilience.straggler_is_suspect)
 
     @property
     def hang(self) -> Hang | None:
         """What the attempt was ended for, if nothing moved any more."""
-        return self._hangs.found
+        return self._evidence.hang
+
+    @property
+    def signals(self) -> list[Received]:
+        """The signals that asked for a stop, in their order."""
+        return self._stop.signals
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the ranks were asked to stop, if they were."""
+        return self._stop.reason
 
     @property
     def ends(self) -> list[RankExit]:
         """How ranks ended, in the order of the first sign of it."""
         usage = self._channel.usage()
-        in_order = sorted(self._ends.values(), key=itemgetter(0))
-        return [explained(end, usage, self._joined) for _, end in in_order]
-
-    def furthest_step(self) -> int:
-        """The last step that any rank reported."""
-        reports = (last_report.report.step for last_report in self._channel.last_reports().values())
-        return max(reports, default=0)
+        return [explained(end, usage, self.roster.joined) for end in self.roster.ends]
 
     def step_of(self, rank: int | None) -> int:
         """The step that a rank was in when last heard, or had done where it was in none.
@@ -134,20 +134,9 @@ class Watch:
         reports = [seen[rank].report] if rank in seen else [s.report for s in seen.values()]
         return max((r.step + (r.phase in (Phase.COMPILE, Phase.STEP)) for r in reports), default=0)
 
-    def host_of(self, rank: int | None) -> str:
-        """Where a rank ran, or nothing if it never joined."""
-        return self._joined[rank].host if rank in self._joined else ""
-
-    def lost_hosts(self) -> list[str]:
-        """Where ranks are gone of whose end nobody knows more: their machines may be gone, too."""
-        lost = (end.rank for end in self.ends if end.status is None and not end.ended_by_us)
-        return sorted({self._joined[rank].host for rank in lost if rank in self._joined})
-
     def over(self) -> bool:
         """Whether nothing is left to follow."""
-        if len(self._ends) < self._size:
-            return not self._launcher.alive()
-        return not self._launcher.alive() or self._clock.now() - self._ended_at > EXIT_GRACE
+        return self._life.state is AttemptState.ENDED
 
     def take_in(self, incoming: SimpleQueue[AttemptEvent], *, wait: bool = True) -> None:
         """Act on all that has happened; `wait` until something has, or `LOOK` seconds are over."""
@@ -160,35 +149,72 @@ class Watch:
 
     def enforce(self) -> None:
         """Stop in time, and end what outstays: a connection, a stop, the failure of another."""
-        now, section = self._clock.now(), self._section
-        last_reports = self._channel.last_reports()
-        self._pace.see(last_reports, now)
+        snapshot = self._snapshot()
+        findings = self._monitors.check(snapshot)
         self._heed_the_job()
-        if last_reports or self._must_report:
-            self._end_a_hang(now, last_reports)
-        if self.furthest_step() > self._reached:
-            self._reached, self._reached_at = self.furthest_step(), now
-        self.notes.see(now, last_reports, self._channel.usage(), self._joined)
-        for rank, at in list(self._parted.items()):
-            if now - max(at, self._reached_at) > RECONNECT:
-                self._note_end(RankExit(rank, None))
-        if self._must_report and self._joined and now - self._joined_at > JOIN:
-            for rank in set(range(self._size)) - self._joined.keys():
-                self._note_end(RankExit(rank, None, sentence="it has never joined"))
-        overdue = self._stop_asked_at is not None and now - self._stop_asked_at > section.stop_grace
-        orphaned = self._failed_at is not None and now - self._failed_at > section.crash_grace
-        if overdue or orphaned:
+        for finding in findings:
+            if isinstance(finding, Hang):
+                self._end_a_hang(finding, snapshot)
+            else:
+                self._reporter.report(finding, snapshot)
+        self._miss_ranks(snapshot)
+        if snapshot.now > self._life.kill_at:
+            if self._life.state is AttemptState.COLLECTING_EVIDENCE:
+                self._evidence.close(snapshot)
+            self._advance(Trigger.TIME_UP)
+        if self._life.state is AttemptState.KILLING:
             self._launcher.kill()
+        if self._all_gone():
+            self._advance(Trigger.ALL_ENDED)
 
-    def _end_a_hang(self, now: float, last_reports: Mapping[int, LastReport]) -> None:
-        known = self.hang is not None
-        if not known and (self._stop_asked_at is not None or self._failed_at is not None):
-            return  # these have deadlines of their own
-        self._hangs.see(now, last_reports, self._joined, self._pace.usual())
-        if self.hang is not None and not known:
-            self._pace.misjudged(self.hang.phase, self.hang.still)
-        if self._hangs.over:
-            self._launcher.kill()
+    def tell_phase_durations(self) -> None:
+        """Note for the next attempt how long the phases of this one took."""
+        for finding in self._times.phases.findings():
+            self._reporter.report(finding, self._snapshot())
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot.of(
+            self._times.now(),
+            self.roster.size,
+            self._channel.last_reports(),
+            monotonic(),
+            self._times.phases.usual(),
+            self._channel.usage(),
+            self.roster.joined,
+        )
+
+    def _advance(self, trigger: Trigger) -> bool:
+        """Something has happened to the attempt; whether that leads it to another state."""
+        before, self._life = self._life, self._life.after(trigger, self._times.now())
+        if self._life.state is before.state:
+            return False
+        lasted = round(self._life.since - before.since, 1)
+        logger().debug(
+            "state", now=self._life.state, because=trigger, before=before.state, s=lasted
+        )
+        return True
+
+    def _all_gone(self) -> bool:
+        """Whether all ranks have ended and their processes are gone, or should be."""
+        ended_for = self.roster.ended_for(self._times.now())
+        return not self._launcher.alive() or (ended_for is not None and ended_for > EXIT_GRACE)
+
+    def _end_a_hang(self, hang: Hang, snapshot: Snapshot) -> None:
+        """Collect evidence first, unless a stop or a failure ends the attempt anyway."""
+        if self._advance(Trigger.HANG_FOUND):
+            self._times.phases.misjudged(hang.phase, hang.still)
+            self._evidence.collect(hang, snapshot)
+
+    def _miss_ranks(self, snapshot: Snapshot) -> None:
+        """Take ranks for gone that were not heard of for too long."""
+        steps = (report.step for report in snapshot.reports.values())
+        self.roster.reached(max(steps, default=0), snapshot.now)
+        if self._life.holds(Deadline.RECONNECT):
+            for end in self.roster.cut_off(snapshot.now):
+                self._note_end(end)
+        if self._life.holds(Deadline.JOIN):
+            for end in self.roster.never_joined(snapshot.now):
+                self._note_end(end)
 
     def _act_on(self, attempt_event: AttemptEvent) -> None:
         match attempt_event:
@@ -197,84 +223,59 @@ class Watch:
             case RankExit():
                 self._note_end(attempt_event)
             case JobSeen() as seen:
-                self._note_job(seen)
+                self.job.take_in(seen, self._times.now())
             case Connected():
-                logger().info(
-                    "joined",
-                    rank=attempt_event.rank,
-                    host=attempt_event.host,
-                    pid=attempt_event.pid,
-                )
-                self._parted.pop(attempt_event.rank, None)
-                node = node_of(attempt_event.host, self._launcher.nodes)
-                self._joined[attempt_event.rank] = replace(attempt_event, host=node)
-                self._joined_at = self._clock.now()
-            case Disconnected():
-                logger().info("parted", rank=attempt_event.rank, reason=attempt_event.reason)
-                if attempt_event.rank not in self._ends:
-                    self._parted[attempt_event.rank] = self._clock.now()
+                self._note_connection(attempt_event)
+            case Disconnected(rank, reason):
+                logger().info("parted", rank=rank, reason=reason)
+                self.roster.disconnected(rank, self._times.now())
             case Heard(rank, Event(name=name) as event) if name == STALLED:
-                self._hangs.hear(rank, event.fields["ends"])
+                self._evidence.hear(rank, event.fields["ends"])
             case Heard(_, Event() as event):
                 self._record(event)
             case Heard(rank, Outcome() as outcome):
                 self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
 
+    def _note_connection(self, there: Connected) -> None:
+        logger().info("joined", rank=there.rank, host=there.host, pid=there.pid)
+        node = node_of(there.host, self._launcher.nodes)
+        self.roster.connected(replace(there, host=node), self._times.now())
+        self._advance(Trigger.ALL_JOINED if self.roster.all_joined else Trigger.RANK_JOINED)
+
     def _record(self, event: Event) -> None:
         fields = {"attempt": self.attempt.number, **event.fields}
         if event.name == COMMITTED:
-            save = SaveSeconds.from_fields(event.fields)
-            if self._clock.stood_still(save.total):
+            if not self._times.saved(SaveSeconds.from_fields(event.fields)):
                 fields[SUSPENDED] = True
-            else:
-                self._durations = self._durations.with_another(save)
-                self._pace.took(Phase.SAVE, save.total)
         elif event.name == EVALUATED:
             took = event.fields.get("seconds")
-            if isinstance(took, float) and not self._clock.stood_still(took):
-                self._pace.took(Phase.EVAL, took)
+            if isinstance(took, float):
+                self._times.evaluated(took)
         self._ledger.record(event.name, **fields)
-        if event.name == SIGNALLED and self._job is not None:
-            self._job.look()
+        if event.name == SIGNALLED:
+            self.job.look()
 
     def _pass_on(self, received: Received) -> None:
-        self.signals.append(received)
-        if self._job is not None:
-            self._job.look()  # it knows why, and until when
-        self._ask_to_stop(received.signal.name, self._section.stop_grace)
-
-    def _note_job(self, seen: JobSeen) -> None:
-        self.job_at_first = self.job_at_first or seen.state
-        self._job_now, left = seen, seen.seconds_left
-        # By our clock: Slurm, too, does not count the time for which it suspends a job.
-        self._job_ends = None if left is None else self._clock.now() + left
+        self._stop.signals.append(received)
+        self.job.look()  # it knows why, and until when
+        self._ask_to_stop(received.signal.name, self._life.graces[Deadline.STOP])
 
     def _heed_the_job(self) -> None:
         """Ask for a stop when the job's end is near, or Slurm is about to end it."""
-        if self.job_at_first is None or self._job_now is None:
-            return
-        job, gap = self._job_now.state, self._pace.quantile(0.95)
-        advice = decide_stop(
-            self.job_at_first,
-            job,
-            self._job_now.kill_wait,
-            left=None if self._job_ends is None else self._job_ends - self._clock.now(),
-            lead=stop_lead(self._durations, gap, job.time_limit),
-            warned=bool(self.signals),
-        )
-        if advice is not None:
-            self._ask_to_stop(advice.reason, advice.seconds_left)
+        order = self.job.stop_order(self._times, warned=bool(self.signals))
+        if order is not None:
+            self._ask_to_stop(order.reason, order.seconds_left)
 
     def _ask_to_stop(self, reason: str, seconds_left: float) -> None:
         """Ask once, and again whenever less time is left than was said."""
-        by = self._clock.now() + seconds_left
-        if self._stop_by is not None and by > self._stop_by - 1.0:
+        by = self._times.now() + seconds_left
+        if by > self._stop.by - 1.0:
             return
-        if self._stop_asked_at is None:
-            self._stop_asked_at = self._clock.now()
+        if self._stop.reason is None:
+            self._advance(Trigger.STOP_REQUESTED)
             logger().warning(f"{reason}: stopping after this step, with a checkpoint")
             self._launcher.ask_to_stop()
-        self._stop_by, self.stop_reason = by, reason
+        self._stop.by, self._stop.reason = by, reason
         self._ledger.record(
             "stop_requested",
             attempt=self.attempt.number,
@@ -284,14 +285,14 @@ class Watch:
         self._channel.tell(Stop(reason, seconds_left))
 
     def _note_end(self, end: RankExit) -> None:
-        if end.rank in self._ends:
+        first_to_fail = failed(end) and not self.roster.any_failed
+        if not self.roster.ended(end, self._times.now()):
             return  # its own words came first and say more than its exit status
         logger().info("ended", rank=end.rank, how=describe_exit(end))
-        self._ended_at = self._clock.now()
-        self._ends[end.rank] = (self._parted.pop(end.rank, self._ended_at), end)
-        if failed(end) and self._failed_at is None:
-            self._failed_at = self._ended_at
+        if first_to_fail:
+            self._advance(Trigger.RANK_FAILED)
             self._channel.tell(PeerLost(end.rank, shorten(describe_exit(end))))
-        if end.status == ExitCode.STOPPED and self._stop_asked_at is None:
+        if end.status == ExitCode.STOPPED and self._stop.reason is None:
             # A rank that was signalled alone, before it knew the others: they would wait for it.
-            self._ask_to_stop(f"rank {end.rank} was asked to stop", self._section.stop_grace)
+            reason = f"rank {end.rank} was asked to stop"
+            self._ask_to_stop(reason, self._life.graces[Deadline.STOP])

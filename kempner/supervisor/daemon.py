@@ -12,7 +12,7 @@ from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.cluster.slurm.hostlist import node_of
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import Control, Launch, LaunchTerms
-from kempner.run.control.protocol import SUSPECT, Phase, Secret
+from kempner.run.control.protocol import SUSPECT, Secret
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger, open_log
 from kempner.run.process.signals import Received, SignalInbox
@@ -20,17 +20,17 @@ from kempner.run.record.attempts import Attempt, begin_attempt
 from kempner.run.record.gave_up import refuse_if_given_up
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.run_dir import RunDirectory
-from kempner.run.record.save_times import Durations, last_step
-from kempner.supervisor.attempt import AttemptEvent, Watch
+from kempner.run.record.save_times import last_step
+from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
 from kempner.supervisor.control.auth import Membership, listen
 from kempner.supervisor.control.file_transport import FileTransport
+from kempner.supervisor.control.rank_roster import RankRoster
 from kempner.supervisor.control.rank_status import RankStatusFile
 from kempner.supervisor.control.server import ControlServer
 from kempner.supervisor.give_up import give_up
 from kempner.supervisor.launchers.base import Launcher, Program
 from kempner.supervisor.lease import Lease
-from kempner.supervisor.monitors.phase_durations import learned
-from kempner.supervisor.monitors.phase_stats import PhaseStats
+from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.nodes.health_check import NO_ANSWER
 from kempner.supervisor.policy.outcome import Decision, RankExit, decide_outcome
 from kempner.supervisor.policy.restart import (
@@ -42,6 +42,7 @@ from kempner.supervisor.policy.restart import (
 )
 from kempner.supervisor.preflight import choose_nodes, nodes_to_exclude
 from kempner.supervisor.slurm.job_monitor import JobMonitor
+from kempner.supervisor.slurm.job_view import JobView
 from kempner.supervisor.slurm.requeue_job import facts, requeue_or_explain
 
 LEFT_AT_ONCE = "left at once on the second Ctrl-C; the last commit is intact"
@@ -100,39 +101,42 @@ def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
     """One attempt after the other, until one is the last."""
     while True:
         earlier = failures(read_lines(context.run.ledger))
-        watch, decision = _follow_attempt(context)
+        follower, decision = _follow_attempt(context)
         context.lease.check()
-        end = _restart_or_finish(context, watch, decision, earlier)
+        end = _restart_or_finish(context, follower, decision, earlier)
         if end is None:
             continue
         if end.code is not ExitCode.COMPLETED:
             logger().warning(end.reason)
         if context.job is not None:
-            number = watch.attempt.number
+            number = follower.attempt.number
             requeue_or_explain(
-                context.job, watch.job_at_first, number, end, context.run, context.ledger
+                context.job, follower.job.at_first, number, end, context.run, context.ledger
             )
         return end.code
 
 
 def _restart_or_finish(
-    context: SupervisorContext, watch: Watch, decision: Decision, earlier: Sequence[Failure]
+    context: SupervisorContext,
+    follower: AttemptFollower,
+    decision: Decision,
+    earlier: Sequence[Failure],
 ) -> Decision | None:
     """Get ready to start again after a failure; how the run ends if that makes no sense."""
-    if decision.code not in FAILURES or watch.stop_reason is not None:
+    if decision.code not in FAILURES or follower.stop_reason is not None:
         return decision
-    attempt, failure = watch.attempt, _failure(context, watch, decision)
-    node = node_of(watch.host_of(decision.culprit), context.launcher.nodes)
+    attempt, failure = follower.attempt, _failure(context, follower, decision)
+    node = node_of(follower.roster.host_of(decision.culprit), context.launcher.nodes)
     context.ledger.record("attempt_failed", attempt=attempt.number, node=node, **asdict(failure))
     verdict = decide_restart(
         decision, failure, earlier, context.config.supervise.max_restarts_without_progress
     )
-    bad = _better_without(context, watch, decision, node, verdict)
+    bad = _better_without(context, follower, decision, node, verdict)
     if not (verdict.again or bad):
         final = replace(decision, reason=verdict.reason)
         return replace(final, reason=str(give_up(context.run, attempt, final, failure, node)))
     before = context.launcher.nodes
-    unable = context.launcher.prepare_again(watch.lost_hosts())
+    unable = context.launcher.prepare_again(follower.roster.lost_hosts())
     for gone in sorted(set(before) - set(context.launcher.nodes)):
         context.ledger.record(SUSPECT, attempt=attempt.number, node=gone, reason=NO_ANSWER)
     if unable is not None:
@@ -147,7 +151,7 @@ def _restart_or_finish(
 
 def _better_without(
     context: SupervisorContext,
-    watch: Watch,
+    follower: AttemptFollower,
     decision: Decision,
     node: str,
     verdict: RestartDecision,
@@ -156,7 +160,7 @@ def _better_without(
 
     None where it cannot, or where the same failure would follow it everywhere.
     """
-    first, job = watch.job_at_first, context.job
+    first, job = follower.job.at_first, context.job
     if job is None or not job.batch or first is None or not first.may_requeue:
         return {}
     if not verdict.again and decision.code is not ExitCode.CHECKPOINT_FAILED:
@@ -166,47 +170,63 @@ def _better_without(
     return bad if bad and job.finds_others(list(bad)) else {}
 
 
-def _follow_attempt(context: SupervisorContext) -> tuple[Watch, Decision]:
+def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decision]:
     """Start all ranks once and follow them until none is left."""
-    run, config, launcher, job = context.run, context.config, context.launcher, context.job
+    launcher, signals = context.launcher, context.signals
     incoming: SimpleQueue[AttemptEvent] = SimpleQueue()
-    context.signals.react_with(incoming.put)  # from here on a stop is passed on to the ranks
-    listener = listen(launcher.address, config.supervise.ports)
-    context.lease.check()
-    attempt, ledger = begin_attempt(run), context.ledger
-    open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
-    choose_nodes(launcher, attempt, run, config, ledger)
-    size = launcher.size
-    ledger.record("attempt_started", attempt=attempt.number, ranks=size, **facts(job))
-    secret = Secret.new()
+    signals.react_with(incoming.put)  # from here on a stop is passed on to the ranks
+    listener = listen(launcher.address, context.config.supervise.ports)
+    attempt, secret = _begin(context), Secret.new()
     channel = ControlServer(
         listener,
-        Membership(secret, attempt.number, size),
-        FileTransport(run, attempt.number, size),
+        Membership(secret, attempt.number, launcher.size),
+        FileTransport(context.run, attempt.number, launcher.size),
         incoming.put,
     )
     channel.start()
-    past = list(read_lines(run.ledger))
-    # A start without a checkpoint says nothing about how long it takes to load one.
-    phase_stats = PhaseStats(learned(past, size), unlike=() if last_step(past) else (Phase.LOAD,))
-    durations = Durations.from_ledger(past)
-    ours = context.program.ours
-    watch = Watch(
-        attempt, size, config, launcher, channel, ledger, durations, job, phase_stats, ours
-    )
+    follower = _follower(context, attempt, channel)
     control = Control(launcher.address, channel.port, secret)
-    _see_it_through(
-        context, watch, channel, Launch(attempt, control, terms=context.terms()), incoming
+    launch = Launch(attempt, control, terms=context.terms())
+    _see_it_through(context, follower, channel, launch, incoming)
+    decision = _outcome(follower)
+    follower.tell_phase_durations()
+    _close(context.ledger, attempt, decision, follower.ends)
+    return follower, decision
+
+
+def _begin(context: SupervisorContext) -> Attempt:
+    """The next attempt is the live one from now on, on the nodes that are fit for it."""
+    run, launcher, ledger = context.run, context.launcher, context.ledger
+    context.lease.check()
+    attempt = begin_attempt(run)
+    open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
+    choose_nodes(launcher, attempt, run, context.config, ledger)
+    ledger.record(
+        "attempt_started", attempt=attempt.number, ranks=launcher.size, **facts(context.job)
     )
-    decision = _outcome(watch)
-    watch.notes.record_phase_durations()
-    _close(ledger, attempt, decision, watch.ends)
-    return watch, decision
+    return attempt
+
+
+def _follower(
+    context: SupervisorContext, attempt: Attempt, channel: ControlServer
+) -> AttemptFollower:
+    """Who follows the attempt, and knows what the ones before it were like."""
+    size = context.launcher.size
+    return AttemptFollower(
+        attempt,
+        RankRoster(size, must_report=context.program.ours),
+        context.config,
+        context.launcher,
+        channel,
+        context.ledger,
+        JobView(context.job),
+        RunTimes.from_ledger(list(read_lines(context.run.ledger)), size),
+    )
 
 
 def _see_it_through(
     context: SupervisorContext,
-    watch: Watch,
+    follower: AttemptFollower,
     channel: ControlServer,
     launch: Launch,
     incoming: SimpleQueue[AttemptEvent],
@@ -217,33 +237,33 @@ def _see_it_through(
         context.launcher.start(launch, context.program, incoming.put)
         if context.job is not None:
             context.job.watch(incoming.put)
-        while not (watch.over() or insists(watch.signals) or context.lease.lost):
-            watch.take_in(incoming)
-            watch.enforce()
+        while not (follower.over() or insists(follower.signals) or context.lease.lost):
+            follower.take_in(incoming)
+            follower.enforce()
             rank_status.update(channel.last_reports())
     finally:
         context.launcher.kill()
         channel.close()
     context.lease.check()  # or what follows would be written into somebody else's ledger
-    watch.take_in(incoming, wait=False)
+    follower.take_in(incoming, wait=False)
     rank_status.update(channel.last_reports(), now=True)
 
 
-def _outcome(watch: Watch) -> Decision:
+def _outcome(follower: AttemptFollower) -> Decision:
     """What the end of an attempt means."""
-    if insists(watch.signals):
+    if insists(follower.signals):
         return Decision(ExitCode.INTERRUPTED, LEFT_AT_ONCE)
-    if watch.hang is not None and watch.stop_reason is None:
-        return Decision(ExitCode.HUNG, watch.hang.sentence, watch.hang.laggard)
-    return decide_outcome(watch.ends, stop_requested=watch.stop_reason is not None)
+    if follower.hang is not None and follower.stop_reason is None:
+        return Decision(ExitCode.HUNG, follower.hang.sentence, follower.hang.laggard)
+    return decide_outcome(follower.ends, stop_requested=follower.stop_reason is not None)
 
 
-def _failure(context: SupervisorContext, watch: Watch, decision: Decision) -> Failure:
-    culprit = next((end for end in watch.ends if end.rank == decision.culprit), None)
+def _failure(context: SupervisorContext, follower: AttemptFollower, decision: Decision) -> Failure:
+    culprit = next((end for end in follower.ends if end.rank == decision.culprit), None)
     raised = culprit.raised if culprit is not None else ""
     return Failure(
         # Of a rank that was killed the last report is old; the others' came as they left.
-        step=watch.step_of(decision.culprit if raised else None),
+        step=follower.step_of(decision.culprit if raised else None),
         committed=last_step(read_lines(context.run.ledger)),
         raised=raised,
     )

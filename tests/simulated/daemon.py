@@ -1,4 +1,4 @@
-"""The supervisor in a simulated job: the order of `kempner.supervisor.daemon` and `watch`.
+"""The supervisor in a simulated job: the order of `kempner.supervisor.daemon` and `attempt`.
 
 Every decision is the real one; what is modelled is when it hears of what.
 """
@@ -14,10 +14,13 @@ from kempner.cluster.slurm.job import JobState
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.save_times import Durations, last_step
-from kempner.supervisor.monitors.hang_detector import Hang, HangDetector
+from kempner.supervisor.monitors.base import Snapshot
+from kempner.supervisor.monitors.findings import Hang
+from kempner.supervisor.monitors.hang_detector import HangDetector
 from kempner.supervisor.monitors.phase_durations import LEARNED, learned, to_fields
 from kempner.supervisor.monitors.phase_stats import PhaseStats
-from kempner.supervisor.policy import outcome, restart, stop
+from kempner.supervisor.policy import outcome, requeue, restart, stop
+from kempner.supervisor.policy.attempt_state import AttemptLife, AttemptState, Deadline, Trigger
 from kempner.supervisor.policy.outcome import Decision, RankExit
 from kempner.supervisor.policy.restart import Failure
 from simulated.engine import Process, Steps
@@ -89,21 +92,22 @@ class Daemon:
             return
 
     def _begin(self) -> None:
-        """What `Watch` starts with; and the ranks."""
+        """What `AttemptFollower` starts with; and the ranks."""
         world, now = self._world, self._awake()
         self._ends: dict[int, tuple[float, RankExit]] = {}
         self.stop_reason: str | None = None
-        self._stop_asked_at: float | None = None
         self._stop_by: float | None = None
-        self._failed_at: float | None = None
-        self._hung_at = 0.0
+        section = world.config.supervise
+        graces = {Deadline.STOP: section.stop_grace, Deadline.CRASH: section.crash_grace}
+        graces[Deadline.EVIDENCE] = 0.0
+        self._attempt_life = AttemptLife(graces, AttemptState.LAUNCHING, now)
         self._hang: Hang | None = None
         self._warned = self.foreseen = False
         past, self._began_at = world.ledger, now
         size = len(self._allocation.nodes) * world.setting.per_node
         unlike = () if last_step(past) else (Phase.LOAD,)
         self._pace = PhaseStats(learned(past, size), unlike)
-        self._stillness = HangDetector(world.config.resilience, now)
+        self._hangs = HangDetector(world.config.resilience, 0.0)
         self._asked_at = -ASK_EVERY
         self._first: JobState | None = None
         self._seen: JobState | None = None
@@ -128,25 +132,30 @@ class Daemon:
         return outcome.decide_outcome(self._exits(), self.stop_reason is not None)
 
     def _enforce(self, ranks: Ranks) -> None:
-        now, section = self._awake(), self._world.config.supervise
-        last_reports = ranks.last_reports()
-        self._pace.see(last_reports, now - self._began_at)
-        if self._world.engine.now - self._asked_at >= ASK_EVERY:
+        now, began = self._awake(), self._began_at
+        world, last_reports = self._world, ranks.last_reports()
+        usual = self._pace.usual()
+        seen = Snapshot.of(now - began, ranks.size, last_reports, world.engine.now, usual)
+        self._pace.check(seen)
+        hangs = self._hangs.check(seen)
+        if world.engine.now - self._asked_at >= ASK_EVERY:
             self._ask_slurm()
         self._heed_the_job()
-        if self._stop_asked_at is None and self._failed_at is None:
-            if self._hang is None:
-                usual = self._pace.usual()
-                self._hang = self._stillness.see(last_reports, now, self._world.engine.now, usual)
-                self._hung_at = now
-                if self._hang is not None:
-                    self._pace.misjudged(self._hang.phase, self._hang.still)
-            elif now > self._hung_at:
-                ranks.kill()
-        overdue = self._stop_asked_at is not None and now - self._stop_asked_at > section.stop_grace
-        orphaned = self._failed_at is not None and now - self._failed_at > section.crash_grace
-        if overdue or orphaned:
+        for hang in hangs:
+            if self._advance(Trigger.HANG_FOUND):
+                self._hang = hang
+                self._pace.misjudged(hang.phase, hang.still)
+        if now > self._attempt_life.kill_at:
+            self._advance(Trigger.TIME_UP)
+        if self._attempt_life.state is AttemptState.KILLING:
             ranks.kill()
+
+    def _advance(self, trigger: Trigger) -> bool:
+        before, self._attempt_life = (
+            self._attempt_life,
+            self._attempt_life.after(trigger, self._awake()),
+        )
+        return self._attempt_life.state is not before.state
 
     def _ask_slurm(self) -> None:
         self._asked_at = self._world.engine.now
@@ -175,7 +184,8 @@ class Daemon:
         now = self._awake()
         if self._stop_by is not None and now + seconds_left > self._stop_by - 1.0:
             return
-        self._stop_asked_at = now if self._stop_asked_at is None else self._stop_asked_at
+        if self.stop_reason is None:
+            self._advance(Trigger.STOP_REQUESTED)
         self._stop_by, self.stop_reason = now + seconds_left, reason
         self.foreseen = reason.endswith("of the job's time")
         if self.ranks is not None:
@@ -188,11 +198,12 @@ class Daemon:
     def _hear(self, ranks: Ranks, end: RankExit, sign: float) -> None:
         if ranks is not self.ranks or not self.life.alive or end.rank in self._ends:
             return
+        first_to_fail = outcome.failed(end) and not any(map(outcome.failed, self._exits()))
         self._ends[end.rank] = sign, end
-        if outcome.failed(end) and self._failed_at is None:
-            self._failed_at = self._awake()
+        if first_to_fail:
+            self._advance(Trigger.RANK_FAILED)
             self._world.engine.call(1.0, lambda: ranks.peers_leave(told=True))
-        if end.status == ExitCode.STOPPED and self._stop_asked_at is None:
+        if end.status == ExitCode.STOPPED and self.stop_reason is None:
             self._ask_to_stop(self._world.config.supervise.stop_grace, "a rank was asked")
         self.main.wake()
 
@@ -217,8 +228,8 @@ class Daemon:
     def _part(self, decision: Decision) -> None:
         world, job = self._world, self._job
         state, step = world.slurm.show(job), last_step(world.ledger)
-        fruitless = stop.requeues_without_progress(world.ledger, job.id, step)
-        parting = stop.part(decision, self._first, state, True, fruitless)
+        fruitless = requeue.requeues_without_progress(world.ledger, job.id, step)
+        parting = requeue.decide_requeue(decision, self._first, state, True, fruitless)
         refusal = ""
         if parting.requeue:
             preempted = state is not None and state.preempt_time is not None

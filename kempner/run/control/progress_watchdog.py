@@ -1,6 +1,9 @@
-"""Whether this process still moves: makes a step, or enters another phase."""
+"""Whether a process still moves: makes a step, or enters another phase."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Phase
@@ -8,6 +11,32 @@ from kempner.run.process.awake_clock import AwakeClock
 
 LONGER_THAN_ANY = 10.0
 """How many times the longest step so far a step may take before nobody waits for it any more."""
+
+Place = TypeVar("Place")
+
+
+@dataclass(frozen=True)
+class Standstill(Generic[Place]):
+    """Something has been in `place` since `since`, in seconds of some clock."""
+
+    place: Place
+    since: float
+
+    def seen(self, place: Place, now: float) -> Standstill[Place]:
+        """What it is now that it was seen in a place."""
+        return self if place == self.place else Standstill(place, now)
+
+    def seconds(self, now: float) -> float:
+        """For how long it has not moved."""
+        return now - self.since
+
+
+def patience(floor: float, ceiling: float, long: float | None) -> float:
+    """Seconds for which standing still is no hang, where a `long` time was learned; None: nothing.
+
+    At least `floor`, and at most `ceiling`, which alone counts where nothing was learned.
+    """
+    return ceiling if long is None else min(ceiling, max(floor, long))
 
 
 class ProgressWatchdog:
@@ -19,21 +48,20 @@ class ProgressWatchdog:
     def __init__(self, progress: Progress, floor: float, ceiling: float) -> None:
         self._progress, self._floor, self._ceiling = progress, floor, ceiling
         self._clock = AwakeClock()
-        self._place = (progress.step, progress.phase)
-        self._moved_at = self._longest = 0.0
+        self._still = Standstill((progress.step, progress.phase), 0.0)
+        self._longest = 0.0
 
     @property
     def seconds(self) -> float:
         """Since the last move, as far as it was looked at."""
-        return self._clock.now() - self._moved_at
+        return self._still.seconds(self._clock.now())
 
     def too_long(self) -> bool:
         """Take a look: whether what is under way takes longer than it can."""
-        before, self._place = self._place, (self._progress.step, self._progress.phase)
-        if self._place != before:
-            if self._place[1] is before[1] is Phase.STEP:
-                self._longest = max(self._longest, self.seconds)
-            self._moved_at = self._clock.now()
-        in_step = self._place[1] is Phase.STEP
-        limit = max(self._floor, LONGER_THAN_ANY * self._longest) if in_step else self._ceiling
-        return self.seconds > min(limit, self._ceiling)
+        now, before = self._clock.now(), self._still
+        self._still = before.seen((self._progress.step, self._progress.phase), now)
+        in_step = self._still.place[1] is Phase.STEP
+        if in_step and before.place[1] is Phase.STEP and self._still is not before:
+            self._longest = max(self._longest, before.seconds(now))
+        long = LONGER_THAN_ANY * self._longest if in_step else None
+        return self._still.seconds(now) > patience(self._floor, self._ceiling, long)

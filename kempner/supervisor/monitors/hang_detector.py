@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import TypeAlias
 
 from kempner.config.resilience import ResilienceSection
+from kempner.run.control.progress_watchdog import Standstill, patience
 from kempner.run.control.protocol import Phase
-from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.monitors.base import Snapshot
+from kempner.supervisor.monitors.findings import Hang
 from kempner.supervisor.monitors.phase_durations import PhaseDurations
-
-SILENT = 7.5
-"""Seconds without a report after which a rank is not merely waiting: they come once a second, and
-where they go by file, within seven."""
 
 _ORDER = (
     *(Phase.START, Phase.RENDEZVOUS, Phase.LOAD),
@@ -20,18 +18,7 @@ _ORDER = (
 )
 """Phases as they follow each other after the same last step."""
 
-
-@dataclass(frozen=True)
-class Hang:
-    """Nothing moves, in `phase` (of several the one that may take longest), for `still` seconds.
-
-    `laggard` is the rank that the others wait for, as far as can be told.
-    """
-
-    sentence: str
-    laggard: int | None
-    phase: Phase
-    still: float
+_Places: TypeAlias = dict[int, tuple[int, Phase]]
 
 
 class HangDetector:
@@ -39,67 +26,55 @@ class HangDetector:
 
     What is normal is learned from the run: `patience` is the configured multiple of the 95th
     percentile of what the phase takes (a step: of the time between two), at least the configured
-    floor, and at most the phase's ceiling, which alone counts where nothing was learned.
+    floor, and at most the phase's ceiling, which alone counts where nothing was learned. Ranks that
+    `must_report` hang if they never do; of others that never do nothing is known.
     """
 
-    def __init__(self, section: ResilienceSection, now: float) -> None:
-        self._section = section
-        self._places: dict[int, tuple[int, Phase]] = {}
-        self._moved_at = now
+    def __init__(self, section: ResilienceSection, now: float, must_report: bool = True) -> None:
+        self._section, self._must_report = section, must_report
+        self._still: Standstill[_Places] = Standstill({}, now)
 
-    def see(
-        self,
-        last_reports: Mapping[int, LastReport],
-        now: float,
-        clock: float,
-        usual: PhaseDurations,
-    ) -> Hang | None:
-        """Take a look; the hang, once there is one.
-
-        `now` is in seconds of a clock that stands still while suspended, `clock` is the one on
-        which sightings were made, `usual` what this run's phases take.
-        """
-        places = {rank: (s.report.step, s.report.phase) for rank, s in last_reports.items()}
-        if places != self._places:
-            self._places, self._moved_at = places, now
-        still, (patience, phase) = now - self._moved_at, self.patience(usual)
-        if still <= patience:
-            return None
-        laggard = behind_all_others(last_reports, clock)
+    def check(self, snapshot: Snapshot) -> Sequence[Hang]:
+        """The hang, for as long as there is one."""
+        places = {rank: (r.step, r.phase) for rank, r in snapshot.reports.items()}
+        self._still = self._still.seen(places, snapshot.now)
+        still, (limit, phase) = self._still.seconds(snapshot.now), self.patience(snapshot.usual)
+        if still <= limit:
+            return ()
+        if not places and not self._must_report:
+            return ()
+        laggard = behind_all_others(snapshot)
         who = "" if laggard is None else f"; rank {laggard} is behind all others"
         where = ", ".join(sorted({f"step {step} ({phase})" for step, phase in places.values()}))
-        return Hang(
-            f"no rank has moved for {still:.0f} s, where {patience:.0f} s are plenty: "
-            f"{where or 'none has reported yet'}{who}",
-            laggard,
-            phase,
-            still,
+        sentence = (
+            f"no rank has moved for {still:.0f} s, where {limit:.0f} s are plenty: "
+            f"{where or 'none has reported yet'}{who}"
         )
+        return (Hang(sentence, laggard, phase, still),)
 
     def patience(self, usual: PhaseDurations) -> tuple[float, Phase]:
         """Seconds for which standing still here is no hang, and the phase that needs them."""
-        phases = {phase for _, phase in self._places.values()} or {Phase.START}
+        phases = {phase for _, phase in self._still.place.values()} or {Phase.START}
         return max((self._patience(phase, usual), phase) for phase in phases)
 
     def _patience(self, phase: Phase, usual: PhaseDurations) -> float:
         section = self._section
         ceiling = section.hang_timeout_max_of.of(phase) or section.hang_timeout_max
-        if phase not in usual:
-            return ceiling
-        return min(ceiling, max(section.hang_timeout_min, section.hang_factor * usual[phase].long))
+        long = section.hang_factor * usual[phase].long if phase in usual else None
+        return patience(section.hang_timeout_min, ceiling, long)
 
 
-def behind_all_others(last_reports: Mapping[int, LastReport], clock: float) -> int | None:
+def behind_all_others(snapshot: Snapshot) -> int | None:
     """The rank that the others wait for; None if that cannot be told.
 
     The one that says nothing any more; or else the one that is a step or a phase behind; or else,
     among those, the one that does not itself wait for others.
     """
-    silent = [rank for rank, seen in last_reports.items() if clock - seen.at > SILENT]
-    if len(silent) == 1:
-        return silent[0]
-    places = {r: (s.report.step, _ORDER.index(s.report.phase)) for r, s in last_reports.items()}
+    if len(snapshot.silent) == 1:
+        return next(iter(snapshot.silent))
+    reports = snapshot.reports
+    places = {rank: (r.step, _ORDER.index(r.phase)) for rank, r in reports.items()}
     last = [rank for rank, place in places.items() if place == min(places.values())]
     if len(last) > 1:
-        last = [rank for rank in last if not last_reports[rank].report.waiting]
+        last = [rank for rank in last if not reports[rank].waiting]
     return last[0] if len(last) == 1 < len(places) else None

@@ -1,22 +1,18 @@
-"""A hang, from the first suspicion to the end of the attempt: first evidence, then the kill."""
+"""The evidence of a hang: what ranks and nodes see of it before the ranks are killed."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pydantic import JsonValue, TypeAdapter
 
-from kempner.config.resilience import ResilienceSection
-from kempner.run.control.protocol import SUSPECT, DumpStacks
+from kempner.run.control.protocol import SUSPECT, DumpStacks, FromSupervisor, Report
 from kempner.run.process.logs import logger
 from kempner.run.record.ledger import Ledger
-from kempner.supervisor.control.events import Connected, LastReport
-from kempner.supervisor.control.server import ControlServer
-from kempner.supervisor.monitors.hang_detector import SILENT, Hang, HangDetector
-from kempner.supervisor.monitors.phase_durations import PhaseDurations
+from kempner.supervisor.monitors.base import Snapshot
+from kempner.supervisor.monitors.findings import Hang
 from kempner.supervisor.monitors.process_probe import is_here, of_processes
 
 EVIDENCE = 3.0
@@ -26,92 +22,74 @@ _ENDS = TypeAdapter(list[tuple[str, str]])
 
 
 class HangEvidence:
-    """Watches one attempt for a hang. Times are seconds of a clock that knows of suspensions."""
+    """Collects what ranks and nodes say of a hang of one attempt, and tells of it in the end.
+
+    `tell` sends a message to all ranks, `job` is the Slurm job through which other nodes are asked,
+    if there is one.
+    """
 
     def __init__(
         self,
         attempt: int,
-        section: ResilienceSection,
-        channel: ControlServer,
+        tell: Callable[[FromSupervisor], None],
         ledger: Ledger,
         job: str | None,
-        now: float,
     ) -> None:
-        self._attempt, self._channel, self._ledger, self._job = attempt, channel, ledger, job
-        self._stillness = HangDetector(section, now)
-        self._noticed_at = 0.0
+        self._attempt, self._tell, self._ledger, self._job = attempt, tell, ledger, job
         self._processes: Sequence[str] = ()
         self._stalled: dict[int, list[tuple[str, str]]] = {}
-        self.found: Hang | None = None
-        """What the attempt is ended for, once there is something."""
-        self.over = False
-        """Whether the evidence is on disk: the ranks can be killed."""
+        self.hang: Hang | None = None
+        """What evidence is collected of; in the end, with what it has brought to light."""
 
-    def see(
-        self,
-        now: float,
-        last_reports: Mapping[int, LastReport],
-        joined: Mapping[int, Connected],
-        usual: PhaseDurations,
-    ) -> None:
-        """Take a look; notice a hang, ask for evidence, and close the case a little later."""
-        if self.found is None:
-            self.found = self._stillness.see(last_reports, now, time.monotonic(), usual)
-            if self.found is not None:
-                self._noticed_at = now
-                self._channel.tell(DumpStacks())
-                suspicious = worth_a_look(self.found, last_reports, joined, time.monotonic())
-                self._processes = of_processes(suspicious, self._job)
-        elif not self.over and now - self._noticed_at > EVIDENCE:
-            self._close(self.found, last_reports, joined)
+    def collect(self, hang: Hang, snapshot: Snapshot) -> None:
+        """Ask the ranks for their stacks, and look at processes that may be stuck."""
+        self.hang = hang
+        self._tell(DumpStacks())
+        self._processes = of_processes(worth_a_look(hang, snapshot), self._job)
 
     def hear(self, rank: int, ends: JsonValue) -> None:
         """A rank says which of its node's connections deliver nothing, by their addresses."""
         self._stalled[rank] = _ENDS.validate_python(ends)
 
-    def _close(
-        self, hang: Hang, last_reports: Mapping[int, LastReport], joined: Mapping[int, Connected]
-    ) -> None:
+    def close(self, snapshot: Snapshot) -> None:
+        """Tell what has come together, if there is a hang."""
+        if (hang := self.hang) is None:
+            return
         cut_off = cut_off_from_others(self._stalled)
         if hang.laggard is None and cut_off is not None:
-            node = joined[cut_off].host
+            node = snapshot.joined[cut_off].host
             reason = f"rank {cut_off} on {node} is cut off: what is sent to and from it is lost"
             hang = replace(hang, laggard=cut_off, sentence=f"{hang.sentence}; {reason}")
             self._ledger.record(SUSPECT, attempt=self._attempt, node=node, reason=reason)
-        self.found, self.over = hang, True
+        self.hang = hang
         logger().warning(hang.sentence)
         self._ledger.record(
             "hang",
             attempt=self._attempt,
             reason=hang.sentence,
             laggard=hang.laggard,
-            waiting=by_what_they_wait_for(last_reports),
+            waiting=by_what_they_wait_for(snapshot.reports),
             processes=list(self._processes),
         )
 
 
-def worth_a_look(
-    hang: Hang,
-    last_reports: Mapping[int, LastReport],
-    joined: Mapping[int, Connected],
-    clock: float,
-) -> dict[str, list[int]]:
+def worth_a_look(hang: Hang, snapshot: Snapshot) -> dict[str, list[int]]:
     """Processes to look at from outside, by host: all of this one, and elsewhere those of ranks
     that say nothing, or are behind; all of them if that could be anyone.
     """
     found: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, there in sorted(joined.items()):
-        silent = rank not in last_reports or clock - last_reports[rank].at > SILENT
+    for rank, there in sorted(snapshot.joined.items()):
+        silent = rank not in snapshot.reports or rank in snapshot.silent
         if silent or hang.laggard in (rank, None) or is_here(there.host):
             found[there.host].append(there.pid)
     return dict(found)
 
 
-def by_what_they_wait_for(last_reports: Mapping[int, LastReport]) -> dict[str, list[int]]:
+def by_what_they_wait_for(reports: Mapping[int, Report]) -> dict[str, list[int]]:
     """Ranks by the collective that they wait for others in; under "nothing" those that do not."""
     found: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, seen in sorted(last_reports.items()):
-        found[seen.report.waiting or "nothing"].append(rank)
+    for rank, report in sorted(reports.items()):
+        found[report.waiting or "nothing"].append(rank)
     return dict(found)
 
 

@@ -6,12 +6,13 @@ All from the `Usage` that ranks send, without looking at anything itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Usage
+from kempner.supervisor.monitors.base import Snapshot
+from kempner.supervisor.monitors.findings import MemoryLow, SteadyGrowth
 
 SPAN = 300.0
 """Seconds of which the least use counts: what comes and goes within them is no growth."""
@@ -21,15 +22,6 @@ SPANS = 6
 
 HORIZON = 24 * 3600.0
 """Seconds within which growth has to use everything up to be worth a word."""
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """`event` for the ledger, about a rank; `reason` is for a person to read."""
-
-    event: str
-    rank: int
-    reason: str
 
 
 class Growth:
@@ -66,33 +58,32 @@ class MemoryMonitor:
         self._short: set[str] = set()
         self._told: set[tuple[int, str]] = set()
 
-    def see(
-        self, usage: Mapping[int, Usage], hosts: Mapping[int, str], now: float
-    ) -> list[Trouble]:
-        """Take a look at the newest usage, by rank; `hosts` says where each is."""
-        return [*self._shortages(usage, hosts), *self._growing(usage, now)]
+    def check(self, snapshot: Snapshot) -> Sequence[MemoryLow | SteadyGrowth]:
+        """What is new in the ranks' newest usage."""
+        return [*self._shortages(snapshot), *self._growing(snapshot)]
 
-    def _shortages(self, usage: Mapping[int, Usage], hosts: Mapping[int, str]) -> list[Trouble]:
+    def _shortages(self, snapshot: Snapshot) -> list[MemoryLow]:
         """Nodes that have less left than the reserve, each with its largest rank."""
         largest: dict[str, int] = {}
+        usage, joined = snapshot.usage, snapshot.joined
         for rank, seen in usage.items():
-            host = hosts.get(rank, "")
+            host = joined[rank].host if rank in joined else ""
             if seen.available < self._reserve * seen.total and (
                 host not in largest or _size(seen) > _size(usage[largest[host]])
             ):
                 largest[host] = rank
         new = [rank for host, rank in largest.items() if host not in self._short]
         self._short = set(largest)
-        return [Trouble("memory_low", rank, describe_usage(usage[rank])) for rank in new]
+        return [MemoryLow(rank, describe_usage(usage[rank])) for rank in new]
 
-    def _growing(self, usage: Mapping[int, Usage], now: float) -> Iterator[Trouble]:
-        for rank, seen in usage.items():
+    def _growing(self, snapshot: Snapshot) -> Iterator[SteadyGrowth]:
+        for rank, seen in snapshot.usage.items():
             for what, value, room in (
                 ("memory", _size(seen), seen.available),
                 ("open files", seen.files, seen.files_limit - seen.files),
             ):
                 growth = self._growth.setdefault((rank, what), Growth())
-                seconds = growth.full_in(value, room, now)
+                seconds = growth.full_in(value, room, snapshot.now)
                 if seconds is None or seconds > HORIZON or (rank, what) in self._told:
                     continue
                 self._told.add((rank, what))
@@ -100,7 +91,7 @@ class MemoryMonitor:
                     f"{what} grew for {SPANS * SPAN / 60:.0f} minutes without pause; at this rate "
                     f"nothing is left in {seconds / 3600:.1f} h: {describe_usage(seen)}"
                 )
-                yield Trouble("growth", rank, reason)
+                yield SteadyGrowth(rank, reason)
 
 
 def explain_kill(last: Usage, kills: int) -> str:

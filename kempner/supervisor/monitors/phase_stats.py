@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 
 from kempner.run.control.protocol import Phase
 from kempner.run.record.save_times import nearest_rank
-from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.monitors.base import Snapshot
+from kempner.supervisor.monitors.findings import PhasesLearned
 from kempner.supervisor.monitors.phase_durations import DurationStats, PhaseDurations, longer
 
 REMEMBERED = 100
@@ -22,6 +23,9 @@ is the last. What saves take, their commits tell."""
 
 ENOUGH = 20
 """Steps after which those of an earlier attempt count no more."""
+
+RECORD_EVERY = 600.0
+"""Seconds between two notes of how long the phases of the run take, in case this process dies."""
 
 
 class PhaseStats:
@@ -40,19 +44,29 @@ class PhaseStats:
         self._seen: dict[Phase, deque[float]] = {}
         self._phase, self._step, self._since = Phase.START, 0, 0.0
         self._begun = False
+        self._told_at = 0.0
         self._first_steps: float | None = None
         """Seconds in which the first steps were made, with all that may have come before them."""
 
-    def see(self, last_reports: Mapping[int, LastReport], now: float) -> None:
-        """Take note of new reports.
+    def check(self, snapshot: Snapshot) -> Sequence[PhasesLearned]:
+        """Take note of new reports; from time to time, what they have come to."""
+        self._follow(snapshot)
+        if snapshot.now - self._told_at <= RECORD_EVERY:
+            return ()
+        self._told_at = snapshot.now
+        return self.findings()
 
-        `now` is in seconds of a clock that began with the attempt and stands still while suspended:
-        no step takes a night.
-        """
-        newest = max(last_reports.values(), key=lambda seen: seen.report.step, default=None)
+    def findings(self) -> Sequence[PhasesLearned]:
+        """What there is to tell by now."""
+        learned = self.learned()
+        return (PhasesLearned(learned),) if learned else ()
+
+    def _follow(self, snapshot: Snapshot) -> None:
+        now = snapshot.now
+        newest = max(snapshot.reports.values(), key=lambda report: report.step, default=None)
         if newest is None:
             return
-        step, phase, took = newest.report.step, newest.report.phase, now - self._since
+        step, phase, took = newest.step, newest.phase, now - self._since
         if (step, phase) == (self._step, self._phase):
             return
         made = step - self._step

@@ -1,80 +1,69 @@
-"""What the supervisor notes in the ledger while all goes on: habits, who is slow, who swells."""
+"""Turns what monitors find into lines of the log and of the ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from kempner.config.resilience import ResilienceSection
-from kempner.run.control.protocol import SUSPECT, Phase, Usage
+from kempner.run.control.protocol import SUSPECT
 from kempner.run.process.logs import logger
 from kempner.run.record.ledger import Ledger
-from kempner.supervisor.control.events import Connected, LastReport
-from kempner.supervisor.monitors.memory import MemoryMonitor
+from kempner.supervisor.control.events import Connected
+from kempner.supervisor.monitors.base import Snapshot
+from kempner.supervisor.monitors.findings import (
+    MemoryLow,
+    PhasesLearned,
+    Recovered,
+    Remark,
+    SlowDown,
+    SteadyGrowth,
+    Straggler,
+)
 from kempner.supervisor.monitors.phase_durations import LEARNED, to_fields
-from kempner.supervisor.monitors.phase_stats import PhaseStats
-from kempner.supervisor.monitors.straggler import Straggler, StragglerMonitor
-
-RECORD_EVERY = 600.0
-"""Seconds between two notes of how long the phases of the run take, in case this process dies."""
 
 
 class Reporter:
-    """Of one attempt of `size` ranks, whose pace `phase_stats` takes."""
+    """Of one attempt. Where `straggler_is_suspect`, nothing else starts on a straggler's node."""
 
-    def __init__(
-        self,
-        attempt: int,
-        size: int,
-        section: ResilienceSection,
-        ledger: Ledger,
-        phase_stats: PhaseStats,
+    def __init__(self, attempt: int, ledger: Ledger, straggler_is_suspect: bool) -> None:
+        self._attempt, self._ledger = attempt, ledger
+        self._straggler_is_suspect = straggler_is_suspect
+
+    def report(self, finding: Remark, snapshot: Snapshot) -> None:
+        """Tell of what was found in `snapshot`."""
+        match finding:
+            case Straggler():
+                self._name(finding, snapshot.joined)
+            case SlowDown():
+                logger().warning(finding.sentence)
+                self._record("slow_down", reason=finding.sentence, **asdict(finding))
+            case Recovered():
+                self._record("recovered", of=finding.of)
+            case MemoryLow():
+                self._warn("memory_low", finding, snapshot.joined)
+            case SteadyGrowth():
+                self._warn("growth", finding, snapshot.joined)
+            case PhasesLearned():
+                self._record(LEARNED, ranks=snapshot.size, phases=to_fields(finding.phases))
+
+    def _warn(
+        self, event: str, found: MemoryLow | SteadyGrowth, joined: Mapping[int, Connected]
     ) -> None:
-        self._attempt, self._size, self._section = attempt, size, section
-        self._ledger, self._pace = ledger, phase_stats
-        usual = phase_stats.usual().get(Phase.STEP)
-        self._slowness = StragglerMonitor(section, None if usual is None else usual.median)
-        self._memory = MemoryMonitor(section)
-        self._kept_at = 0.0
-
-    def see(
-        self,
-        now: float,
-        last_reports: Mapping[int, LastReport],
-        usage: Mapping[int, Usage],
-        joined: Mapping[int, Connected],
-    ) -> None:
-        """Take a look; `now` is in seconds of the attempt."""
-        if now - self._kept_at > RECORD_EVERY:
-            self._kept_at = now
-            self.record_phase_durations()
-        found = self._slowness.see(last_reports, now, self._size)
-        if found.straggler is not None:
-            self._name(found.straggler, joined)
-        if found.slow is not None:
-            logger().warning(found.slow.sentence)
-            self._record("slow_down", reason=found.slow.sentence, **asdict(found.slow))
-        for what in found.recovered:
-            self._record("recovered", of=what)
-        hosts = {rank: there.host for rank, there in joined.items()}
-        for trouble in self._memory.see(usage, hosts, now):
-            node = hosts.get(trouble.rank)
-            logger().warning(f"rank {trouble.rank} on {node}: {trouble.reason}")
-            self._record(trouble.event, rank=trouble.rank, node=node, reason=trouble.reason)
-
-    def record_phase_durations(self) -> None:
-        """Note how long the phases of this run take."""
-        if phase_durations := self._pace.learned():
-            self._record(LEARNED, ranks=self._size, phases=to_fields(phase_durations))
+        node = _node(found.rank, joined)
+        logger().warning(f"rank {found.rank} on {node}: {found.reason}")
+        self._record(event, rank=found.rank, node=node, reason=found.reason)
 
     def _name(self, straggler: Straggler, joined: Mapping[int, Connected]) -> None:
-        there = joined.get(straggler.rank)
-        node = None if there is None else there.host
+        node = _node(straggler.rank, joined)
         reason = f"rank {straggler.rank}{f' on {node}' if node else ''} {straggler.sentence}"
         logger().warning(reason)
         self._record("straggler", node=node, reason=reason, **asdict(straggler))
-        if self._section.straggler_is_suspect and node is not None:
+        if self._straggler_is_suspect and node is not None:
             self._record(SUSPECT, node=node, reason=reason)
 
     def _record(self, event: str, **fields: object) -> None:
         self._ledger.record(event, attempt=self._attempt, **fields)
+
+
+def _node(rank: int, joined: Mapping[int, Connected]) -> str | None:
+    return joined[rank].host if rank in joined else None

@@ -7,14 +7,15 @@ it. If all of them work longer, the run is slow, and nobody is to blame.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Phase, Report
-from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.monitors.base import Snapshot
+from kempner.supervisor.monitors.findings import Recovered, SlowDown, Straggler
 
 SPAN = 15.0
 """Seconds that are looked at together; what shows in two spans in a row is no passing thing."""
@@ -27,6 +28,8 @@ REMEMBERED = 240
 
 _STEPPING = (Phase.STEP, Phase.EVAL, Phase.SAVE)
 
+_Found: TypeAlias = Straggler | SlowDown | Recovered
+
 T = TypeVar("T")
 
 
@@ -36,43 +39,6 @@ class Effort:
 
     worked: float
     step: float
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that works `worked` seconds per step, where the median of the others is `usual`.
-
-    `lost` (0 to 1) is the share of each step that the others wait for it.
-    """
-
-    rank: int
-    worked: float
-    usual: float
-    lost: float
-
-    @property
-    def sentence(self) -> str:
-        """For a person to read."""
-        return (
-            f"works {self.worked:.3g} s per step, where the others need {self.usual:.3g} s: "
-            f"{self.lost:.0%} of the run's time is spent waiting for it"
-        )
-
-
-@dataclass(frozen=True)
-class SlowDown:
-    """Steps take `step` seconds, where they used to take `usual`."""
-
-    step: float
-    usual: float
-
-    @property
-    def sentence(self) -> str:
-        """For a person to read."""
-        return (
-            f"a step takes {self.step:.3g} s, {self.step / self.usual:.1f} times as long as the "
-            f"{self.usual:.3g} s that are usual for this run"
-        )
 
 
 def efforts(before: Mapping[int, Report], now: Mapping[int, Report]) -> dict[int, Effort]:
@@ -113,33 +79,24 @@ class Streak(Generic[T]):
         return True
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What is new. `straggler` or `slow` is told once when it begins; `recovered` says what of the
-    two is over."""
-
-    straggler: Straggler | None = None
-    slow: SlowDown | None = None
-    recovered: tuple[str, ...] = ()
-
-
 class StragglerMonitor:
     """Follows the steps of one attempt; `usual` is the seconds that one took before, if known."""
 
     def __init__(self, section: ResilienceSection, usual: float | None) -> None:
         self._section, self._usual = section, usual
-        self._since, self._before = 0.0, dict[int, Report]()
+        self._since = 0.0
+        self._before: Mapping[int, Report] = {}
         self._history: deque[float] = deque(maxlen=REMEMBERED)
         self._straggler: Streak[int] = Streak()
         self._slow: Streak[bool] = Streak()
 
-    def see(self, last_reports: Mapping[int, LastReport], now: float, size: int) -> Findings:
-        """Take a look at the reports of `size` ranks; `now` in seconds."""
-        reports = {rank: seen.report for rank, seen in last_reports.items()}
+    def check(self, snapshot: Snapshot) -> Sequence[_Found]:
+        """What is new: a straggler or a slow-down is told once, and again when it is over."""
+        reports, now = snapshot.reports, snapshot.now
         stepping = all(report.phase in _STEPPING for report in reports.values())
-        if len(reports) < size or not stepping:
+        if len(reports) < snapshot.size or not stepping:
             self._before = {}
-            return Findings()
+            return ()
         steps = [r.step - self._before[rank].step for rank, r in reports.items() if self._before]
         if not steps or min(steps) < 0:  # a beginning, or a rollback
             self._since, self._before = now, reports
@@ -147,20 +104,24 @@ class StragglerMonitor:
             found = efforts(self._before, reports)
             self._since, self._before = now, reports
             return self._judge(found)
-        return Findings()
+        return ()
 
-    def _judge(self, found: Mapping[int, Effort]) -> Findings:
+    def _judge(self, found: Mapping[int, Effort]) -> Sequence[_Found]:
         straggler = find_straggler(found, self._section.straggler_share)
         slow = self._find_slow_down(median(effort.step for effort in found.values()))
         was_late, was_slow = self._straggler.state, self._slow.state
         late = self._straggler.changes_to(straggler.rank if straggler else None)
         slower = self._slow.changes_to(True if slow else None)
-        over = ((late and was_late is not None, "straggler"), (slower and was_slow, "slow_down"))
-        return Findings(
-            straggler if late else None,
-            slow if slower else None,
-            tuple(name for ended, name in over if ended),
-        )
+        new: list[_Found] = []
+        if late and straggler is not None:
+            new.append(straggler)
+        if slower and slow is not None:
+            new.append(slow)
+        if late and was_late is not None:
+            new.append(Recovered("straggler"))
+        if slower and was_slow:
+            new.append(Recovered("slow_down"))
+        return new
 
     def _find_slow_down(self, step: float) -> SlowDown | None:
         """Compare with history, of which a slow time is no part."""

@@ -7,7 +7,8 @@ import pytest
 from kempner.run.control.client import BEAT, FILE_BEAT, RETRY
 from kempner.run.process import awake_clock
 from kempner.run.process.awake_clock import LONGEST_NAP, AwakeClock
-from kempner.supervisor.attempt import EXIT_GRACE, LOOK, RECONNECT
+from kempner.supervisor.attempt import EXIT_GRACE, LOOK
+from kempner.supervisor.control.rank_roster import RECONNECT
 
 
 class Monotonic:

@@ -30,11 +30,13 @@ from kempner.run.process import awake_clock as awake
 from kempner.run.process.signals import Received
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger, read_lines
-from kempner.run.record.save_times import Durations
-from kempner.supervisor.attempt import EXIT_GRACE, JOIN, RECONNECT, AttemptEvent, Watch
+from kempner.supervisor.attempt import EXIT_GRACE, AttemptEvent, AttemptFollower
 from kempner.supervisor.control.events import Connected, Disconnected, Heard, LastReport
+from kempner.supervisor.control.rank_roster import JOIN, RECONNECT, RankRoster
+from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome
 from kempner.supervisor.slurm.job_monitor import JobMonitor
+from kempner.supervisor.slurm.job_view import JobView
 
 
 class Hands:
@@ -85,158 +87,175 @@ def hands() -> Hands:
     return Hands()
 
 
+def follow(
+    hands: Hands, size: int, config: Config, ledger: Ledger, job: JobMonitor | None = None
+) -> AttemptFollower:
+    """Who follows attempt 4 of so many ranks, from this moment on."""
+    roster, attempt = RankRoster(size), Attempt(4, "abcd")
+    view, times = JobView(job), RunTimes()
+    return AttemptFollower(attempt, roster, config, hands, hands, ledger, view, times)  # type: ignore[arg-type]
+
+
 @pytest.fixture
-def watch(hands: Hands, tmp_path: Path, clock: Clock) -> Watch:
+def follower(hands: Hands, tmp_path: Path, clock: Clock) -> AttemptFollower:
     config = Config(
         supervise=SuperviseSection(stop_grace=60.0, crash_grace=5.0),
         resilience=ResilienceSection(hang_timeout_max=1000.0),
     )
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    return Watch(Attempt(4, "abcd"), 3, config, hands, hands, ledger, Durations(), None)  # type: ignore[arg-type]
+    return follow(hands, 3, config, ledger)
 
 
-def let(watch: Watch, clock: Clock, seconds: float) -> None:
+def let(follower: AttemptFollower, clock: Clock, seconds: float) -> None:
     """Let time pass as the supervisor's loop sees it, which looks twice a second."""
     end = clock.now + seconds
     while clock.now < end:
         clock.now = min(end, clock.now + 0.5)
-        watch.enforce()
+        follower.enforce()
 
 
-def feed(watch: Watch, *incoming: AttemptEvent) -> None:
+def feed(follower: AttemptFollower, *incoming: AttemptEvent) -> None:
     waiting: SimpleQueue[AttemptEvent] = SimpleQueue()
     for attempt_event in incoming:
         waiting.put(attempt_event)
-    watch.take_in(waiting, wait=False)
+    follower.take_in(waiting, wait=False)
 
 
 def test_the_first_sign_of_an_end_counts_not_its_confirmation(
-    watch: Watch, hands: Hands, clock: Clock
+    follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
-    feed(watch, Disconnected(1, "closed by the other side"))
+    feed(follower, Disconnected(1, "closed by the other side"))
     clock.now += 0.01
-    feed(watch, Heard(0, Outcome(1, 1, "KeyError: what follows when a peer is gone")))
+    feed(follower, Heard(0, Outcome(1, 1, "KeyError: what follows when a peer is gone")))
     clock.now += 0.01
-    feed(watch, RankExit(1, -signal.SIGKILL), RankExit(0, 1))
-    assert [end.rank for end in watch.ends] == [1, 0]
-    decision = decide_outcome(watch.ends, stop_requested=False)
+    feed(follower, RankExit(1, -signal.SIGKILL), RankExit(0, 1))
+    assert [end.rank for end in follower.ends] == [1, 0]
+    decision = decide_outcome(follower.ends, stop_requested=False)
     assert (decision.culprit, decision.reason) == (1, "rank 1 was killed by SIGKILL")
     assert len([m for m in hands.told if isinstance(m, PeerLost)]) == 1
 
 
-def test_a_connection_that_comes_back_is_no_end(watch: Watch, hands: Hands, clock: Clock) -> None:
-    feed(watch, Disconnected(1, "reset"))
+def test_a_connection_that_comes_back_is_no_end(
+    follower: AttemptFollower, hands: Hands, clock: Clock
+) -> None:
+    feed(follower, Disconnected(1, "reset"))
     clock.now += RECONNECT - 0.1
-    feed(watch, Connected(1, "host", 7))
-    let(watch, clock, 100)
-    assert watch.ends == []
+    feed(follower, Connected(1, "host", 7))
+    let(follower, clock, 100)
+    assert follower.ends == []
     assert hands.told == []
-    feed(watch, Disconnected(1, "reset"))
-    let(watch, clock, RECONNECT + 0.1)
-    assert watch.ends == [RankExit(1, None)]
+    feed(follower, Disconnected(1, "reset"))
+    let(follower, clock, RECONNECT + 0.1)
+    assert follower.ends == [RankExit(1, None)]
     assert hands.told == [PeerLost(1, "is gone without a word")]
 
 
-def test_a_rank_that_never_joins_is_missed(watch: Watch, hands: Hands, clock: Clock) -> None:
-    let(watch, clock, 2 * JOIN)  # none has: the machines may still be starting
-    feed(watch, Connected(0, "host", 7))
-    let(watch, clock, JOIN - 1)
-    feed(watch, Connected(1, "other", 8))
-    let(watch, clock, JOIN - 1)
-    assert watch.ends == []
-    let(watch, clock, 2)
-    assert decide_outcome(watch.ends, stop_requested=False).culprit == 2
+def test_a_rank_that_never_joins_is_missed(
+    follower: AttemptFollower, hands: Hands, clock: Clock
+) -> None:
+    let(follower, clock, 2 * JOIN)  # none has: the machines may still be starting
+    feed(follower, Connected(0, "host", 7))
+    let(follower, clock, JOIN - 1)
+    feed(follower, Connected(1, "other", 8))
+    let(follower, clock, JOIN - 1)
+    assert follower.ends == []
+    let(follower, clock, 2)
+    assert decide_outcome(follower.ends, stop_requested=False).culprit == 2
     assert hands.told == [PeerLost(2, "is gone without a word: it has never joined")]
 
 
 def test_who_stays_after_a_stop_is_killed_in_the_end(
-    watch: Watch, hands: Hands, clock: Clock
+    follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
-    feed(watch, Received(signal.SIGTERM, clock.now), Received(signal.SIGTERM, clock.now))
+    feed(follower, Received(signal.SIGTERM, clock.now), Received(signal.SIGTERM, clock.now))
     assert hands.told == [Stop("SIGTERM", 60.0)]
     assert hands.asked_to_stop == 1
-    let(watch, clock, 59)
+    let(follower, clock, 59)
     assert not hands.killed
-    let(watch, clock, 2)
+    let(follower, clock, 2)
     assert hands.killed
 
 
 def test_who_stays_after_another_failed_is_killed_in_the_end(
-    watch: Watch, hands: Hands, clock: Clock
+    follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
-    feed(watch, RankExit(2, 74))
-    let(watch, clock, 4.9)
+    feed(follower, RankExit(2, 74))
+    let(follower, clock, 4.9)
     assert not hands.killed
-    let(watch, clock, 0.2)
+    let(follower, clock, 0.2)
     assert hands.killed
 
 
 def test_a_rank_without_a_connection_is_not_lost_while_steps_are_made(
-    watch: Watch, hands: Hands, clock: Clock
+    follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
-    feed(watch, Disconnected(1, "connection timed out"))
+    feed(follower, Disconnected(1, "connection timed out"))
     for step in range(1, 5):
         hands.seen = {0: LastReport(Report(step, Phase.STEP, 0.0, 0.0), clock.now)}
-        let(watch, clock, RECONNECT - 0.5)
-    assert watch.ends == []
-    let(watch, clock, RECONNECT + 0.1)
-    assert [end.rank for end in watch.ends] == [1]
+        let(follower, clock, RECONNECT - 0.5)
+    assert follower.ends == []
+    let(follower, clock, RECONNECT + 0.1)
+    assert [end.rank for end in follower.ends] == [1]
 
 
-def test_a_rank_that_was_stopped_alone_stops_the_others(watch: Watch, hands: Hands) -> None:
-    feed(watch, Heard(2, Outcome(1, 75, "stopped before training began")))
+def test_a_rank_that_was_stopped_alone_stops_the_others(
+    follower: AttemptFollower, hands: Hands
+) -> None:
+    feed(follower, Heard(2, Outcome(1, 75, "stopped before training began")))
     assert hands.told == [Stop("rank 2 was asked to stop", 60.0)]
     assert hands.asked_to_stop == 1
 
 
 def test_it_is_over_when_all_have_said_so_even_if_the_launcher_never_does(
-    watch: Watch, hands: Hands, clock: Clock
+    follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
     for rank in range(3):
-        assert not watch.over()
-        feed(watch, Heard(rank, Outcome(1, 0, "")), Disconnected(rank, "closed"))
-    assert not watch.over()  # their processes may still be about to leave
-    let(watch, clock, EXIT_GRACE + 0.1)
-    assert watch.over()
-    assert [end.status for end in watch.ends] == [0, 0, 0]
+        assert not follower.over()
+        feed(follower, Heard(rank, Outcome(1, 0, "")), Disconnected(rank, "closed"))
+    assert not follower.over()  # their processes may still be about to leave
+    let(follower, clock, EXIT_GRACE + 0.1)
+    assert follower.over()
+    assert [end.status for end in follower.ends] == [0, 0, 0]
 
 
-def test_events_of_ranks_become_lines_of_the_ledger(watch: Watch, tmp_path: Path) -> None:
-    feed(watch, Heard(0, Event(1, "saved", {"step": 7})))
+def test_events_of_ranks_become_lines_of_the_ledger(
+    follower: AttemptFollower, tmp_path: Path
+) -> None:
+    feed(follower, Heard(0, Event(1, "saved", {"step": 7})))
     (line,) = read_lines(tmp_path / "ledger.jsonl")
     assert (line["attempt"], line["step"]) == (4, 7)
 
 
 def test_a_hang_is_ended_after_the_stacks_were_written(
-    watch: Watch, hands: Hands, clock: Clock, tmp_path: Path
+    follower: AttemptFollower, hands: Hands, clock: Clock, tmp_path: Path
 ) -> None:
     hands.seen = {
         rank: LastReport(Report(5, Phase.STEP, 0.0, 0.0), clock.now) for rank in (0, 1, 2)
     }
-    let(watch, clock, 999)
+    let(follower, clock, 999)
     assert hands.told == []
-    let(watch, clock, 2)
+    let(follower, clock, 2)
     assert hands.told == [DumpStacks()]
     assert not hands.killed
-    let(watch, clock, 4)
+    let(follower, clock, 4)
     assert hands.killed
-    assert watch.hang is not None
+    assert follower.hang is not None
     (line,) = (e for e in read_lines(tmp_path / "ledger.jsonl") if e["event"] == "hang")
     assert "step 5 (step)" in line["reason"]
     assert line["waiting"] == {"nothing": [0, 1, 2]}
 
 
 def test_what_ranks_say_of_an_evaluation_tells_how_long_one_may_last(
-    watch: Watch, hands: Hands, clock: Clock
+    follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
     said = {"step": 5, "loss": 2.5, "seconds": 31.0}
-    feed(watch, Heard(0, Event(1, EVALUATED, said)))
+    feed(follower, Heard(0, Event(1, EVALUATED, said)))
     hands.seen = {
         rank: LastReport(Report(9, Phase.EVAL, 0.0, 0.0), clock.now) for rank in (0, 1, 2)
     }
-    let(watch, clock, 309)
+    let(follower, clock, 309)
     assert hands.told == []
-    let(watch, clock, 2)
+    let(follower, clock, 2)
     assert hands.told == [DumpStacks()]
 
 
@@ -247,8 +266,8 @@ def test_a_signal_to_the_ranks_alone_has_slurm_asked_at_once(
     job = JobMonitor("7", batch=True, arguments=[])
     job.look = lambda: asked.append(job.id)  # type: ignore[method-assign]
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    watch = Watch(Attempt(4, "abcd"), 1, Config(), hands, hands, ledger, Durations(), job)  # type: ignore[arg-type]
-    feed(watch, Heard(0, Event(1, "saved", {"step": 7})))
+    follower = follow(hands, 1, Config(), ledger, job)
+    feed(follower, Heard(0, Event(1, "saved", {"step": 7})))
     assert asked == []
-    feed(watch, Heard(0, Event(2, SIGNALLED, {})))
+    feed(follower, Heard(0, Event(2, SIGNALLED, {})))
     assert asked == ["7"]

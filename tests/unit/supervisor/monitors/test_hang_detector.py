@@ -7,6 +7,7 @@ import pytest
 from kempner.config.resilience import HangTimeouts, ResilienceSection
 from kempner.run.control.protocol import Phase, Report
 from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.hang_detector import HangDetector
 from kempner.supervisor.monitors.phase_durations import DurationStats, PhaseDurations
 
@@ -22,6 +23,13 @@ def seen(
     *steps: int, phase: Phase = Phase.STEP, at: float = 0.0, waiting: str = ""
 ) -> dict[int, LastReport]:
     return {r: LastReport(Report(s, phase, 0.0, 0.0, waiting), at) for r, s in enumerate(steps)}
+
+
+def snapshot(
+    places: dict[int, LastReport], now: float, clock: float, usual: PhaseDurations
+) -> Snapshot:
+    """Of ranks that reported last from there; `clock` is the one that dates the reports."""
+    return Snapshot.of(now, 3, places, clock, usual)
 
 
 def usually(**seconds: float) -> dict[Phase, DurationStats]:
@@ -48,11 +56,10 @@ def test_patience_is_learned_from_the_run(
     phase: Phase, usual: PhaseDurations, patience: float
 ) -> None:
     watch, places = HangDetector(SECTION, 0.0), seen(3, 3, phase=phase)
-    assert watch.see(places, 1.0, 1.0, usual) is None
+    assert not watch.check(snapshot(places, 1.0, 1.0, usual))
     assert watch.patience(usual) == (patience, phase)
-    assert watch.see(places, patience, patience, usual) is None
-    hang = watch.see(places, patience + 1.5, patience + 1.5, usual)
-    assert hang is not None
+    assert not watch.check(snapshot(places, patience, patience, usual))
+    (hang,) = watch.check(snapshot(places, patience + 1.5, patience + 1.5, usual))
     assert f"where {patience:.0f} s are plenty" in hang.sentence
     assert (hang.phase, hang.still) == (phase, patience + 0.5)
 
@@ -60,16 +67,22 @@ def test_patience_is_learned_from_the_run(
 def test_of_several_phases_the_one_that_may_take_longest_counts() -> None:
     watch, usual = HangDetector(SECTION, 0.0), usually(step=1, eval=30, save=20)
     places = seen(3, phase=Phase.STEP) | {1: seen(3, phase=Phase.EVAL)[0]}
-    watch.see(places | {2: seen(3, phase=Phase.SAVE)[0]}, 1.0, 1.0, usual)
+    watch.check(snapshot(places | {2: seen(3, phase=Phase.SAVE)[0]}, 1.0, 1.0, usual))
     assert watch.patience(usual) == (300.0, Phase.EVAL)
 
 
 def test_ranks_that_never_report_are_a_hang_in_the_end() -> None:
     watch = HangDetector(SECTION, 0.0)
-    assert watch.see({}, 600.0, 600.0, {}) is None
-    hang = watch.see({}, 601.0, 601.0, {})
-    assert hang is not None
+    assert not watch.check(snapshot({}, 600.0, 600.0, {}))
+    (hang,) = watch.check(snapshot({}, 601.0, 601.0, {}))
     assert (hang.laggard, "none has reported" in hang.sentence) == (None, True)
+
+
+def test_of_ranks_that_need_not_report_nothing_is_known() -> None:
+    watch = HangDetector(SECTION, 0.0, must_report=False)
+    assert not watch.check(snapshot({}, 10_000.0, 10_000.0, {}))
+    assert not watch.check(snapshot(seen(1), 10_000.0, 10_000.0, {}))
+    assert watch.check(snapshot(seen(1), 10_601.0, 10_601.0, {}))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +113,6 @@ def test_the_rank_behind_all_others_is_named(
         HangDetector(SECTION, 0.0),
         usually(step=1, save=1, eval=1, start=1, rendezvous=1),
     )
-    assert watch.see(places, 0.0, 100.0, usual) is None
-    hang = watch.see(places, 61.0, 101.0, usual)
-    assert hang is not None
+    assert not watch.check(snapshot(places, 0.0, 100.0, usual))
+    (hang,) = watch.check(snapshot(places, 61.0, 101.0, usual))
     assert hang.laggard == laggard

@@ -18,7 +18,8 @@ from harness import wait_until
 from kempner.cluster.network.tcp_stalls import stalled_connections, unanswered_calls
 from kempner.run.control.protocol import Phase, Report
 from kempner.supervisor.control.events import Connected, LastReport
-from kempner.supervisor.monitors.hang_detector import Hang
+from kempner.supervisor.monitors.base import Snapshot
+from kempner.supervisor.monitors.findings import Hang
 from kempner.supervisor.monitors.hang_evidence import (
     by_what_they_wait_for,
     cut_off_from_others,
@@ -52,14 +53,17 @@ def test_whom_to_look_at() -> None:
     joined = {0: Connected(0, HERE, 10), 1: Connected(1, "b", 11), 2: Connected(2, "b", 12)}
     joined |= {3: Connected(3, "c", 13), 4: Connected(4, "d", 14)}
     last_reports = {0: seen(99.0), 1: seen(99.0), 2: seen(80.0), 3: seen(99.0)}
-    found = worth_a_look(Hang("", 3, Phase.STEP, 60.0), last_reports, joined, clock=100.0)
+    snapshot = Snapshot.of(60.0, 5, last_reports, 100.0, {}, joined=joined)
+    found = worth_a_look(Hang("", 3, Phase.STEP, 60.0), snapshot)
     assert found == {HERE: [10], "b": [12], "c": [13], "d": [14]}
-    found = worth_a_look(Hang("", None, Phase.STEP, 60.0), last_reports, joined, clock=100.0)
+    found = worth_a_look(Hang("", None, Phase.STEP, 60.0), snapshot)
     assert found == {HERE: [10], "b": [11, 12], "c": [13], "d": [14]}
 
 
 def test_who_waits_for_what() -> None:
-    told = by_what_they_wait_for({1: seen(0, "the vote"), 0: seen(0, "the vote"), 2: seen(0)})
+    told = by_what_they_wait_for(
+        {1: seen(0, "the vote").report, 0: seen(0, "the vote").report, 2: seen(0).report}
+    )
     assert told == {"the vote": [0, 1], "nothing": [2]}
 
 

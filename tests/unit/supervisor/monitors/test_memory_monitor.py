@@ -17,6 +17,8 @@ from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Usage
 from kempner.supervisor.control.events import Connected
+from kempner.supervisor.monitors.base import Snapshot
+from kempner.supervisor.monitors.findings import MemoryLow, SteadyGrowth
 from kempner.supervisor.monitors.memory import SPAN, SPANS, Growth, MemoryMonitor, explain_kill
 from kempner.supervisor.monitors.oom import explained
 from kempner.supervisor.policy.outcome import RankExit
@@ -34,7 +36,11 @@ CALM = Usage(
     group="/sys/fs/cgroup/job_7",
     oom_kills=0,
 )
-HOSTS = {0: "a", 1: "a", 2: "b"}
+JOINED = {rank: Connected(rank, host, 1) for rank, host in enumerate("aab")}
+
+
+def using(usage: dict[int, Usage], now: float) -> Snapshot:
+    return Snapshot(now, 3, usage=usage, joined=JOINED)
 
 
 def test_a_process_measures_itself_its_children_and_its_node() -> None:
@@ -57,16 +63,17 @@ def test_a_node_that_runs_short_is_named_once_with_its_largest_rank() -> None:
     watch = MemoryMonitor(ResilienceSection(memory_reserve=0.05))
     short = replace(CALM, available=4 * GIB)
     calm = {0: CALM, 1: CALM, 2: CALM}
-    assert watch.see(calm, HOSTS, 0.0) == []
-    (told,) = watch.see({0: short, 1: replace(short, rss=9 * GIB), 2: CALM}, HOSTS, 10.0)
-    assert (told.event, told.rank) == ("memory_low", 1)
+    assert watch.check(using(calm, 0.0)) == []
+    (told,) = watch.check(using({0: short, 1: replace(short, rss=9 * GIB), 2: CALM}, 10.0))
+    assert isinstance(told, MemoryLow)
+    assert told.rank == 1
     assert told.reason == (
         "it had 9.0 GiB and its 2 processes 1.0 GiB, 80 files were open, and 4.0 GiB of 100.0 GiB "
         "were left"
     )
-    assert watch.see({0: short, 1: short, 2: CALM}, HOSTS, 20.0) == []
-    assert watch.see(calm, HOSTS, 30.0) == []
-    assert [t.rank for t in watch.see({0: CALM, 1: CALM, 2: short}, HOSTS, 40.0)] == [2]
+    assert watch.check(using({0: short, 1: short, 2: CALM}, 20.0)) == []
+    assert watch.check(using(calm, 30.0)) == []
+    assert [t.rank for t in watch.check(using({0: CALM, 1: CALM, 2: short}, 40.0))] == [2]
 
 
 def grow(watch: Growth, values: list[float], room: float) -> list[float]:
@@ -91,16 +98,17 @@ def test_a_rank_that_leaks_is_named_once(what: str) -> None:
     watch, told = MemoryMonitor(ResilienceSection()), []
     for span in range(3 * SPANS):
         leak = {"rss": CALM.rss + span * GIB} if what == "memory" else {"files": 80 + 20 * span}
-        told += watch.see({0: CALM, 1: replace(CALM, **leak)}, HOSTS, span * SPAN)
+        told += watch.check(using({0: CALM, 1: replace(CALM, **leak)}, span * SPAN))
     (trouble,) = told
-    assert (trouble.event, trouble.rank) == ("growth", 1)
+    assert isinstance(trouble, SteadyGrowth)
+    assert trouble.rank == 1
     assert trouble.reason.startswith(f"{what} grew for 30 minutes")
 
 
 def test_a_slow_leak_that_a_day_can_bear_is_not_worth_a_word() -> None:
     watch = MemoryMonitor(ResilienceSection())
     for span in range(3 * SPANS):
-        assert watch.see({0: replace(CALM, rss=CALM.rss + span * 4096)}, HOSTS, span * SPAN) == []
+        assert watch.check(using({0: replace(CALM, rss=CALM.rss + span * 4096)}, span * SPAN)) == []
 
 
 def test_an_out_of_memory_kill_is_explained() -> None:

@@ -13,7 +13,9 @@ from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.control.events import LastReport
-from kempner.supervisor.monitors.hang_detector import Hang, HangDetector
+from kempner.supervisor.monitors.base import Snapshot
+from kempner.supervisor.monitors.findings import Hang, PhasesLearned
+from kempner.supervisor.monitors.hang_detector import HangDetector
 from kempner.supervisor.monitors.phase_durations import (
     LEARNED,
     DurationStats,
@@ -22,7 +24,7 @@ from kempner.supervisor.monitors.phase_durations import (
     longer,
     to_fields,
 )
-from kempner.supervisor.monitors.phase_stats import ENOUGH, PhaseStats
+from kempner.supervisor.monitors.phase_stats import ENOUGH, RECORD_EVERY, PhaseStats
 
 START, LOAD, COMPILE, STEP, EVAL, SAVE = (
     *(Phase.START, Phase.LOAD, Phase.COMPILE),
@@ -33,7 +35,7 @@ START, LOAD, COMPILE, STEP, EVAL, SAVE = (
 def seen(phase_stats: PhaseStats, *places: tuple[float, int, Phase]) -> PhaseStats:
     """What becomes of one rank's places: since when, after which step, doing what."""
     for at, step, phase in places:
-        phase_stats.see({0: LastReport(Report(step, phase, 0.0, 0.0), at)}, at)
+        phase_stats.check(Snapshot(at, 1, {0: Report(step, phase, 0.0, 0.0)}))
     return phase_stats
 
 
@@ -93,6 +95,14 @@ def test_a_restart_knows_what_the_ledger_tells(tmp_path: Path) -> None:
     assert learned(read_lines(path), ranks=3) == {}  # fewer ranks take longer
 
 
+def test_what_was_learned_is_told_every_ten_minutes_and_in_the_end() -> None:
+    phase_stats, place = PhaseStats(), {0: Report(0, LOAD, 0.0, 0.0)}
+    assert phase_stats.findings() == ()
+    told = [at for at in range(0, 1300, 10) if phase_stats.check(Snapshot(float(at), 1, place))]
+    assert told == [RECORD_EVERY + 10, 2 * (RECORD_EVERY + 10)]
+    assert phase_stats.findings() == (PhasesLearned(phase_stats.learned()),)
+
+
 def test_what_is_not_sure_yet_allows_the_longer_time() -> None:
     before = {STEP: DurationStats(10.0, 0.0, 100), LOAD: DurationStats(60.0, 0.0, 1)}
     steps = [(float(n), n, STEP) for n in range(ENOUGH + 1)]
@@ -126,12 +136,12 @@ def test_what_was_taken_for_a_hang_gets_more_time_the_next_time() -> None:
     limits = []
     for phase in (LOAD, LOAD, STEP, STEP):
         phase_stats, watch = PhaseStats(phase_durations), HangDetector(section, 0.0)
-        place = {0: LastReport(Report(3, phase, 0.0, 0.0), 0.0)}
-        phase_stats.see(place, 0.0)
-        watch.see(place, 0.0, 0.0, phase_stats.usual())
-        hang = watch.see(place, 800.0, 800.0, phase_stats.usual())
+        place = {0: Report(3, phase, 0.0, 0.0)}
+        phase_stats.check(Snapshot(0.0, 1, place))
+        watch.check(Snapshot(0.0, 1, place, usual=phase_stats.usual()))
+        hangs = watch.check(Snapshot(800.0, 1, place, usual=phase_stats.usual()))
         limits.append(watch.patience(phase_stats.usual())[0])
-        if hang is not None:
+        for hang in hangs:
             phase_stats.misjudged(hang.phase, hang.still)
         phase_durations = phase_stats.learned()
     assert limits == [80.0, 900.0, 20.0, 20.0]
@@ -198,10 +208,10 @@ def watched(
         for look in range(1, 7):
             at = now + lasts * look / 6
             last_reports = world.last_reports(at)
-            phase_stats.see(last_reports, at)
+            phase_stats.check(Snapshot.of(at, 3, last_reports, at, {}))
             took = DurationStats.of(saves[:-1])
             usual = phase_stats.usual() | ({SAVE: took} if took else {})
-            if hang := watch.see(last_reports, at, at, usual):
+            for hang in watch.check(Snapshot.of(at, 3, last_reports, at, usual)):
                 return hang
         now += lasts
     return phase_stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kempner.run.control.protocol import Phase, Report
-from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.phase_stats import REMEMBERED, PhaseStats
 
 
@@ -13,7 +13,7 @@ def seen(*reports: tuple[float, int, Phase]) -> PhaseStats:
     """What becomes of the reports of one rank: when, how far, doing what."""
     phase_stats = PhaseStats()
     for at, step, phase in reports:
-        phase_stats.see({0: LastReport(Report(step, phase, 0.0, 0.0), at)}, at)
+        phase_stats.check(Snapshot(at, 1, {0: Report(step, phase, 0.0, 0.0)}))
     return phase_stats
 
 
@@ -46,11 +46,10 @@ def test_the_longest_step(reports: list[tuple[float, int, Phase]], longest: floa
 def test_the_rank_that_is_ahead_counts() -> None:
     phase_stats = PhaseStats()
     for at, steps in enumerate([(5, 4), (5, 5), (6, 5)]):
-        phase_stats.see(
-            {r: LastReport(Report(s, STEP, 0.0, 0.0), 0.0) for r, s in enumerate(steps)}, at
-        )
+        reports = {r: Report(s, STEP, 0.0, 0.0) for r, s in enumerate(steps)}
+        phase_stats.check(Snapshot(at, 2, reports))
     assert phase_stats.quantile(1.0) == 2.0
-    phase_stats.see({}, 9.0)
+    phase_stats.check(Snapshot(9.0, 2))
     assert phase_stats.quantile(1.0) == 2.0
 
 

@@ -10,16 +10,13 @@ import pytest
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.ledger import Ledger, read_lines
-from kempner.supervisor.control.events import Connected, LastReport
-from kempner.supervisor.monitors.phase_durations import DurationStats
-from kempner.supervisor.monitors.phase_stats import PhaseStats
+from kempner.supervisor.control.events import Connected
+from kempner.supervisor.monitors.base import Snapshot
+from kempner.supervisor.monitors.findings import Recovered, Remark, SlowDown, Straggler
 from kempner.supervisor.monitors.reporter import Reporter
 from kempner.supervisor.monitors.straggler import (
     SPAN,
     Effort,
-    Findings,
-    SlowDown,
-    Straggler,
     StragglerMonitor,
     Streak,
     find_straggler,
@@ -76,21 +73,21 @@ class Ranks:
             self.now, self.step = self.now + step, self.step + 1
             yield self.now
 
-    def last_reports(self) -> dict[int, LastReport]:
-        return {
-            rank: LastReport(
-                Report(self.step, self.phase, self.worked[rank], self.waited[rank]), self.now
-            )
+    def snapshot(self) -> Snapshot:
+        reports = {
+            rank: Report(self.step, self.phase, self.worked[rank], self.waited[rank])
             for rank in range(self.size)
         }
+        joined = {rank: Connected(rank, f"node{rank}", 1) for rank in range(self.size)}
+        return Snapshot(self.now, self.size, reports, joined=joined)
 
 
 def watched(
     watch: StragglerMonitor, ranks: Ranks, seconds: float, work: Callable[[int], float]
-) -> list[Findings]:
-    """What is found anew while the ranks go on."""
-    looks = (watch.see(ranks.last_reports(), now, ranks.size) for now in ranks.train(seconds, work))
-    return [found for found in looks if found != Findings()]
+) -> list[tuple[Remark, ...]]:
+    """What is found anew while the ranks go on, by each look that finds something."""
+    looks = (tuple(watch.check(ranks.snapshot())) for _ in ranks.train(seconds, work))
+    return [found for found in looks if found]
 
 
 @pytest.mark.parametrize("step", [0.05, 1.0, 9.0])
@@ -98,30 +95,30 @@ def test_a_rank_slowed_to_a_third_is_named_once_within_a_minute(step: float) -> 
     ranks, watch = Ranks(4), StragglerMonitor(SECTION, None)
     assert watched(watch, ranks, 60.0, lambda rank: step) == []
     minute = max(60.0, 7 * (3 * step + 0.1))
-    (found,) = watched(watch, ranks, minute, lambda rank: step * (3 if rank == 2 else 1))
-    assert found.straggler is not None
-    assert found.straggler.rank == 2
-    assert found.straggler.worked == pytest.approx(3 * step)
-    assert found.straggler.usual == pytest.approx(step)
+    ((found, *_),) = watched(watch, ranks, minute, lambda rank: step * (3 if rank == 2 else 1))
+    assert isinstance(found, Straggler)
+    assert found.rank == 2
+    assert found.worked == pytest.approx(3 * step)
+    assert found.usual == pytest.approx(step)
     again = watched(watch, ranks, 200.0, lambda rank: step * (3 if rank == 2 else 1))
-    assert all(later.straggler is None for later in again)
+    assert not any(isinstance(found, Straggler) for later in again for found in later)
     (over,) = watched(watch, ranks, 100.0, lambda rank: step)
-    assert "straggler" in over.recovered
+    assert Recovered("straggler") in over
 
 
 def test_a_uniformly_slow_run_has_no_straggler_but_is_slower_than_it_was() -> None:
     ranks, watch = Ranks(4), StragglerMonitor(SECTION, None)
     assert watched(watch, ranks, 100.0, lambda rank: 1.0) == []
     (found,) = watched(watch, ranks, 600.0, lambda rank: 3.0)
-    assert found == Findings(slow=SlowDown(pytest.approx(3.1), pytest.approx(1.1)))
+    assert found == (SlowDown(pytest.approx(3.1), pytest.approx(1.1)),)
     (over,) = watched(watch, ranks, 60.0, lambda rank: 1.0)
-    assert over == Findings(recovered=("slow_down",))
+    assert over == (Recovered("slow_down"),)
 
 
 def test_a_restart_is_compared_with_the_run_before_it() -> None:
     ranks, watch = Ranks(2), StragglerMonitor(SECTION, usual=1.0)
     (found,) = watched(watch, ranks, 100.0, lambda rank: 2.0)
-    assert found.slow == SlowDown(pytest.approx(2.1), 1.0)
+    assert found == (SlowDown(pytest.approx(2.1), 1.0),)
 
 
 def test_one_long_pause_is_neither() -> None:
@@ -143,12 +140,12 @@ def test_other_phases_and_rollbacks_begin_anew() -> None:
 def test_what_is_found_is_in_the_ledger_and_the_node_suspect_if_asked_for(tmp_path: Path) -> None:
     section = ResilienceSection(straggler_is_suspect=True)
     ledger, ranks = Ledger(tmp_path / "ledger.jsonl"), Ranks(3)
-    notes = Reporter(4, 3, section, ledger, PhaseStats({Phase.STEP: DurationStats(0.2, 0.0, 9)}))
-    joined = {rank: Connected(rank, f"node{rank}", 1) for rank in range(3)}
-    for now in ranks.train(60.0, lambda rank: 3.0 if rank == 1 else 1.0):
-        notes.see(now, ranks.last_reports(), {}, joined)
-    for now in ranks.train(60.0, lambda rank: 1.0):
-        notes.see(now, ranks.last_reports(), {}, joined)
+    reporter = Reporter(4, ledger, section.straggler_is_suspect)
+    watch = StragglerMonitor(section, 0.2)
+    for work in (lambda rank: 3.0 if rank == 1 else 1.0, lambda rank: 1.0):
+        for look in watched(watch, ranks, 60.0, work):
+            for found in look:
+                reporter.report(found, ranks.snapshot())
     straggler, suspect, slow, over = read_lines(tmp_path / "ledger.jsonl")
     assert (straggler["event"], straggler["node"], straggler["attempt"]) == (
         "straggler",

@@ -1,0 +1,144 @@
+"""The life of an attempt as a table: which state follows which, and until when each may last.
+
+Pure: whoever follows an attempt says what has happened, and when; nothing is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import inf
+from typing import Final
+
+
+class AttemptState(StrEnum):
+    """What an attempt is in."""
+
+    LAUNCHING = "launching"
+    """The ranks are being started, and none has connected yet."""
+    JOINING = "joining"
+    """Some ranks have connected, but not all."""
+    RUNNING = "running"
+    """All ranks have connected."""
+    STOPPING = "stopping"
+    """The ranks were asked to commit and leave."""
+    FAILING = "failing"
+    """A rank failed: the others, asked to stop or not, are given a moment to leave."""
+    COLLECTING_EVIDENCE = "collecting evidence"
+    """Nothing moves: the ranks and their nodes say what they see, before they are killed."""
+    KILLING = "killing"
+    """Time is up: whatever is left is killed."""
+    ENDED = "ended"
+    """No rank is left."""
+
+
+class Trigger(StrEnum):
+    """What moves an attempt from one state to another."""
+
+    RANK_JOINED = "a rank joined"
+    ALL_JOINED = "all have joined"
+    STOP_REQUESTED = "a stop was asked for"
+    RANK_FAILED = "a rank failed"
+    HANG_FOUND = "nothing moves"
+    TIME_UP = "time is up"
+    ALL_ENDED = "all have ended"
+
+
+class Deadline(StrEnum):
+    """What an attempt may not outstay; what happens then."""
+
+    RECONNECT = "reconnect"
+    """A rank whose connection broke off counts as gone."""
+    JOIN = "join"
+    """A rank that never connected counts as gone."""
+    STOP = "stop"
+    """The ranks, asked to stop, are killed."""
+    CRASH = "crash"
+    """The ranks that outlived another are killed."""
+    EVIDENCE = "evidence"
+    """The ranks that hang are killed."""
+
+
+STAYS: Final = None
+"""In the table: what happens is of no account in this state."""
+
+_S, _T, _D = AttemptState, Trigger, Deadline
+_COLLECTING = AttemptState.COLLECTING_EVIDENCE
+
+_COLUMNS = (
+    _T.RANK_JOINED, _T.ALL_JOINED,
+    _T.STOP_REQUESTED, _T.RANK_FAILED, _T.HANG_FOUND, _T.TIME_UP, _T.ALL_ENDED,
+)  # fmt: skip
+
+# A stop or a failure has a deadline of its own: from then on standing still is no hang. A hang that
+# was found goes first: neither a stop nor a failure keeps its evidence from being collected.
+_ROWS: Mapping[AttemptState, tuple[AttemptState | None, ...]] = {
+    _S.LAUNCHING: (_S.JOINING, _S.RUNNING, _S.STOPPING, _S.FAILING, _COLLECTING, STAYS, _S.ENDED),
+    _S.JOINING:   (STAYS,      _S.RUNNING, _S.STOPPING, _S.FAILING, _COLLECTING, STAYS, _S.ENDED),
+    _S.RUNNING:   (STAYS,      STAYS,      _S.STOPPING, _S.FAILING, _COLLECTING, STAYS, _S.ENDED),
+    _S.STOPPING:  (STAYS,      STAYS,      STAYS,       _S.FAILING, STAYS, _S.KILLING,  _S.ENDED),
+    _S.FAILING:   (STAYS,      STAYS,      STAYS,       STAYS,      STAYS, _S.KILLING,  _S.ENDED),
+    _COLLECTING:  (STAYS,      STAYS,      STAYS,       STAYS,      STAYS, _S.KILLING,  _S.ENDED),
+    _S.KILLING:   (STAYS,      STAYS,      STAYS,       STAYS,      STAYS, STAYS,       _S.ENDED),
+    _S.ENDED:     (STAYS,      STAYS,      STAYS,       STAYS,      STAYS, STAYS,       STAYS),
+}  # fmt: skip
+
+TRANSITIONS: Mapping[tuple[AttemptState, Trigger], AttemptState | None] = {
+    (state, trigger): to
+    for state, row in _ROWS.items()
+    for trigger, to in zip(_COLUMNS, row, strict=True)
+}
+"""For every state, where whatever may happen leads to."""
+
+DEADLINES: Mapping[AttemptState, frozenset[Deadline]] = {
+    _S.LAUNCHING: frozenset({_D.RECONNECT}),
+    _S.JOINING: frozenset({_D.RECONNECT, _D.JOIN}),
+    _S.RUNNING: frozenset({_D.RECONNECT}),
+    _S.STOPPING: frozenset({_D.RECONNECT, _D.JOIN, _D.STOP}),
+    _S.FAILING: frozenset({_D.RECONNECT, _D.JOIN, _D.STOP, _D.CRASH}),
+    _S.COLLECTING_EVIDENCE: frozenset({_D.RECONNECT, _D.JOIN, _D.STOP, _D.CRASH, _D.EVIDENCE}),
+    _S.KILLING: frozenset({_D.RECONNECT, _D.JOIN}),
+    _S.ENDED: frozenset(),
+}
+"""The deadlines that hold in each state."""
+
+BEGINS: Mapping[Trigger, Deadline] = {
+    _T.STOP_REQUESTED: _D.STOP,
+    _T.RANK_FAILED: _D.CRASH,
+    _T.HANG_FOUND: _D.EVIDENCE,
+}
+"""What begins a deadline after which all that is left is killed."""
+
+
+def next_state(state: AttemptState, trigger: Trigger) -> AttemptState:
+    """The state after `trigger`: the same where the table says that it stays."""
+    return TRANSITIONS[state, trigger] or state
+
+
+@dataclass(frozen=True)
+class AttemptLife:
+    """An attempt is in `state` since `since`, until `kill_at` at the latest; seconds of one clock.
+
+    `graces` has the seconds of each deadline in `BEGINS`. The earliest of those that were begun
+    counts: a stop gives nobody more time who has to leave because of another rank, and vice versa.
+    """
+
+    graces: Mapping[Deadline, float]
+    state: AttemptState
+    since: float
+    kill_at: float = inf
+
+    def after(self, trigger: Trigger, now: float) -> AttemptLife:
+        """What it is after something has happened."""
+        state = next_state(self.state, trigger)
+        begun = BEGINS.get(trigger)
+        kill_at = self.kill_at
+        if begun in DEADLINES[state]:
+            kill_at = min(kill_at, now + self.graces[begun])
+        since = self.since if state is self.state else now
+        return replace(self, state=state, since=since, kill_at=kill_at)
+
+    def holds(self, deadline: Deadline) -> bool:
+        """Whether the deadline holds in this state."""
+        return deadline in DEADLINES[self.state]

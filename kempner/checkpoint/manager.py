@@ -38,7 +38,14 @@ from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.run.process.exit_codes import DataError, RunError, UsageError
 from kempner.run.process.logs import logger
 from kempner.run.record.attempts import Fence, SupersededError
-from kempner.run.record.save_times import COMMITTED, RESUMED, Durations, SaveSeconds
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.checkpoint import (
+    CheckpointCommitted,
+    CheckpointDamaged,
+    CheckpointFailed,
+    Resumed,
+)
+from kempner.run.record.save_times import Durations, SaveSeconds
 
 T = TypeVar("T")
 
@@ -46,7 +53,7 @@ T = TypeVar("T")
 class Recorder(Protocol):
     """Takes an event for the run's ledger; only rank 0's calls need go anywhere."""
 
-    def __call__(self, event: str, **fields: object) -> None: ...
+    def __call__(self, event: LedgerEvent) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class CheckpointManager:
         keep_last: int,
         keep_every: int | None = None,
         background: bool = True,
-        record: Recorder = lambda event, **fields: None,
+        record: Recorder = lambda event: None,
         durations: Durations = Durations(),  # noqa: B008 - frozen
         reached: Callable[[str, int], None] = lambda part, step: None,
         waiting: Waiting = untimed,
@@ -114,7 +121,7 @@ class CheckpointManager:
         """
         self._broadcast_from_rank0(self._prepare_folder)
         if (position := self._load_newest(self._choose, accept)) is not None:
-            self._record(RESUMED, step=position.step)
+            self._record(Resumed(position.step))
             return position
         if link := self._broadcast_from_rank0(self._folder.latest):
             raise DataError(
@@ -265,16 +272,16 @@ class CheckpointManager:
         )
         self.durations = self.durations.with_another(took)
         size = sum(entry.bytes for entry in files.values())
-        fields = {"step": position.step, "bytes": size, **took.as_fields()}
-        logger().info("checkpoint committed", **fields)
-        self._record(COMMITTED, **fields)
+        event = CheckpointCommitted.of(position.step, size, took)
+        logger().info("checkpoint committed", **event.to_fields())
+        self._record(event)
 
     def _report_failure(self, save: _Save, error: SaveFailedError) -> None:
         if self._rank == 0:
             step = save.position.step
             reasons = {f"rank {rank}": why for rank, why in error.reasons.items()}
             logger().warning("checkpoint failed; the last one is intact", step=step, **reasons)
-            self._record("checkpoint_failed", step=step, reasons=reasons)
+            self._record(CheckpointFailed(step, reasons))
             retention.discard(save.path)
 
     def _load_newest(
@@ -355,7 +362,7 @@ class CheckpointManager:
         aside = self._folder.set_aside(step, "damaged", self._fence.attempt.number)
         found = [str(damage) for damage in damages[:10]]
         logger().warning("checkpoint is damaged", step=step, kept_as=aside.name, damage=found)
-        self._record("checkpoint_damaged", step=step, kept_as=aside.name, damage=found)
+        self._record(CheckpointDamaged(step, aside.name, tuple(found)))
 
     def _go_on_from(self, step: int, remarks: Collection[str]) -> None:
         if (named := self._folder.latest()) != step:

@@ -12,9 +12,6 @@ from kempner.cluster.slurm.hostlist import node_of
 from kempner.cluster.slurm.job import JobState
 from kempner.config.sections import Config
 from kempner.run.control.protocol import (
-    EVALUATED,
-    SIGNALLED,
-    STALLED,
     Event,
     Outcome,
     PeerLost,
@@ -27,8 +24,14 @@ from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger
 from kempner.run.process.signals import Received
 from kempner.run.record.attempts import Attempt
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.events.health import ConnectionsStalled
+from kempner.run.record.events.stop import Signalled, StopRequested
+from kempner.run.record.events.training import Evaluated
+from kempner.run.record.events.vocabulary import parse_event
 from kempner.run.record.ledger import Ledger
-from kempner.run.record.save_times import COMMITTED, SUSPENDED, Durations, SaveSeconds
+from kempner.run.record.save_times import Durations
 from kempner.supervisor.control.events import Connected, Disconnected, Heard, LastReport, News
 from kempner.supervisor.control.server import ControlServer
 from kempner.supervisor.launchers.base import Launcher
@@ -213,29 +216,40 @@ class Watch:
                 logger().info("parted", rank=attempt_event.rank, reason=attempt_event.reason)
                 if attempt_event.rank not in self._ends:
                     self._parted[attempt_event.rank] = self._clock.now()
-            case Heard(rank, Event(name=name) as event) if name == STALLED:
-                self._hangs.hear(rank, event.fields["ends"])
-            case Heard(_, Event() as event):
-                self._record(event)
+            case Heard(rank, Event() as said):
+                self._hear(rank, parse_event(said.name, said.fields))
             case Heard(rank, Outcome() as outcome):
                 self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
 
-    def _record(self, event: Event) -> None:
-        fields = {"attempt": self.attempt.number, **event.fields}
-        if event.name == COMMITTED:
-            save = SaveSeconds.from_fields(event.fields)
-            if self._clock.stood_still(save.total):
-                fields[SUSPENDED] = True
-            else:
-                self._durations = self._durations.with_another(save)
-                self._pace.took(Phase.SAVE, save.total)
-        elif event.name == EVALUATED:
-            took = event.fields.get("seconds")
-            if isinstance(took, float) and not self._clock.stood_still(took):
-                self._pace.took(Phase.EVAL, took)
-        self._ledger.record(event.name, **fields)
-        if event.name == SIGNALLED and self._job is not None:
+    def _hear(self, rank: int, event: LedgerEvent | None) -> None:
+        match event:
+            case None:
+                logger().warning("a line of this rank does not go into the ledger", rank=rank)
+            case ConnectionsStalled():
+                self._hangs.hear(rank, event)
+            case CheckpointCommitted():
+                self._record(self._learn_from(event))
+            case Evaluated():
+                if not self._clock.stood_still(event.seconds):
+                    self._pace.took(Phase.EVAL, event.seconds)
+                self._record(event)
+            case _:
+                self._record(event)
+        if isinstance(event, Signalled) and self._job is not None:
             self._job.look()
+
+    def _learn_from(self, commit: CheckpointCommitted) -> CheckpointCommitted:
+        """Take note of how long the save took, unless the job was suspended meanwhile."""
+        if commit.took is None:
+            return commit
+        if self._clock.stood_still(commit.took.total):
+            return replace(commit, suspended=True)
+        self._durations = self._durations.with_another(commit.took)
+        self._pace.took(Phase.SAVE, commit.took.total)
+        return commit
+
+    def _record(self, event: LedgerEvent) -> None:
+        self._ledger.record(event, self.attempt.number)
 
     def _pass_on(self, received: Received) -> None:
         self.signals.append(received)
@@ -275,12 +289,7 @@ class Watch:
             logger().warning(f"{reason}: stopping after this step, with a checkpoint")
             self._launcher.ask_to_stop()
         self._stop_by, self.stop_reason = by, reason
-        self._ledger.record(
-            "stop_requested",
-            attempt=self.attempt.number,
-            reason=reason,
-            seconds_left=round(seconds_left, 1),
-        )
+        self._record(StopRequested(reason, round(seconds_left, 1)))
         self._channel.tell(Stop(reason, seconds_left))
 
     def _note_end(self, end: RankExit) -> None:

@@ -12,15 +12,22 @@ from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.cluster.slurm.hostlist import node_of
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import Control, Launch, LaunchTerms
-from kempner.run.control.protocol import SUSPECT, Phase, Secret
+from kempner.run.control.protocol import Phase, Secret
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger, open_log
 from kempner.run.process.signals import Received, SignalInbox
 from kempner.run.record.attempts import Attempt, begin_attempt
+from kempner.run.record.events.attempt import (
+    AttemptEnded,
+    AttemptFailed,
+    AttemptStarted,
+    Restarting,
+)
+from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.gave_up import refuse_if_given_up
-from kempner.run.record.ledger import Ledger, read_lines
+from kempner.run.record.history import RunHistory
+from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.run.record.save_times import Durations, last_step
 from kempner.supervisor.attempt import AttemptEvent, Watch
 from kempner.supervisor.control.auth import Membership, listen
 from kempner.supervisor.control.file_transport import FileTransport
@@ -42,7 +49,7 @@ from kempner.supervisor.policy.restart import (
 )
 from kempner.supervisor.preflight import choose_nodes, nodes_to_exclude
 from kempner.supervisor.slurm.job_monitor import JobMonitor
-from kempner.supervisor.slurm.requeue_job import facts, requeue_or_explain
+from kempner.supervisor.slurm.requeue_job import job_facts, requeue_or_explain
 
 LEFT_AT_ONCE = "left at once on the second Ctrl-C; the last commit is intact"
 
@@ -62,6 +69,7 @@ class SupervisorContext:
     job: JobMonitor | None
     ledger: Ledger
     lease: Lease
+    history: RunHistory
 
     def terms(self) -> LaunchTerms | None:
         """What a program of the user's own is told; ours reads the configuration."""
@@ -88,8 +96,9 @@ def supervise(
     raise_open_file_limit()
     lease = Lease.acquire(run, config.supervise.lease)
     try:
+        ledger, history = Ledger(run.ledger), RunHistory.read(run.ledger)
         context = SupervisorContext(
-            run, launcher, program, config, signals, job, Ledger(run.ledger), lease
+            run, launcher, program, config, signals, job, ledger, lease, history
         )
         return _bring_to_an_end(context)
     finally:
@@ -99,7 +108,7 @@ def supervise(
 def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
     """One attempt after the other, until one is the last."""
     while True:
-        earlier = failures(read_lines(context.run.ledger))
+        earlier = failures(context.history.refresh())
         watch, decision = _follow_attempt(context)
         context.lease.check()
         end = _restart_or_finish(context, watch, decision, earlier)
@@ -110,7 +119,13 @@ def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
         if context.job is not None:
             number = watch.attempt.number
             requeue_or_explain(
-                context.job, watch.job_at_first, number, end, context.run, context.ledger
+                context.job,
+                watch.job_at_first,
+                number,
+                end,
+                context.run,
+                context.ledger,
+                context.history,
             )
         return end.code
 
@@ -123,7 +138,7 @@ def _restart_or_finish(
         return decision
     attempt, failure = watch.attempt, _failure(context, watch, decision)
     node = node_of(watch.host_of(decision.culprit), context.launcher.nodes)
-    context.ledger.record("attempt_failed", attempt=attempt.number, node=node, **asdict(failure))
+    context.ledger.record(AttemptFailed(node=node, **asdict(failure)), attempt.number)
     verdict = decide_restart(
         decision, failure, earlier, context.config.supervise.max_restarts_without_progress
     )
@@ -134,14 +149,14 @@ def _restart_or_finish(
     before = context.launcher.nodes
     unable = context.launcher.prepare_again(watch.lost_hosts())
     for gone in sorted(set(before) - set(context.launcher.nodes)):
-        context.ledger.record(SUSPECT, attempt=attempt.number, node=gone, reason=NO_ANSWER)
+        context.ledger.record(NodeSuspected(gone, NO_ANSWER), attempt.number)
     if unable is not None:
         return replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
     if bad:
         reason = "; ".join(f"{name} is suspect: {why}" for name, why in bad.items())
         return replace(decision, reason=reason, bad_nodes=tuple(bad))
     logger().warning(verdict.reason)
-    context.ledger.record("restarting", attempt=attempt.number, reason=verdict.reason)
+    context.ledger.record(Restarting(verdict.reason), attempt.number)
     return None
 
 
@@ -162,7 +177,7 @@ def _better_without(
     if not verdict.again and decision.code is not ExitCode.CHECKPOINT_FAILED:
         return {}
     code, last = decision.code, verdict.last
-    bad = nodes_to_exclude(context.launcher, node, context.run, context.config, code, last)
+    bad = nodes_to_exclude(context.launcher, node, context.history, context.config, code, last)
     return bad if bad and job.finds_others(list(bad)) else {}
 
 
@@ -175,9 +190,10 @@ def _follow_attempt(context: SupervisorContext) -> tuple[Watch, Decision]:
     context.lease.check()
     attempt, ledger = begin_attempt(run), context.ledger
     open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
-    choose_nodes(launcher, attempt, run, config, ledger)
+    choose_nodes(launcher, attempt, run, config, ledger, context.history)
     size = launcher.size
-    ledger.record("attempt_started", attempt=attempt.number, ranks=size, **facts(job))
+    facts = () if job is None else job_facts(job)
+    ledger.record(AttemptStarted(size, *facts), attempt.number)
     secret = Secret.new()
     channel = ControlServer(
         listener,
@@ -186,13 +202,12 @@ def _follow_attempt(context: SupervisorContext) -> tuple[Watch, Decision]:
         incoming.put,
     )
     channel.start()
-    past = list(read_lines(run.ledger))
+    past = context.history.refresh()
     # A start without a checkpoint says nothing about how long it takes to load one.
-    phase_stats = PhaseStats(learned(past, size), unlike=() if last_step(past) else (Phase.LOAD,))
-    durations = Durations.from_ledger(past)
+    phase_stats = PhaseStats(learned(past, size), unlike=() if past.last_step else (Phase.LOAD,))
     ours = context.program.ours
     watch = Watch(
-        attempt, size, config, launcher, channel, ledger, durations, job, phase_stats, ours
+        attempt, size, config, launcher, channel, ledger, past.durations, job, phase_stats, ours
     )
     control = Control(launcher.address, channel.port, secret)
     _see_it_through(
@@ -244,7 +259,7 @@ def _failure(context: SupervisorContext, watch: Watch, decision: Decision) -> Fa
     return Failure(
         # Of a rank that was killed the last report is old; the others' came as they left.
         step=watch.step_of(decision.culprit if raised else None),
-        committed=last_step(read_lines(context.run.ledger)),
+        committed=context.history.refresh().last_step,
         raised=raised,
     )
 
@@ -256,11 +271,6 @@ def insists(received: Sequence[Received]) -> bool:
 
 
 def _close(ledger: Ledger, attempt: Attempt, decision: Decision, exits: Sequence[RankExit]) -> None:
-    ledger.record(
-        "attempt_ended",
-        attempt=attempt.number,
-        code=int(decision.code),
-        reason=decision.reason,
-        culprit=decision.culprit,
-        exits={str(e.rank): e.status for e in exits},
-    )
+    statuses = {str(e.rank): e.status for e in exits}
+    ended = AttemptEnded(int(decision.code), decision.reason, decision.culprit, statuses)
+    ledger.record(ended, attempt.number)

@@ -24,9 +24,10 @@ from kempner.model.spec.shape import Shape, flops_per_token
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.attempts import Attempt, Fence
-from kempner.run.record.ledger import read_lines
+from kempner.run.record.events.attempt import FaultsPlanned
+from kempner.run.record.events.checkpoint import StartedAnew
+from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
-from kempner.run.record.save_times import Durations
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.collective_timer import time_collectives
@@ -35,7 +36,7 @@ from kempner.training.loop import Training
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.observe.metrics import StepMetrics, peak_flops
 from kempner.training.observe.progress_bar import open_display
-from kempner.training.policy.anomalies import STARTED, Health, remembered
+from kempner.training.policy.anomalies import Health, remembered
 from kempner.training.rank_link.rank_link import RankLink
 from kempner.training.rank_link.shutdown import ShutdownHandler
 from kempner.training.vote.vote import VoteGroup
@@ -59,16 +60,17 @@ def build(
     if ranks.device.type == "cpu":
         time_collectives(model, rank_link.progress.waiting)
     optimizer = build_optimizer(model, config.optimizer)
-    record = _recorder(rank_link, attempt)
+    record = partial(rank_link.record, attempt)
+    history = RunHistory.read(run.ledger) if ranks.world.rank == 0 else RunHistory()
     fence, identity = Fence(run.attempts, attempt), _identity(config, corpus, shape, ranks)
     checkpoints = _open_checkpoints(
-        config, rank_link, ranks, model, optimizer, identity, fence, record, faults
+        config, rank_link, ranks, model, optimizer, identity, fence, record, faults, history
     )
     if ranks.world.rank == 0:
         _snapshot_config(config, run, attempt)
     if faults.planned:
-        record("faults_planned", faults=faults.planned)
-    position = _resume(config, run, ranks, checkpoints, record)
+        record(FaultsPlanned(tuple(faults.planned)))
+    position = _resume(config, ranks, checkpoints, record, history)
     open_feed = partial(_open_feed, config, corpus, ranks)
     return Training(
         config=config,
@@ -100,9 +102,9 @@ def _open_checkpoints(
     fence: Fence,
     record: Recorder,
     faults: FaultInjector,
+    history: RunHistory,
 ) -> CheckpointManager:
     section, run = config.checkpoint, rank_link.run
-    events = read_lines(run.ledger) if ranks.world.rank == 0 else ()
     return CheckpointManager(
         Path(section.dir) if section.dir else run.checkpoints,
         model,
@@ -114,7 +116,7 @@ def _open_checkpoints(
         keep_every=section.keep_every,
         background=section.async_save,
         record=record,
-        durations=Durations.from_ledger(events),
+        durations=history.durations,
         reached=faults.maybe_inject,
         waiting=rank_link.progress.waiting,
     )
@@ -122,10 +124,10 @@ def _open_checkpoints(
 
 def _resume(
     config: Config,
-    run: RunDirectory,
     ranks: Ranks,
     checkpoints: CheckpointManager,
     record: Recorder,
+    history: RunHistory,
 ) -> Position:
     """Load the newest checkpoint; where it stands, with every rollback that is known of.
 
@@ -133,19 +135,12 @@ def _resume(
     """
     position = checkpoints.restore(config.checkpoint.accept_changes)
     if position is None:
-        record(STARTED)
+        record(StartedAnew())
         return Position()
-    told = ranks.broadcast(remembered(read_lines(run.ledger)) if ranks.world.rank == 0 else ())
+    told = ranks.broadcast(remembered(history))
     assert isinstance(told, tuple)  # rank 0's reading
     later = [rollback for rollback in told if rollback not in position.rollbacks]
     return dataclasses.replace(position, rollbacks=(*position.rollbacks, *later))
-
-
-def _recorder(rank_link: RankLink, attempt: Attempt) -> Recorder:
-    def record(event: str, **fields: object) -> None:
-        rank_link.record(attempt, event, fields)
-
-    return record
 
 
 def _vocabulary(config: Config, corpus: Corpus) -> int:

@@ -7,11 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from pydantic import JsonValue, TypeAdapter
-
 from kempner.config.resilience import ResilienceSection
-from kempner.run.control.protocol import SUSPECT, DumpStacks
+from kempner.run.control.protocol import DumpStacks
 from kempner.run.process.logs import logger
+from kempner.run.record.events.health import ConnectionsStalled, HangFound
+from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.control.events import Connected, LastReport
 from kempner.supervisor.control.server import ControlServer
@@ -21,8 +21,6 @@ from kempner.supervisor.monitors.process_probe import is_here, of_processes
 
 EVIDENCE = 3.0
 """Seconds that ranks and nodes get to say what they see, before the ranks are killed."""
-
-_ENDS = TypeAdapter(list[tuple[str, str]])
 
 
 class HangEvidence:
@@ -41,7 +39,7 @@ class HangEvidence:
         self._stillness = HangDetector(section, now)
         self._noticed_at = 0.0
         self._processes: Sequence[str] = ()
-        self._stalled: dict[int, list[tuple[str, str]]] = {}
+        self._stalled: dict[int, tuple[tuple[str, str], ...]] = {}
         self.found: Hang | None = None
         """What the attempt is ended for, once there is something."""
         self.over = False
@@ -65,9 +63,9 @@ class HangEvidence:
         elif not self.over and now - self._noticed_at > EVIDENCE:
             self._close(self.found, last_reports, joined)
 
-    def hear(self, rank: int, ends: JsonValue) -> None:
+    def hear(self, rank: int, stalled: ConnectionsStalled) -> None:
         """A rank says which of its node's connections deliver nothing, by their addresses."""
-        self._stalled[rank] = _ENDS.validate_python(ends)
+        self._stalled[rank] = stalled.ends
 
     def _close(
         self, hang: Hang, last_reports: Mapping[int, LastReport], joined: Mapping[int, Connected]
@@ -77,17 +75,12 @@ class HangEvidence:
             node = joined[cut_off].host
             reason = f"rank {cut_off} on {node} is cut off: what is sent to and from it is lost"
             hang = replace(hang, laggard=cut_off, sentence=f"{hang.sentence}; {reason}")
-            self._ledger.record(SUSPECT, attempt=self._attempt, node=node, reason=reason)
+            self._ledger.record(NodeSuspected(node, reason), self._attempt)
         self.found, self.over = hang, True
         logger().warning(hang.sentence)
-        self._ledger.record(
-            "hang",
-            attempt=self._attempt,
-            reason=hang.sentence,
-            laggard=hang.laggard,
-            waiting=by_what_they_wait_for(last_reports),
-            processes=list(self._processes),
-        )
+        waiting, processes = by_what_they_wait_for(last_reports), tuple(self._processes)
+        event = HangFound(hang.sentence, hang.laggard, waiting, processes)
+        self._ledger.record(event, self._attempt)
 
 
 def worth_a_look(

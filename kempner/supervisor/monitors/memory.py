@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Usage
+from kempner.run.record.events.health import MemoryLow, ResourceGrowth
 
 SPAN = 300.0
 """Seconds of which the least use counts: what comes and goes within them is no growth."""
@@ -25,9 +26,9 @@ HORIZON = 24 * 3600.0
 
 @dataclass(frozen=True)
 class Trouble:
-    """`event` for the ledger, about a rank; `reason` is for a person to read."""
+    """The kind of `event` for the ledger, about a rank; `reason` is for a person to read."""
 
-    event: str
+    event: type[MemoryLow] | type[ResourceGrowth]
     rank: int
     reason: str
 
@@ -83,7 +84,7 @@ class MemoryMonitor:
                 largest[host] = rank
         new = [rank for host, rank in largest.items() if host not in self._short]
         self._short = set(largest)
-        return [Trouble("memory_low", rank, describe_usage(usage[rank])) for rank in new]
+        return [Trouble(MemoryLow, rank, describe_usage(usage[rank])) for rank in new]
 
     def _growing(self, usage: Mapping[int, Usage], now: float) -> Iterator[Trouble]:
         for rank, seen in usage.items():
@@ -100,7 +101,7 @@ class MemoryMonitor:
                     f"{what} grew for {SPANS * SPAN / 60:.0f} minutes without pause; at this rate "
                     f"nothing is left in {seconds / 3600:.1f} h: {describe_usage(seen)}"
                 )
-                yield Trouble("growth", rank, reason)
+                yield Trouble(ResourceGrowth, rank, reason)
 
 
 def explain_kill(last: Usage, kills: int) -> str:

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from kempner.config.resilience import ResilienceSection
-from kempner.run.control.protocol import SUSPECT, Phase, Usage
+from kempner.run.control.protocol import Phase, Usage
 from kempner.run.process.logs import logger
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.health import Recovered, SlowDownFound, StragglerFound
+from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.control.events import Connected, LastReport
 from kempner.supervisor.monitors.memory import MemoryMonitor
-from kempner.supervisor.monitors.phase_durations import LEARNED, to_fields
+from kempner.supervisor.monitors.phase_durations import to_event
 from kempner.supervisor.monitors.phase_stats import PhaseStats
 from kempner.supervisor.monitors.straggler import Straggler, StragglerMonitor
 
@@ -53,28 +56,28 @@ class Reporter:
             self._name(found.straggler, joined)
         if found.slow is not None:
             logger().warning(found.slow.sentence)
-            self._record("slow_down", reason=found.slow.sentence, **asdict(found.slow))
+            self._record(SlowDownFound(reason=found.slow.sentence, **asdict(found.slow)))
         for what in found.recovered:
-            self._record("recovered", of=what)
+            self._record(Recovered(of=what))
         hosts = {rank: there.host for rank, there in joined.items()}
         for trouble in self._memory.see(usage, hosts, now):
             node = hosts.get(trouble.rank)
             logger().warning(f"rank {trouble.rank} on {node}: {trouble.reason}")
-            self._record(trouble.event, rank=trouble.rank, node=node, reason=trouble.reason)
+            self._record(trouble.event(trouble.rank, node, trouble.reason))
 
     def record_phase_durations(self) -> None:
         """Note how long the phases of this run take."""
         if phase_durations := self._pace.learned():
-            self._record(LEARNED, ranks=self._size, phases=to_fields(phase_durations))
+            self._record(to_event(phase_durations, self._size))
 
     def _name(self, straggler: Straggler, joined: Mapping[int, Connected]) -> None:
         there = joined.get(straggler.rank)
         node = None if there is None else there.host
         reason = f"rank {straggler.rank}{f' on {node}' if node else ''} {straggler.sentence}"
         logger().warning(reason)
-        self._record("straggler", node=node, reason=reason, **asdict(straggler))
+        self._record(StragglerFound(node=node, reason=reason, **asdict(straggler)))
         if self._section.straggler_is_suspect and node is not None:
-            self._record(SUSPECT, node=node, reason=reason)
+            self._record(NodeSuspected(node, reason))
 
-    def _record(self, event: str, **fields: object) -> None:
-        self._ledger.record(event, attempt=self._attempt, **fields)
+    def _record(self, event: LedgerEvent) -> None:
+        self._ledger.record(event, self._attempt)

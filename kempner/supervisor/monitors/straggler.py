@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Phase, Report
+from kempner.run.record.events.health import SlowDownFound, StragglerFound
 from kempner.supervisor.control.events import LastReport
 
 SPAN = 15.0
@@ -155,7 +156,10 @@ class StragglerMonitor:
         was_late, was_slow = self._straggler.state, self._slow.state
         late = self._straggler.changes_to(straggler.rank if straggler else None)
         slower = self._slow.changes_to(True if slow else None)
-        over = ((late and was_late is not None, "straggler"), (slower and was_slow, "slow_down"))
+        over = (
+            (late and was_late is not None, StragglerFound.name),
+            (slower and was_slow, SlowDownFound.name),
+        )
         return Findings(
             straggler if late else None,
             slow if slower else None,

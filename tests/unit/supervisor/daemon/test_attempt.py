@@ -14,8 +14,6 @@ from kempner.config.resilience import ResilienceSection
 from kempner.config.sections import Config, SuperviseSection
 from kempner.run.control.launch_env import Launch
 from kempner.run.control.protocol import (
-    EVALUATED,
-    SIGNALLED,
     DumpStacks,
     Event,
     FromSupervisor,
@@ -202,7 +200,7 @@ def test_it_is_over_when_all_have_said_so_even_if_the_launcher_never_does(
 
 
 def test_events_of_ranks_become_lines_of_the_ledger(watch: Watch, tmp_path: Path) -> None:
-    feed(watch, Heard(0, Event(1, "saved", {"step": 7})))
+    feed(watch, Heard(0, Event(1, "resumed", {"step": 7})))
     (line,) = read_lines(tmp_path / "ledger.jsonl")
     assert (line["attempt"], line["step"]) == (4, 7)
 
@@ -230,7 +228,7 @@ def test_what_ranks_say_of_an_evaluation_tells_how_long_one_may_last(
     watch: Watch, hands: Hands, clock: Clock
 ) -> None:
     said = {"step": 5, "loss": 2.5, "seconds": 31.0}
-    feed(watch, Heard(0, Event(1, EVALUATED, said)))
+    feed(watch, Heard(0, Event(1, "evaluated", said)))
     hands.seen = {
         rank: LastReport(Report(9, Phase.EVAL, 0.0, 0.0), clock.now) for rank in (0, 1, 2)
     }
@@ -248,7 +246,7 @@ def test_a_signal_to_the_ranks_alone_has_slurm_asked_at_once(
     job.look = lambda: asked.append(job.id)  # type: ignore[method-assign]
     ledger = Ledger(tmp_path / "ledger.jsonl")
     watch = Watch(Attempt(4, "abcd"), 1, Config(), hands, hands, ledger, Durations(), job)  # type: ignore[arg-type]
-    feed(watch, Heard(0, Event(1, "saved", {"step": 7})))
+    feed(watch, Heard(0, Event(1, "resumed", {"step": 7})))
     assert asked == []
-    feed(watch, Heard(0, Event(2, SIGNALLED, {})))
+    feed(watch, Heard(0, Event(2, "signalled", {})))
     assert asked == ["7"]

@@ -59,7 +59,7 @@ def test_a_node_that_runs_short_is_named_once_with_its_largest_rank() -> None:
     calm = {0: CALM, 1: CALM, 2: CALM}
     assert watch.see(calm, HOSTS, 0.0) == []
     (told,) = watch.see({0: short, 1: replace(short, rss=9 * GIB), 2: CALM}, HOSTS, 10.0)
-    assert (told.event, told.rank) == ("memory_low", 1)
+    assert (told.event.name, told.rank) == ("memory_low", 1)
     assert told.reason == (
         "it had 9.0 GiB and its 2 processes 1.0 GiB, 80 files were open, and 4.0 GiB of 100.0 GiB "
         "were left"
@@ -93,7 +93,7 @@ def test_a_rank_that_leaks_is_named_once(what: str) -> None:
         leak = {"rss": CALM.rss + span * GIB} if what == "memory" else {"files": 80 + 20 * span}
         told += watch.see({0: CALM, 1: replace(CALM, **leak)}, HOSTS, span * SPAN)
     (trouble,) = told
-    assert (trouble.event, trouble.rank) == ("growth", 1)
+    assert (trouble.event.name, trouble.rank) == ("growth", 1)
     assert trouble.reason.startswith(f"{what} grew for 30 minutes")
 
 

@@ -22,7 +22,8 @@ from kempner.checkpoint.tensors.save import SaveFailedError, SaveJob
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.logs import logger
 from kempner.run.record.attempts import SupersededError
-from kempner.run.record.save_times import RESUMED, Durations
+from kempner.run.record.events.checkpoint import CheckpointFailed, Resumed
+from kempner.run.record.save_times import Durations
 
 
 class CheckpointManager:
@@ -63,7 +64,7 @@ class CheckpointManager:
         """
         self._restorer.prepare_folder()
         if (train_state := self._load_newest(self._choose, accept)) is not None:
-            self._context.record(RESUMED, step=train_state.step)
+            self._context.record(Resumed(train_state.step))
             return train_state
         if link := self._context.broadcast_from_rank0(self._folder.latest):
             raise DataError(
@@ -180,5 +181,5 @@ class CheckpointManager:
             step = job.train_state.step
             reasons = {f"rank {rank}": why for rank, why in error.reasons.items()}
             logger().warning("checkpoint failed; the last one is intact", step=step, **reasons)
-            self._context.record("checkpoint_failed", step=step, reasons=reasons)
+            self._context.record(CheckpointFailed(step, reasons))
             retention.discard(job.path)

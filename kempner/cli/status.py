@@ -11,6 +11,7 @@ import typer
 from kempner.insight.job import find_run, read_job
 from kempner.insight.status import read_status
 from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 
 
@@ -34,10 +35,11 @@ def status(
         raise UsageError(
             f"{target} is no run: it has no ledger.jsonl; give <run.dir>/<run.name>, or a job's id"
         )
-    found = read_status(run)
+    history = RunHistory.read(run.ledger)
+    found = read_status(run, history)
     rows = {
         "run": run.path,
-        **({} if job is None else read_job(job, run).rows()),
+        **({} if job is None else read_job(job, history).rows()),
         "state": found.state if found.gave_up is None else f"given up, see {run.gave_up}",
         "step": found.step,
         "loss": found.loss,

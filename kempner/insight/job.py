@@ -9,7 +9,8 @@ from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.job import JobState, parse_job
 from kempner.cluster.slurm.scontrol import SlurmError
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.record.ledger import read_lines
+from kempner.run.record.events.attempt import AttemptStarted
+from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 
 
@@ -63,7 +64,7 @@ def find_run(job: str, runs: Path) -> RunDirectory:
     """
     for ledger in sorted(runs.glob("*/ledger.jsonl")):
         run = RunDirectory(ledger.parent)
-        if _last_launch(job, run) is not None:
+        if _last_launch(job, RunHistory.read(ledger)) is not None:
             return run
     try:
         output = Path(scontrol.output_file(job))
@@ -79,7 +80,7 @@ def find_run(job: str, runs: Path) -> RunDirectory:
     return RunDirectory(Path(named[-1]))
 
 
-def read_job(job: str, run: RunDirectory) -> JobStatus:
+def read_job(job: str, history: RunHistory) -> JobStatus:
     """Ask Slurm, which forgets a job minutes after its end, and its accounting, which does not."""
     now, records = _controller(job), _accounting(job)
     if now is not None:
@@ -87,7 +88,7 @@ def read_job(job: str, run: RunDirectory) -> JobStatus:
     else:
         state, nodes = records[-1] if records else "unknown to Slurm", ""
     counts = Restarts(
-        launch=_last_launch(job, run),
+        launch=_last_launch(job, history),
         controller=None if now is None else now.restarts,
         accounting=len(records) - 1 if records else None,
     )
@@ -110,11 +111,7 @@ def _accounting(job: str) -> list[str]:
         return []
 
 
-def _last_launch(job: str, run: RunDirectory) -> int | None:
+def _last_launch(job: str, history: RunHistory) -> int | None:
     """The restart count that the job's last launch began with; None if it launched nothing."""
-    counts = [
-        line["restarts"]
-        for line in read_lines(run.ledger)
-        if line["event"] == "attempt_started" and line.get("job") == job
-    ]
+    counts = [event.restarts for event in history.events(AttemptStarted) if event.job == job]
     return counts[-1] if counts else None

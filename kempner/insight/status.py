@@ -11,7 +11,11 @@ from typing import Any
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.run.record import gave_up
 from kempner.run.record.attempts import read_current
+from kempner.run.record.events.attempt import AttemptEnded, AttemptStarted
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.stop import Completed, Stopped
 from kempner.run.record.gave_up import GaveUp
+from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
 
@@ -33,20 +37,21 @@ class Status:
 
 
 def summarise(
-    events: Iterable[Mapping[str, Any]],
+    history: RunHistory,
     metrics: Iterable[Mapping[str, Any]],
     latest_checkpoint: int | None,
 ) -> Status:
-    """Condense ledger and metrics."""
+    """Condense history and metrics."""
     attempts, last, state = 0, None, "not started"
-    for event in events:
-        last = event["event"]
-        if last == "attempt_started":
-            attempts, state = attempts + 1, "running, or ended without a word"
-        elif last in ("stopped", "completed"):
-            state = last
-        elif last == "attempt_ended" and event.get("reason"):
-            state = event["reason"]
+    for event in history.events(LedgerEvent):
+        last = event.name
+        match event:
+            case AttemptStarted():
+                attempts, state = attempts + 1, "running, or ended without a word"
+            case Stopped() | Completed():
+                state = event.name
+            case AttemptEnded() if event.reason:
+                state = event.reason
     step, loss = None, None
     for line in metrics:
         if "loss" in line:
@@ -79,10 +84,10 @@ def spans(numbers: Iterable[int]) -> str:
     return ", ".join(runs)
 
 
-def read_status(run: RunDirectory) -> Status:
-    """The status of the run in a directory."""
+def read_status(run: RunDirectory, history: RunHistory) -> Status:
+    """The status of the run in a directory, which has this history."""
     latest = CheckpointFolder(run.checkpoints).latest()
-    status = summarise(read_lines(run.ledger), read_lines(run.metrics), latest)
+    status = summarise(history, read_lines(run.metrics), latest)
     return replace(status, ranks=gather(_read_ranks(run)), gave_up=gave_up.read(run))
 
 

@@ -15,9 +15,6 @@ from typing import TypeAlias
 from kempner.cluster.slurm.hostlist import node_of
 from kempner.config.sections import Config
 from kempner.run.control.protocol import (
-    EVALUATED,
-    SIGNALLED,
-    STALLED,
     Event,
     Outcome,
     PeerLost,
@@ -29,8 +26,13 @@ from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger
 from kempner.run.process.signals import Received
 from kempner.run.record.attempts import Attempt
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.events.health import ConnectionsStalled
+from kempner.run.record.events.stop import Signalled, StopRequested
+from kempner.run.record.events.training import Evaluated
+from kempner.run.record.events.vocabulary import parse_event
 from kempner.run.record.ledger import Ledger
-from kempner.run.record.save_times import COMMITTED, SUSPENDED, SaveSeconds
 from kempner.supervisor.control.events import Connected, Disconnected, Heard, News
 from kempner.supervisor.control.rank_roster import RankRoster
 from kempner.supervisor.control.server import ControlServer
@@ -229,10 +231,8 @@ class AttemptFollower:
             case Disconnected(rank, reason):
                 logger().info("parted", rank=rank, reason=reason)
                 self.roster.disconnected(rank, self._times.now())
-            case Heard(rank, Event(name=name) as event) if name == STALLED:
-                self._evidence.hear(rank, event.fields["ends"])
-            case Heard(_, Event() as event):
-                self._record(event)
+            case Heard(rank, Event() as said):
+                self._hear(rank, parse_event(said.name, said.fields))
             case Heard(rank, Outcome() as outcome):
                 self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
 
@@ -242,18 +242,30 @@ class AttemptFollower:
         self.roster.connected(replace(there, host=node), self._times.now())
         self._advance(Trigger.ALL_JOINED if self.roster.all_joined else Trigger.RANK_JOINED)
 
-    def _record(self, event: Event) -> None:
-        fields = {"attempt": self.attempt.number, **event.fields}
-        if event.name == COMMITTED:
-            if not self._times.saved(SaveSeconds.from_fields(event.fields)):
-                fields[SUSPENDED] = True
-        elif event.name == EVALUATED:
-            took = event.fields.get("seconds")
-            if isinstance(took, float):
-                self._times.evaluated(took)
-        self._ledger.record(event.name, **fields)
-        if event.name == SIGNALLED:
+    def _hear(self, rank: int, event: LedgerEvent | None) -> None:
+        match event:
+            case None:
+                logger().warning("a line of this rank does not go into the ledger", rank=rank)
+            case ConnectionsStalled():
+                self._evidence.hear(rank, event)
+            case CheckpointCommitted():
+                self._record(self._learn_from(event))
+            case Evaluated():
+                self._times.evaluated(event.seconds)
+                self._record(event)
+            case _:
+                self._record(event)
+        if isinstance(event, Signalled):
             self.job.look()
+
+    def _learn_from(self, commit: CheckpointCommitted) -> CheckpointCommitted:
+        """Take note of how long the save took, unless the job was suspended meanwhile."""
+        if commit.took is None or self._times.saved(commit.took):
+            return commit
+        return replace(commit, suspended=True)
+
+    def _record(self, event: LedgerEvent) -> None:
+        self._ledger.record(event, self.attempt.number)
 
     def _pass_on(self, received: Received) -> None:
         self._stop.signals.append(received)
@@ -276,12 +288,7 @@ class AttemptFollower:
             logger().warning(f"{reason}: stopping after this step, with a checkpoint")
             self._launcher.ask_to_stop()
         self._stop.by, self._stop.reason = by, reason
-        self._ledger.record(
-            "stop_requested",
-            attempt=self.attempt.number,
-            reason=reason,
-            seconds_left=round(seconds_left, 1),
-        )
+        self._record(StopRequested(reason, round(seconds_left, 1)))
         self._channel.tell(Stop(reason, seconds_left))
 
     def _note_end(self, end: RankExit) -> None:

@@ -12,15 +12,22 @@ from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.cluster.slurm.hostlist import node_of
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import Control, Launch, LaunchTerms
-from kempner.run.control.protocol import SUSPECT, Secret
+from kempner.run.control.protocol import Secret
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger, open_log
 from kempner.run.process.signals import Received, SignalInbox
 from kempner.run.record.attempts import Attempt, begin_attempt
+from kempner.run.record.events.attempt import (
+    AttemptEnded,
+    AttemptFailed,
+    AttemptStarted,
+    Restarting,
+)
+from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.gave_up import refuse_if_given_up
-from kempner.run.record.ledger import Ledger, read_lines
+from kempner.run.record.history import RunHistory
+from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.run.record.save_times import last_step
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
 from kempner.supervisor.control.auth import Membership, listen
 from kempner.supervisor.control.file_transport import FileTransport
@@ -43,7 +50,7 @@ from kempner.supervisor.policy.restart import (
 from kempner.supervisor.preflight import choose_nodes, nodes_to_exclude
 from kempner.supervisor.slurm.job_monitor import JobMonitor
 from kempner.supervisor.slurm.job_view import JobView
-from kempner.supervisor.slurm.requeue_job import facts, requeue_or_explain
+from kempner.supervisor.slurm.requeue_job import job_facts, requeue_or_explain
 
 LEFT_AT_ONCE = "left at once on the second Ctrl-C; the last commit is intact"
 
@@ -63,6 +70,7 @@ class SupervisorContext:
     job: JobMonitor | None
     ledger: Ledger
     lease: Lease
+    history: RunHistory
 
     def terms(self) -> LaunchTerms | None:
         """What a program of the user's own is told; ours reads the configuration."""
@@ -89,8 +97,9 @@ def supervise(
     raise_open_file_limit()
     lease = Lease.acquire(run, config.supervise.lease)
     try:
+        ledger, history = Ledger(run.ledger), RunHistory.read(run.ledger)
         context = SupervisorContext(
-            run, launcher, program, config, signals, job, Ledger(run.ledger), lease
+            run, launcher, program, config, signals, job, ledger, lease, history
         )
         return _bring_to_an_end(context)
     finally:
@@ -100,7 +109,7 @@ def supervise(
 def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
     """One attempt after the other, until one is the last."""
     while True:
-        earlier = failures(read_lines(context.run.ledger))
+        earlier = failures(context.history.refresh())
         follower, decision = _follow_attempt(context)
         context.lease.check()
         end = _restart_or_finish(context, follower, decision, earlier)
@@ -111,7 +120,13 @@ def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
         if context.job is not None:
             number = follower.attempt.number
             requeue_or_explain(
-                context.job, follower.job.at_first, number, end, context.run, context.ledger
+                context.job,
+                follower.job.at_first,
+                number,
+                end,
+                context.run,
+                context.ledger,
+                context.history,
             )
         return end.code
 
@@ -127,7 +142,7 @@ def _restart_or_finish(
         return decision
     attempt, failure = follower.attempt, _failure(context, follower, decision)
     node = node_of(follower.roster.host_of(decision.culprit), context.launcher.nodes)
-    context.ledger.record("attempt_failed", attempt=attempt.number, node=node, **asdict(failure))
+    context.ledger.record(AttemptFailed(node=node, **asdict(failure)), attempt.number)
     verdict = decide_restart(
         decision, failure, earlier, context.config.supervise.max_restarts_without_progress
     )
@@ -138,14 +153,14 @@ def _restart_or_finish(
     before = context.launcher.nodes
     unable = context.launcher.prepare_again(follower.roster.lost_hosts())
     for gone in sorted(set(before) - set(context.launcher.nodes)):
-        context.ledger.record(SUSPECT, attempt=attempt.number, node=gone, reason=NO_ANSWER)
+        context.ledger.record(NodeSuspected(gone, NO_ANSWER), attempt.number)
     if unable is not None:
         return replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
     if bad:
         reason = "; ".join(f"{name} is suspect: {why}" for name, why in bad.items())
         return replace(decision, reason=reason, bad_nodes=tuple(bad))
     logger().warning(verdict.reason)
-    context.ledger.record("restarting", attempt=attempt.number, reason=verdict.reason)
+    context.ledger.record(Restarting(verdict.reason), attempt.number)
     return None
 
 
@@ -166,7 +181,7 @@ def _better_without(
     if not verdict.again and decision.code is not ExitCode.CHECKPOINT_FAILED:
         return {}
     code, last = decision.code, verdict.last
-    bad = nodes_to_exclude(context.launcher, node, context.run, context.config, code, last)
+    bad = nodes_to_exclude(context.launcher, node, context.history, context.config, code, last)
     return bad if bad and job.finds_others(list(bad)) else {}
 
 
@@ -200,10 +215,9 @@ def _begin(context: SupervisorContext) -> Attempt:
     context.lease.check()
     attempt = begin_attempt(run)
     open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
-    choose_nodes(launcher, attempt, run, context.config, ledger)
-    ledger.record(
-        "attempt_started", attempt=attempt.number, ranks=launcher.size, **facts(context.job)
-    )
+    choose_nodes(launcher, attempt, run, context.config, ledger, context.history)
+    facts = () if context.job is None else job_facts(context.job)
+    ledger.record(AttemptStarted(launcher.size, *facts), attempt.number)
     return attempt
 
 
@@ -220,7 +234,7 @@ def _follower(
         channel,
         context.ledger,
         JobView(context.job),
-        RunTimes.from_ledger(list(read_lines(context.run.ledger)), size),
+        RunTimes.from_history(context.history.refresh(), size),
     )
 
 
@@ -264,7 +278,7 @@ def _failure(context: SupervisorContext, follower: AttemptFollower, decision: De
     return Failure(
         # Of a rank that was killed the last report is old; the others' came as they left.
         step=follower.step_of(decision.culprit if raised else None),
-        committed=last_step(read_lines(context.run.ledger)),
+        committed=context.history.refresh().last_step,
         raised=raised,
     )
 
@@ -276,11 +290,6 @@ def insists(received: Sequence[Received]) -> bool:
 
 
 def _close(ledger: Ledger, attempt: Attempt, decision: Decision, exits: Sequence[RankExit]) -> None:
-    ledger.record(
-        "attempt_ended",
-        attempt=attempt.number,
-        code=int(decision.code),
-        reason=decision.reason,
-        culprit=decision.culprit,
-        exits={str(e.rank): e.status for e in exits},
-    )
+    statuses = {str(e.rank): e.status for e in exits}
+    ended = AttemptEnded(int(decision.code), decision.reason, decision.culprit, statuses)
+    ledger.record(ended, attempt.number)

@@ -9,6 +9,7 @@ from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger
 from kempner.run.record import gave_up
 from kempner.run.record.attempts import Attempt, read_current
+from kempner.run.record.events.attempt import RunGivenUp
 from kempner.run.record.gave_up import GaveUp
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
@@ -46,7 +47,7 @@ def give_up(
     )
     if read_current(run.attempts) != attempt:
         return verdict
-    Ledger(run.ledger).record("gave_up", **verdict.fields())
+    Ledger(run.ledger).record(RunGivenUp.from_fields(verdict.fields()), attempt.number)
     try:
         gave_up.write(run, verdict)
     except OSError as error:

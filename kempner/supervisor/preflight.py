@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 from kempner.config.sections import Config
-from kempner.run.control.protocol import SUSPECT
 from kempner.run.process.durable_io import await_entry, holds
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger
 from kempner.run.record.attempts import Attempt
-from kempner.run.record.ledger import Ledger, read_lines
+from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.history import RunHistory
+from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.launchers.base import Launcher
 from kempner.supervisor.nodes.exclusion import Suspect, suspects
@@ -22,7 +23,12 @@ from kempner.supervisor.nodes.probe import SHARED_WITHIN, ProbeQuestion
 
 
 def choose_nodes(
-    launcher: Launcher, attempt: Attempt, run: RunDirectory, config: Config, ledger: Ledger
+    launcher: Launcher,
+    attempt: Attempt,
+    run: RunDirectory,
+    config: Config,
+    ledger: Ledger,
+    history: RunHistory,
 ) -> None:
     """Have the launcher do without nodes that are unfit or suspect, as far as it can."""
     if config.resilience.health_check:
@@ -30,13 +36,13 @@ def choose_nodes(
         for warning in found.warnings:
             logger().warning(f"health check: {warning}")
         for node, reason in found.unfit.items():
-            ledger.record(SUSPECT, attempt=attempt.number, node=node, reason=reason)
-    accused = _accused(run, config)
+            ledger.record(NodeSuspected(node, reason), attempt.number)
+    accused = _accused(history, config)
     launcher.avoid({node: suspect.reason for node, suspect in accused.items()})
 
 
 def nodes_to_exclude(
-    launcher: Launcher, node: str, run: RunDirectory, config: Config, code: ExitCode, last: bool
+    launcher: Launcher, node: str, history: RunHistory, config: Config, code: ExitCode, last: bool
 ) -> dict[str, str]:
     """Nodes without which an attempt that failed on `node` had better be made, each with a reason.
 
@@ -45,7 +51,7 @@ def nodes_to_exclude(
     and the next start is the `last` one. Where a checkpoint could not be written, rank 0 says so
     for all.
     """
-    accused = _accused(run, config)
+    accused = _accused(history, config)
     used = launcher.unavoidable(accused)
     if code is ExitCode.CHECKPOINT_FAILED:
         return {name: accused[name].reason for name in used if accused[name].proven}
@@ -55,8 +61,8 @@ def nodes_to_exclude(
     return {node: accused[node].reason}
 
 
-def _accused(run: RunDirectory, config: Config) -> dict[str, Suspect]:
-    return suspects(read_lines(run.ledger), time.time(), config.resilience.suspect_for)
+def _accused(history: RunHistory, config: Config) -> dict[str, Suspect]:
+    return suspects(history.refresh(), time.time(), config.resilience.suspect_for)
 
 
 def _examine(launcher: Launcher, attempt: Attempt, run: RunDirectory, config: Config) -> Diagnosis:

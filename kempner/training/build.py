@@ -27,9 +27,11 @@ from kempner.model.spec.shape import Shape, flops_per_token
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.attempts import Attempt, Fence
-from kempner.run.record.ledger import Recorder, read_lines
+from kempner.run.record.events.attempt import FaultsPlanned
+from kempner.run.record.events.checkpoint import StartedAnew
+from kempner.run.record.history import RunHistory
+from kempner.run.record.ledger import Recorder
 from kempner.run.record.run_dir import RunDirectory
-from kempner.run.record.save_times import Durations
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
@@ -37,7 +39,7 @@ from kempner.training.loop import Training
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.observe.metrics import StepMetrics, peak_flops
 from kempner.training.observe.progress_bar import open_display
-from kempner.training.policy.anomalies import STARTED, Health, remembered
+from kempner.training.policy.anomalies import Health, remembered
 from kempner.training.rank_link.rank_link import RankLink
 from kempner.training.rank_link.shutdown import ShutdownHandler
 from kempner.training.vote.vote import VoteGroup
@@ -64,9 +66,9 @@ def build(
         time_collectives(model, rank_link.progress.waiting)
     optimizer = build_optimizer(model, config.optimizer)
     _collect_garbage_again()
-    record = _recorder(rank_link, attempt)
+    record = partial(rank_link.record, attempt)
+    history = RunHistory.read(run.ledger) if ranks.world.rank == 0 else RunHistory()
     section = config.checkpoint
-    events = read_lines(run.ledger) if ranks.world.rank == 0 else ()
     checkpoints = CheckpointManager(
         CheckpointContext(
             path=Path(section.dir) if section.dir else run.checkpoints,
@@ -80,13 +82,13 @@ def build(
         optimizer,
         keep=Keep(section.keep_last, section.keep_every),
         background=section.async_save,
-        durations=Durations.from_ledger(events),
+        durations=history.durations,
     )
     if ranks.world.rank == 0:
         _snapshot_config(config, run, attempt)
     if faults.planned:
-        record("faults_planned", faults=faults.planned)
-    train_state = _resume(config, run, ranks, checkpoints, record)
+        record(FaultsPlanned(tuple(faults.planned)))
+    train_state = _resume(config, ranks, checkpoints, record, history)
     open_feed = partial(_open_feed, config, corpus, ranks)
     return Training(
         config=config,
@@ -119,10 +121,10 @@ def _collect_garbage_again() -> None:
 
 def _resume(
     config: Config,
-    run: RunDirectory,
     ranks: Ranks,
     checkpoints: CheckpointManager,
     record: Recorder,
+    history: RunHistory,
 ) -> TrainState:
     """Load the newest checkpoint; where it stands, with every rollback that is known of.
 
@@ -130,19 +132,12 @@ def _resume(
     """
     train_state = checkpoints.restore(config.checkpoint.accept_changes)
     if train_state is None:
-        record(STARTED)
+        record(StartedAnew())
         return TrainState()
-    told = ranks.broadcast(remembered(read_lines(run.ledger)) if ranks.world.rank == 0 else ())
+    told = ranks.broadcast(remembered(history))
     assert isinstance(told, tuple)  # rank 0's reading
     later = [rollback for rollback in told if rollback not in train_state.rollbacks]
     return dataclasses.replace(train_state, rollbacks=(*train_state.rollbacks, *later))
-
-
-def _recorder(rank_link: RankLink, attempt: Attempt) -> Recorder:
-    def record(event: str, **fields: object) -> None:
-        rank_link.record(attempt, event, fields)
-
-    return record
 
 
 def _vocabulary(config: Config, corpus: Corpus) -> int:

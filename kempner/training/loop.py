@@ -14,9 +14,10 @@ from kempner.config.sections import Config
 from kempner.data.serve.loader import Feed, MicroBatch, StepBatch
 from kempner.model.transformer import Transformer
 from kempner.run.control.heartbeat import Progress
-from kempner.run.control.protocol import EVALUATED, Phase
+from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import DivergedError, ExitCode
 from kempner.run.process.logs import logger
+from kempner.run.record.events.training import Diverged, Evaluated, RolledBack
 from kempner.run.record.ledger import Recorder
 from kempner.training.compute.forward_backward import accumulate, weightless
 from kempner.training.compute.optimizer import update
@@ -24,7 +25,7 @@ from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.observe.metrics import StepMetrics
-from kempner.training.policy.anomalies import ROLLED_BACK, Health, Plan, observe, plan_rollback
+from kempner.training.policy.anomalies import Health, Plan, observe, plan_rollback
 from kempner.training.policy.lr_schedule import learning_rate
 from kempner.training.rank_link.shutdown import ShutdownHandler
 from kempner.training.vote.final_save import finish, refuse_to_go_on_unsaved
@@ -152,7 +153,7 @@ def take_note(run: Training, everything: bool) -> None:
         if anomaly is not None and run.ranks.world.rank == 0:
             step, in_a_row = numbers.train_state.step, run.health.suspects
             logger().warning(f"step {step} is suspicious: {anomaly.reason}", in_a_row=in_a_row)
-            run.record(anomaly.event, step=step, reason=anomaly.reason, in_a_row=in_a_row)
+            run.record(anomaly.event(step, anomaly.reason, in_a_row))
     run.train_state = replace(run.train_state, losses=run.health.losses)
 
 
@@ -203,7 +204,7 @@ def roll_back(run: Training) -> None:
         run.feed.close()
         run.feed = run.open_feed(run.train_state)
         run.step_metrics.start(run.train_state)
-    run.record(ROLLED_BACK, **asdict(rollback))
+    run.record(RolledBack(**asdict(rollback)))
     if run.ranks.world.rank == 0:
         logger().warning("went back to a good checkpoint", **asdict(rollback))
     run.step_metrics.say(
@@ -220,7 +221,7 @@ def agree_on_rollback(run: Training, trouble: TrainState) -> int:
     assert isinstance(plan, Plan)  # rank 0 made it
     if plan.to is not None:
         return plan.to
-    run.record("diverged", step=trouble.step, reason=plan.reason)
+    run.record(Diverged(trouble.step, plan.reason))
     kept = f"`latest` is step {committed[-1]}, from before" if committed else "nothing was saved"
     raise DivergedError(
         f"the loss left the rails at step {trouble.step}, and {plan.reason}; {kept}. See the "
@@ -240,7 +241,7 @@ def evaluate_if_due(run: Training) -> VoteResult:
     if result.loss is not None:
         run.step_metrics.evaluated(run.train_state, result.loss)
         took = round(time.monotonic() - began, 3)
-        run.record(EVALUATED, step=run.train_state.step, loss=result.loss, seconds=took)
+        run.record(Evaluated(run.train_state.step, result.loss, took))
     return result.agreed
 
 

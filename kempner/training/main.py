@@ -17,6 +17,7 @@ from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.logs import logger, open_log
 from kempner.run.record.attempts import Attempt, begin_attempt
+from kempner.run.record.events.attempt import AttemptStarted
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.build import build
@@ -128,12 +129,8 @@ def agree_on_attempt(run: RunDirectory, ranks: Ranks, launch: Launch | None) -> 
     if ranks.world.rank == 0:
         attempt = begin_attempt(run)
         world = ranks.world
-        Ledger(run.ledger).record(
-            "attempt_started",
-            attempt=attempt.number,
-            ranks=world.size,
-            launcher=world.launcher,
-        )
+        started = AttemptStarted(ranks=world.size, launcher=world.launcher)
+        Ledger(run.ledger).record(started, attempt.number)
     told = ranks.broadcast(attempt)
     assert isinstance(told, Attempt)  # rank 0 made one
     return told

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -34,9 +35,9 @@ from kempner.run.process import logs
 from kempner.run.process.exit_codes import ExitCode, RunError
 from kempner.run.process.logs import logger, open_log
 from kempner.run.record.attempts import Attempt, Fence
-from kempner.run.record.ledger import read_lines
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
-from kempner.run.record.save_times import Durations
 from kempner.training.build import host_facts, versions
 from kempner.training.compute.seeds import set_rng
 from kempner.training.groups.process_groups import Ranks, adopt
@@ -152,9 +153,9 @@ class Survivor:
             seconds_left=self.shutdown.seconds_left(),
         )
 
-    def record(self, event: str, **fields: object) -> None:
+    def record(self, event: LedgerEvent) -> None:
         """A line for the run's ledger."""
-        self._presence.record(self._attempt, event, fields)
+        self._presence.record(self._attempt, event)
 
     def _save_is_due(self, agreed: VoteResult) -> bool:
         refuse_to_go_on_unsaved(agreed, CheckpointSection().max_failures)
@@ -232,6 +233,7 @@ def _open_checkpoints(
     seed: int,
     keep_last: int,
 ) -> CheckpointManager:
+    history = RunHistory.read(run.ledger) if ranks.world.rank == 0 else RunHistory()
     identity = Identity(
         world=ranks.world.size,
         mesh={"ranks": ranks.world.size},
@@ -248,8 +250,9 @@ def _open_checkpoints(
         identity=identity,
         fence=Fence(run.attempts, attempt),
         group=ranks.saves,
-        record=lambda event, **fields: rank_link.record(attempt, event, fields),
+        record=partial(rank_link.record, attempt),
         waiting=rank_link.progress.waiting,
     )
-    earlier = Durations.from_ledger(read_lines(run.ledger) if ranks.world.rank == 0 else ())
-    return CheckpointManager(context, model, optimizer, keep=Keep(keep_last), durations=earlier)
+    return CheckpointManager(
+        context, model, optimizer, keep=Keep(keep_last), durations=history.durations
+    )

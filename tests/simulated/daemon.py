@@ -13,11 +13,12 @@ from kempner.cluster.slurm.allocation import Allocation, without
 from kempner.cluster.slurm.job import JobState
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.save_times import Durations, last_step
+from kempner.run.record.events.attempt import AttemptFailed, RunGivenUp
+from kempner.run.record.events.job import Requeued, RequeueRefused
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang
 from kempner.supervisor.monitors.hang_detector import HangDetector
-from kempner.supervisor.monitors.phase_durations import LEARNED, learned, to_fields
+from kempner.supervisor.monitors.phase_durations import learned, to_event
 from kempner.supervisor.monitors.phase_stats import PhaseStats
 from kempner.supervisor.policy import outcome, requeue, restart, stop
 from kempner.supervisor.policy.attempt_state import AttemptLife, AttemptState, Deadline, Trigger
@@ -65,7 +66,7 @@ class Daemon:
 
     def _live(self) -> Steps:
         while True:
-            earlier = restart.failures(self._world.ledger)
+            earlier = restart.failures(self._world.history)
             self._world.oracle.began(self._job.id)
             self._begin()
             decision = yield from self._follow()
@@ -73,7 +74,7 @@ class Daemon:
                 failure = self._failure(decision)
                 budget = self._world.config.supervise.max_restarts_without_progress
                 verdict = restart.decide_restart(decision, failure, earlier, budget)
-                self._world.record("attempt_failed", **asdict(failure))
+                self._world.record(AttemptFailed(**asdict(failure)))
                 self._world.oracle.failed(self._job.id, failure.step, failure.raised)
                 gone: tuple[str, ...] = ()
                 if verdict.again:
@@ -86,7 +87,7 @@ class Daemon:
                         continue
                     decision = replace(decision, bad_nodes=gone)
                 else:
-                    self._world.record("gave_up")
+                    self._world.record(self._verdict(decision, failure))
                     self._world.oracle.gave_up(self._job.id, decision)
             self._part(decision)
             return
@@ -103,16 +104,16 @@ class Daemon:
         self._attempt_life = AttemptLife(graces, AttemptState.LAUNCHING, now)
         self._hang: Hang | None = None
         self._warned = self.foreseen = False
-        past, self._began_at = world.ledger, now
+        past, self._began_at = world.history, now
         size = len(self._allocation.nodes) * world.setting.per_node
-        unlike = () if last_step(past) else (Phase.LOAD,)
+        unlike = () if past.last_step else (Phase.LOAD,)
         self._pace = PhaseStats(learned(past, size), unlike)
         self._hangs = HangDetector(world.config.resilience, 0.0)
         self._asked_at = -ASK_EVERY
         self._first: JobState | None = None
         self._seen: JobState | None = None
         self._job_ends: float | None = None
-        self._durations = Durations.from_ledger(world.ledger)
+        self._durations = past.durations
         attempt = world.begin_attempt()
         hosts = [int(n) for n in self._allocation.nodes for _ in range(world.setting.per_node)]
         self.ranks = self._job.ranks = Ranks(world, attempt, hosts, self._hear)
@@ -126,7 +127,7 @@ class Daemon:
             yield self._world.setting.looks
         ranks.kill()
         if phase_durations := self._pace.learned():
-            self._world.record(LEARNED, ranks=ranks.size, phases=to_fields(phase_durations))
+            self._world.record(to_event(phase_durations, ranks.size))
         if self._hang is not None and self.stop_reason is None:
             return Decision(ExitCode.HUNG, self._hang.sentence, self._hang.laggard)
         return outcome.decide_outcome(self._exits(), self.stop_reason is not None)
@@ -212,8 +213,19 @@ class Daemon:
         culprit = next((end for end in self._exits() if end.rank == decision.culprit), None)
         return Failure(
             step=self.ranks.train_state.step,
-            committed=last_step(self._world.ledger),
+            committed=self._world.history.last_step,
             raised=culprit.raised if culprit is not None else "",
+        )
+
+    def _verdict(self, decision: Decision, failure: Failure) -> RunGivenUp:
+        return RunGivenUp(
+            code=int(decision.code),
+            reason=decision.reason,
+            step=failure.step,
+            node="",
+            raised=failure.raised,
+            see=(),
+            advice="",
         )
 
     def _probe(self) -> Steps:  # type: ignore[misc]  # a generator with a result
@@ -227,18 +239,18 @@ class Daemon:
 
     def _part(self, decision: Decision) -> None:
         world, job = self._world, self._job
-        state, step = world.slurm.show(job), last_step(world.ledger)
-        fruitless = requeue.requeues_without_progress(world.ledger, job.id, step)
+        state, step = world.slurm.show(job), world.history.last_step
+        fruitless = requeue.requeues_without_progress(world.history, job.id, step)
         parting = requeue.decide_requeue(decision, self._first, state, True, fruitless)
         refusal = ""
         if parting.requeue:
             preempted = state is not None and state.preempt_time is not None
-            world.record("requeued", step=step, job=job.id, preempted=preempted)
+            world.record(Requeued(step, job.id, preempted=preempted))
             refusal = world.slurm.requeue(job, tuple(map(int, decision.bad_nodes)))
         else:
             world.oracle.parted(job.id, decision, state)
         if refusal:
-            world.record("requeue_refused")
+            world.record(RequeueRefused(refusal))
             world.oracle.refused()
         if decision.code is ExitCode.COMPLETED:
             world.oracle.completed(world.setting.max_steps)

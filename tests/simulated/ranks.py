@@ -15,6 +15,8 @@ from kempner.data.order.batch_slices import Slicing
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import DataError, DivergedError, ExitCode, RunError
 from kempner.run.record.attempts import Attempt
+from kempner.run.record.events.checkpoint import StartedAnew
+from kempner.run.record.events.training import RolledBack
 from kempner.training import loop
 from kempner.training.policy import anomalies, final_save
 from kempner.training.policy.anomalies import Health, Numbers, remembered
@@ -70,9 +72,9 @@ class Ranks(Crew):
     def _resume(self) -> None:
         train_state = self.saves.restore()
         if train_state is None:
-            self.world.record("started")
+            self.world.record(StartedAnew())
             train_state = TrainState()
-        later = [r for r in remembered(self.world.ledger) if r not in train_state.rollbacks]
+        later = [r for r in remembered(self.world.history) if r not in train_state.rollbacks]
         self.train_state = replace(train_state, rollbacks=(*train_state.rollbacks, *later))
         self.health = Health(self.train_state.losses)
         self._skip()
@@ -140,7 +142,7 @@ class Ranks(Crew):
         self.train_state = replace(good, rollbacks=(*self.train_state.rollbacks, rollback))
         self.health, self.save_postponed = Health(good.losses), False
         self._skip()
-        self.world.record(anomalies.ROLLED_BACK, **vars(rollback))
+        self.world.record(RolledBack(**vars(rollback)))
         self.world.oracle.went_back(self.attempt.number, trouble.step)
         yield from self.enter(Phase.STEP)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,8 @@ from kempner.checkpoint.store import commit, retention, selection
 from kempner.checkpoint.store.retention import Keep
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.attempts import Fence, SupersededError
-from kempner.run.record.save_times import COMMITTED, RESUMED, SUSPENDED, Durations, SaveSeconds
+from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed
+from kempner.run.record.save_times import SaveSeconds
 from simulated.engine import Process, Steps
 from simulated.storage import Died
 
@@ -40,7 +42,7 @@ class Saves:
         self._superseded: SupersededError | None = None
         self.failed_in_a_row = 0
         self.committed_step: int | None = None
-        self.durations = self.learned = Durations.from_ledger(world.ledger)
+        self.durations = self.learned = world.history.durations
         """What the ranks know, and what the supervisor makes of it."""
 
     @property
@@ -103,7 +105,7 @@ class Saves:
             raise DataError("no checkpoint verifies")
         self._world.oracle.restored(None if train_state is None else train_state.step)
         if train_state is not None:
-            self._world.record(RESUMED, step=train_state.step)
+            self._world.record(Resumed(train_state.step))
         return train_state
 
     def branch(self) -> list[int]:
@@ -196,10 +198,11 @@ class Saves:
     def _committed(self, train_state: TrainState, took: SaveSeconds) -> None:
         self.committed_step, self.failed_in_a_row = train_state.step, 0
         self.durations = self.durations.with_another(took)
-        slept = {SUSPENDED: True} if self._world.asleep(self._ranks) > self._asleep else {}
+        slept = self._world.asleep(self._ranks) > self._asleep
         if not slept:
             self.learned = self.learned.with_another(took)
-        self._world.record(COMMITTED, step=train_state.step, **took.as_fields(), **slept)
+        event = CheckpointCommitted.of(train_state.step, 0, took)
+        self._world.record(replace(event, suspended=slept))
         checkpoint = self._world.config.checkpoint
         try:
             retention.prune(

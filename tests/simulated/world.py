@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from kempner.config.sections import (
     CheckpointSection,
@@ -13,7 +12,9 @@ from kempner.config.sections import (
     SuperviseSection,
     TrainSection,
 )
-from kempner.run.record.save_times import last_step
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.job import Requeued
+from kempner.run.record.history import RunHistory
 from kempner.training.rank_link import orphan_requeue
 from simulated import strikes
 from simulated.checks.oracle import Invariant, Oracle, Violation
@@ -58,7 +59,7 @@ class World(Storage):
         self.config = _configure(schedule.setting)
         rollbacks = self.config.resilience.max_rollbacks
         super().__init__(Oracle(self.setting.budget, self.setting.keep_last, rollbacks))
-        self.ledger: list[dict[str, Any]] = []
+        self.history = RunHistory()
         self.mute_until = self.refuse_until = self.slow_until = 0.0
         self.slurm = Slurm(self)
         self.complete = False
@@ -99,9 +100,9 @@ class World(Storage):
 
     # What the others ask for
 
-    def record(self, event: str, **fields: object) -> None:
-        """A line in the ledger."""
-        self.ledger.append({"event": event, **fields})
+    def record(self, event: LedgerEvent) -> None:
+        """A line in the ledger, and read again."""
+        self.history.add([{"event": event.name, **event.to_fields()}])
 
     def run_batch(self, job: Job) -> None:
         """Slurm starts the batch script."""
@@ -171,7 +172,7 @@ class World(Storage):
         if job.ranks is not ranks or (state := self.slurm.show(job)) is None:
             return
         if orphan_requeue.decide_orphan_requeue(state, state.restarts).requeue:
-            self.record("requeued", step=last_step(self.ledger), job=job.id)
+            self.record(Requeued(self.history.last_step, job.id))
             self.slurm.requeue(job)
         elif state.state == "RUNNING" and state.may_requeue:
             raise Violation(Invariant.UNFINISHED, "the ranks leave a job without a supervisor")

@@ -15,12 +15,13 @@ from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.run.process.exit_codes import RunError
 from kempner.run.record.attempts import Fence
+from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.ledger import Recorder
 
 T = TypeVar("T")
 
 
-def record_nothing(event: str, **fields: object) -> None:
+def record_nothing(event: LedgerEvent) -> None:
     """A `Recorder` for where there is no ledger."""
 
 

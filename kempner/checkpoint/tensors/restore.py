@@ -23,6 +23,7 @@ from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.checkpoint.tensors.load import fill
 from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.run.process.logs import logger
+from kempner.run.record.events.checkpoint import CheckpointDamaged
 
 T = TypeVar("T")
 
@@ -117,7 +118,7 @@ class Restorer:
         aside = self._folder.set_aside(step, "damaged", self._context.fence.attempt.number)
         found = [str(damage) for damage in damages[:10]]
         logger().warning("checkpoint is damaged", step=step, kept_as=aside.name, damage=found)
-        self._context.record("checkpoint_damaged", step=step, kept_as=aside.name, damage=found)
+        self._context.record(CheckpointDamaged(step, aside.name, tuple(found)))
 
     def _go_on_from(self, step: int, remarks: Collection[str]) -> None:
         if (named := self._folder.latest()) != step:

@@ -36,7 +36,8 @@ from kempner.run.process.durable_io import join_directory, write_durable
 from kempner.run.process.fail_points import fail_point
 from kempner.run.process.logs import logger
 from kempner.run.record.attempts import SupersededError
-from kempner.run.record.save_times import COMMITTED, SaveSeconds
+from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.save_times import SaveSeconds
 
 T = TypeVar("T")
 
@@ -118,9 +119,9 @@ class SaveJob:
         commit.commit(context.folder, self.path, manifest, context.fence, logger().warning)
         took = SaveSeconds(staged_after, written_after - staged_after, self.age - written_after)
         size = sum(entry.bytes for entry in files.values())
-        fields = {"step": self.train_state.step, "bytes": size, **took.as_fields()}
-        logger().info("checkpoint committed", **fields)
-        context.record(COMMITTED, **fields)
+        event = CheckpointCommitted.of(self.train_state.step, size, took)
+        logger().info("checkpoint committed", **event.to_fields())
+        context.record(event)
         return took
 
 

@@ -24,7 +24,6 @@ from kempner.run.control.launch_env import Launch
 from kempner.run.control.outbox import Outbox, Post
 from kempner.run.control.progress_watchdog import ProgressWatchdog
 from kempner.run.control.protocol import (
-    STALLED,
     DumpStacks,
     Event,
     FromSupervisor,
@@ -42,6 +41,8 @@ from kempner.run.control.supervisor_timeout import SupervisorTimeout
 from kempner.run.control.transport import Connection, MessageFile
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.health import ConnectionsStalled
 from kempner.run.record.run_dir import RunDirectory
 
 BEAT = 1.0
@@ -122,9 +123,9 @@ class ControlClient:
         """Begin to connect, in the background."""
         threading.Thread(target=self._keep, name="link", daemon=True).start()
 
-    def record(self, event: str, fields: dict[str, object]) -> None:
-        """Send a line for the ledger; `fields` are JSON values."""
-        self._post(lambda number: Event(number, event, fields))  # type: ignore[arg-type]
+    def record(self, event: LedgerEvent) -> None:
+        """Send a line for the ledger."""
+        self._post(lambda number: Event(number, event.name, event.to_fields()))
 
     def leave(self, code: int, sentence: str) -> list[Event]:
         """Say how this process ends, wait until it is heard, and fall silent.
@@ -273,7 +274,7 @@ class ControlClient:
 
     def _tell_of_stalled(self) -> None:
         if ends := self._react.stalled():
-            self.record(STALLED, {"ends": [list(pair) for pair in ends[:STALLED_TOLD]]})
+            self.record(ConnectionsStalled(tuple(ends[:STALLED_TOLD])))
 
     def _look_at_clocks(self) -> None:
         if self._silence.exceeds_limit():

@@ -40,22 +40,6 @@ Nonce = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Proof = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-SIGNALLED = "signalled"
-"""The event with which rank 0 says that a signal has asked it to stop, before the supervisor did:
-in a preemption Slurm signals the ranks alone, and only the supervisor can ask how long it gives."""
-
-SUSPECT = "suspect"
-"""The event that names a node not to be trusted, with the fields `node` and `reason`."""
-
-EVALUATED = "evaluated"
-"""The event of an evaluation that was not cut short: the `step`, its `loss` in nats per token, and
-the `seconds` that it took, by which the supervisor knows how long one may last."""
-
-STALLED = "stalled"
-"""The event with which a rank answers `DumpStacks` if connections of its node deliver nothing:
-`ends` has the near and the far address of each."""
-
-
 class MessageError(ValueError):
     """What came, or was to be sent, is no message of this protocol."""
 
@@ -134,7 +118,10 @@ class Usage(_Message):
 
 @dataclass(frozen=True)
 class Event(_Message):
-    """Rank to supervisor: a line for the ledger. `number` counts what must not be lost, from 1."""
+    """Rank to supervisor: a line for the ledger, by the name and the fields of its `LedgerEvent`.
+
+    `number` counts what must not be lost, from 1.
+    """
 
     number: Natural
     name: Name

@@ -1,8 +1,8 @@
 """The run's diary: append-only events, one JSON object a line.
 
 Written by the supervisor, which gets rank 0's events over the control channel; by rank 0 itself
-where there is no supervisor, or none any more. A line torn by a
-kill is skipped by readers and never merges with the next one.
+where there is no supervisor, or none any more. A line torn by a kill is skipped by readers and
+never merges with the next one. docs/events.md lists the events.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.jsonl import JsonlWriter
 
 SCHEMA = 1
@@ -21,15 +22,16 @@ SCHEMA = 1
 class Recorder(Protocol):
     """Takes an event for the run's ledger; only rank 0's calls need go anywhere."""
 
-    def __call__(self, event: str, **fields: object) -> None: ...
+    def __call__(self, event: LedgerEvent) -> None: ...
 
 
 class Ledger(JsonlWriter):
     """The ledger of a run, open for writing."""
 
-    def record(self, event: str, /, **fields: object) -> None:
-        """Append `event` with its fields; values must be JSON values."""
-        self.append({"schema": SCHEMA, "time": round(time.time(), 3), "event": event, **fields})
+    def record(self, event: LedgerEvent, attempt: int) -> None:
+        """Append an event of the attempt with this number."""
+        head = {"schema": SCHEMA, "time": round(time.time(), 3), "event": event.name}
+        self.append({**head, "attempt": attempt, **event.to_fields()})
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -38,6 +40,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         content = path.read_bytes()
     except FileNotFoundError:
         return
+    yield from parse_lines(content)
+
+
+def parse_lines(content: bytes) -> Iterator[dict[str, Any]]:
+    """The complete JSON objects among these lines, in order."""
     for line in content.splitlines():
         try:
             entry = json.loads(line)

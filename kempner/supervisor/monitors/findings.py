@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kempner.run.control.protocol import Phase
+from kempner.run.record.events.health import SlowDownFound, StragglerFound
 from kempner.supervisor.monitors.phase_durations import PhaseDurations
 
 
@@ -60,14 +61,14 @@ class SlowDown:
 
 
 @dataclass(frozen=True)
-class Recovered:
-    """A `straggler` or a `slow_down` is over."""
+class Recovery:
+    """A straggler, or a slow-down of the run, is over: `of` is the event that said it began."""
 
-    of: str
+    of: type[StragglerFound] | type[SlowDownFound]
 
 
 @dataclass(frozen=True)
-class MemoryLow:
+class Shortage:
     """The node of `rank`, its largest, has little memory left; `reason` is for a person to read."""
 
     rank: int
@@ -89,7 +90,7 @@ class PhasesLearned:
     phases: PhaseDurations
 
 
-Remark: TypeAlias = Straggler | SlowDown | Recovered | MemoryLow | SteadyGrowth | PhasesLearned
+Remark: TypeAlias = Straggler | SlowDown | Recovery | Shortage | SteadyGrowth | PhasesLearned
 """What is told, and has no other consequence."""
 
 Finding: TypeAlias = Hang | Remark

@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from pydantic import JsonValue, TypeAdapter
-
-from kempner.run.control.protocol import SUSPECT, DumpStacks, FromSupervisor, Report
+from kempner.run.control.protocol import DumpStacks, FromSupervisor, Report
 from kempner.run.process.logs import logger
+from kempner.run.record.events.health import ConnectionsStalled, HangFound
+from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang
@@ -17,8 +17,6 @@ from kempner.supervisor.monitors.process_probe import is_here, of_processes
 
 EVIDENCE = 3.0
 """Seconds that ranks and nodes get to say what they see, before the ranks are killed."""
-
-_ENDS = TypeAdapter(list[tuple[str, str]])
 
 
 class HangEvidence:
@@ -37,7 +35,7 @@ class HangEvidence:
     ) -> None:
         self._attempt, self._tell, self._ledger, self._job = attempt, tell, ledger, job
         self._processes: Sequence[str] = ()
-        self._stalled: dict[int, list[tuple[str, str]]] = {}
+        self._stalled: dict[int, tuple[tuple[str, str], ...]] = {}
         self.hang: Hang | None = None
         """What evidence is collected of; in the end, with what it has brought to light."""
 
@@ -47,9 +45,9 @@ class HangEvidence:
         self._tell(DumpStacks())
         self._processes = of_processes(worth_a_look(hang, snapshot), self._job)
 
-    def hear(self, rank: int, ends: JsonValue) -> None:
+    def hear(self, rank: int, stalled: ConnectionsStalled) -> None:
         """A rank says which of its node's connections deliver nothing, by their addresses."""
-        self._stalled[rank] = _ENDS.validate_python(ends)
+        self._stalled[rank] = stalled.ends
 
     def close(self, snapshot: Snapshot) -> None:
         """Tell what has come together, if there is a hang."""
@@ -60,17 +58,12 @@ class HangEvidence:
             node = snapshot.joined[cut_off].host
             reason = f"rank {cut_off} on {node} is cut off: what is sent to and from it is lost"
             hang = replace(hang, laggard=cut_off, sentence=f"{hang.sentence}; {reason}")
-            self._ledger.record(SUSPECT, attempt=self._attempt, node=node, reason=reason)
+            self._ledger.record(NodeSuspected(node, reason), self._attempt)
         self.hang = hang
         logger().warning(hang.sentence)
-        self._ledger.record(
-            "hang",
-            attempt=self._attempt,
-            reason=hang.sentence,
-            laggard=hang.laggard,
-            waiting=by_what_they_wait_for(snapshot.reports),
-            processes=list(self._processes),
-        )
+        waiting, processes = by_what_they_wait_for(snapshot.reports), tuple(self._processes)
+        event = HangFound(hang.sentence, hang.laggard, waiting, processes)
+        self._ledger.record(event, self._attempt)
 
 
 def worth_a_look(hang: Hang, snapshot: Snapshot) -> dict[str, list[int]]:

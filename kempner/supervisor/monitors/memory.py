@@ -12,7 +12,7 @@ from itertools import pairwise
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Usage
 from kempner.supervisor.monitors.base import Snapshot
-from kempner.supervisor.monitors.findings import MemoryLow, SteadyGrowth
+from kempner.supervisor.monitors.findings import Shortage, SteadyGrowth
 
 SPAN = 300.0
 """Seconds of which the least use counts: what comes and goes within them is no growth."""
@@ -58,11 +58,11 @@ class MemoryMonitor:
         self._short: set[str] = set()
         self._told: set[tuple[int, str]] = set()
 
-    def check(self, snapshot: Snapshot) -> Sequence[MemoryLow | SteadyGrowth]:
+    def check(self, snapshot: Snapshot) -> Sequence[Shortage | SteadyGrowth]:
         """What is new in the ranks' newest usage."""
         return [*self._shortages(snapshot), *self._growing(snapshot)]
 
-    def _shortages(self, snapshot: Snapshot) -> list[MemoryLow]:
+    def _shortages(self, snapshot: Snapshot) -> list[Shortage]:
         """Nodes that have less left than the reserve, each with its largest rank."""
         largest: dict[str, int] = {}
         usage, joined = snapshot.usage, snapshot.joined
@@ -74,7 +74,7 @@ class MemoryMonitor:
                 largest[host] = rank
         new = [rank for host, rank in largest.items() if host not in self._short]
         self._short = set(largest)
-        return [MemoryLow(rank, describe_usage(usage[rank])) for rank in new]
+        return [Shortage(rank, describe_usage(usage[rank])) for rank in new]
 
     def _growing(self, snapshot: Snapshot) -> Iterator[SteadyGrowth]:
         for rank, seen in snapshot.usage.items():

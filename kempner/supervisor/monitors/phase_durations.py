@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from kempner.run.control.protocol import Phase
+from kempner.run.record.events.health import PhaseDurationsLearned, PhaseTimes
+from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import nearest_rank
-
-LEARNED = "phase_durations"
-"""The ledger's event that carries them."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,19 @@ PhaseDurations: TypeAlias = Mapping[Phase, DurationStats]
 """What is known; for STEP, of the time between two steps."""
 
 
-def to_fields(phase_durations: PhaseDurations) -> dict[str, dict[str, float]]:
-    """For the ledger."""
-    return {phase: asdict(usual) for phase, usual in phase_durations.items()}
+def to_event(phase_durations: PhaseDurations, ranks: int) -> PhaseDurationsLearned:
+    """For the ledger: what so many ranks take."""
+    return PhaseDurationsLearned(
+        ranks, {phase: PhaseTimes(**asdict(usual)) for phase, usual in phase_durations.items()}
+    )
 
 
-def learned(events: Iterable[Mapping[str, Any]], ranks: int) -> dict[Phase, DurationStats]:
-    """The newest habits of so many ranks that a run's ledger tells of."""
-    phases: Mapping[str, Mapping[str, Any]] = {}
-    for event in events:
-        if event.get("event") == LEARNED and event["ranks"] == ranks:
-            phases = event["phases"]
-    return {Phase(phase): DurationStats(**usual) for phase, usual in phases.items()}
+def learned(history: RunHistory, ranks: int) -> dict[Phase, DurationStats]:
+    """The newest habits of so many ranks that a run's history tells of."""
+    ours = [event for event in history.events(PhaseDurationsLearned) if event.ranks == ranks]
+    newest = ours[-1].phases if ours else {}
+    known = [phase for phase in Phase if phase in newest]
+    return {phase: DurationStats(**asdict(newest[phase])) for phase in known}
 
 
 def longer(some: PhaseDurations, others: PhaseDurations) -> dict[Phase, DurationStats]:

@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from kempner.run.control.protocol import SUSPECT
 from kempner.run.process.logs import logger
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.health import (
+    MemoryLow,
+    Recovered,
+    ResourceGrowth,
+    SlowDownFound,
+    StragglerFound,
+)
+from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.control.events import Connected
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import (
-    MemoryLow,
     PhasesLearned,
-    Recovered,
+    Recovery,
     Remark,
+    Shortage,
     SlowDown,
     SteadyGrowth,
     Straggler,
 )
-from kempner.supervisor.monitors.phase_durations import LEARNED, to_fields
+from kempner.supervisor.monitors.phase_durations import to_event
 
 
 class Reporter:
@@ -36,33 +44,36 @@ class Reporter:
                 self._name(finding, snapshot.joined)
             case SlowDown():
                 logger().warning(finding.sentence)
-                self._record("slow_down", reason=finding.sentence, **asdict(finding))
-            case Recovered():
-                self._record("recovered", of=finding.of)
-            case MemoryLow():
-                self._warn("memory_low", finding, snapshot.joined)
+                self._record(SlowDownFound(reason=finding.sentence, **asdict(finding)))
+            case Recovery():
+                self._record(Recovered(of=finding.of.name))
+            case Shortage():
+                self._warn(MemoryLow, finding, snapshot.joined)
             case SteadyGrowth():
-                self._warn("growth", finding, snapshot.joined)
+                self._warn(ResourceGrowth, finding, snapshot.joined)
             case PhasesLearned():
-                self._record(LEARNED, ranks=snapshot.size, phases=to_fields(finding.phases))
+                self._record(to_event(finding.phases, snapshot.size))
 
     def _warn(
-        self, event: str, found: MemoryLow | SteadyGrowth, joined: Mapping[int, Connected]
+        self,
+        event: type[MemoryLow] | type[ResourceGrowth],
+        found: Shortage | SteadyGrowth,
+        joined: Mapping[int, Connected],
     ) -> None:
         node = _node(found.rank, joined)
         logger().warning(f"rank {found.rank} on {node}: {found.reason}")
-        self._record(event, rank=found.rank, node=node, reason=found.reason)
+        self._record(event(found.rank, node, found.reason))
 
     def _name(self, straggler: Straggler, joined: Mapping[int, Connected]) -> None:
         node = _node(straggler.rank, joined)
         reason = f"rank {straggler.rank}{f' on {node}' if node else ''} {straggler.sentence}"
         logger().warning(reason)
-        self._record("straggler", node=node, reason=reason, **asdict(straggler))
+        self._record(StragglerFound(node=node, reason=reason, **asdict(straggler)))
         if self._straggler_is_suspect and node is not None:
-            self._record(SUSPECT, node=node, reason=reason)
+            self._record(NodeSuspected(node, reason))
 
-    def _record(self, event: str, **fields: object) -> None:
-        self._ledger.record(event, attempt=self._attempt, **fields)
+    def _record(self, event: LedgerEvent) -> None:
+        self._ledger.record(event, self._attempt)
 
 
 def _node(rank: int, joined: Mapping[int, Connected]) -> str | None:

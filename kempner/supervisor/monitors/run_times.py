@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 from kempner.run.control.protocol import Phase
 from kempner.run.process.awake_clock import AwakeClock
-from kempner.run.record.save_times import Durations, SaveSeconds, last_step
+from kempner.run.record.history import RunHistory
+from kempner.run.record.save_times import Durations, SaveSeconds
 from kempner.supervisor.monitors.phase_durations import learned
 from kempner.supervisor.monitors.phase_stats import PhaseStats
 
@@ -20,11 +20,11 @@ class RunTimes:
         self.phases, self.saves = phases or PhaseStats(), saves or Durations()
 
     @classmethod
-    def from_ledger(cls, past: Sequence[Mapping[str, Any]], size: int) -> Self:
-        """What the ledger's events tell an attempt of `size` ranks."""
+    def from_history(cls, past: RunHistory, size: int) -> Self:
+        """What the run's history tells an attempt of `size` ranks."""
         # A start without a checkpoint says nothing about how long it takes to load one.
-        unlike = () if last_step(past) else (Phase.LOAD,)
-        return cls(PhaseStats(learned(past, size), unlike), Durations.from_ledger(past))
+        unlike = () if past.last_step else (Phase.LOAD,)
+        return cls(PhaseStats(learned(past, size), unlike), past.durations)
 
     def now(self) -> float:
         """Seconds since the attempt began, without those spent suspended."""

@@ -14,8 +14,9 @@ from typing import Generic, TypeAlias, TypeVar
 
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Phase, Report
+from kempner.run.record.events.health import SlowDownFound, StragglerFound
 from kempner.supervisor.monitors.base import Snapshot
-from kempner.supervisor.monitors.findings import Recovered, SlowDown, Straggler
+from kempner.supervisor.monitors.findings import Recovery, SlowDown, Straggler
 
 SPAN = 15.0
 """Seconds that are looked at together; what shows in two spans in a row is no passing thing."""
@@ -28,7 +29,7 @@ REMEMBERED = 240
 
 _STEPPING = (Phase.STEP, Phase.EVAL, Phase.SAVE)
 
-_Found: TypeAlias = Straggler | SlowDown | Recovered
+_Found: TypeAlias = Straggler | SlowDown | Recovery
 
 T = TypeVar("T")
 
@@ -118,9 +119,9 @@ class StragglerMonitor:
         if slower and slow is not None:
             new.append(slow)
         if late and was_late is not None:
-            new.append(Recovered("straggler"))
+            new.append(Recovery(StragglerFound))
         if slower and was_slow:
-            new.append(Recovered("slow_down"))
+            new.append(Recovery(SlowDownFound))
         return new
 
     def _find_slow_down(self, step: float) -> SlowDown | None:

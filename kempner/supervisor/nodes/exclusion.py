@@ -10,14 +10,11 @@ A node is suspect by evidence, for as long as `resilience.suspect_for` says:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from kempner.run.control.protocol import SUSPECT
-
-FAILED = "attempt_failed"
-"""The event that says on which `node` the rank was that failed first, and what it `raised`."""
+from kempner.run.record.events.attempt import AttemptFailed
+from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.history import Entry, RunHistory
 
 _BROKEN = re.compile(
     r"\bXid\b|\bECC\b|uncorrectable|fallen off the bus|GPU is lost|unspecified launch failure"
@@ -46,25 +43,24 @@ class Suspect:
     proven: bool
 
 
-def suspects(
-    events: Iterable[Mapping[str, Any]], now: float, keep_for: float
-) -> dict[str, Suspect]:
+def suspects(history: RunHistory, now: float, keep_for: float) -> dict[str, Suspect]:
     """The suspect nodes by name, each with the last evidence of the last `keep_for` seconds.
 
-    `events` are the ledger's lines, oldest first; `now` is in seconds since the epoch.
+    `now` is in seconds since the epoch.
     """
     found: dict[str, Suspect] = {}
-    before: Mapping[str, Any] = {}
-    for event in events:
-        if event.get("event") not in (SUSPECT, FAILED) or event["time"] < now - keep_for:
+    before: Entry[AttemptFailed] | None = None
+    for entry in history.entries(NodeSuspected, AttemptFailed):
+        if entry.time < now - keep_for:
             continue
+        event, reason = entry.event, ""
         evidence = _evidence(event)
-        reason = evidence or _habit(event, before)
-        if event["event"] == FAILED:
-            before = event
-        if reason and (node := event.get("node")):
+        if isinstance(event, AttemptFailed):
+            failure = Entry(event, entry.time, entry.attempt)
+            reason, before = _habit(failure, before), failure
+        if (evidence or reason) and (node := event.node):
             proven = bool(evidence) or (node in found and found[node].proven)
-            found[node] = Suspect(node, reason, event["time"], proven)
+            found[node] = Suspect(node, evidence or reason, entry.time, proven)
     return found
 
 
@@ -73,20 +69,17 @@ def speaks_of_the_machine(words: str) -> bool:
     return bool(_BROKEN.search(words)) and not _MISTAKEN.search(words)
 
 
-def _evidence(event: Mapping[str, Any]) -> str:
+def _evidence(event: NodeSuspected | AttemptFailed) -> str:
     """What this event has against its node; empty if nothing."""
-    if event["event"] == SUSPECT:
-        return str(event["reason"])
-    raised = str(event.get("raised", ""))
-    return raised if speaks_of_the_machine(raised) else ""
+    if isinstance(event, NodeSuspected):
+        return event.reason
+    return event.raised if speaks_of_the_machine(event.raised) else ""
 
 
-def _habit(event: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """Says if the node's ranks failed first once more; `before` is the failure before.
-
-    A failed attempt of an earlier version of the ledger names no node.
-    """
-    running = before.get("attempt") == event["attempt"] - 1
-    if running and before.get("node") == event.get("node"):
-        return f"its ranks failed first in attempts {before['attempt']} and {event['attempt']}"
-    return ""
+def _habit(failure: Entry[AttemptFailed], before: Entry[AttemptFailed] | None) -> str:
+    """Says if the node's ranks failed first once more; `before` is the failure before."""
+    if before is None or before.attempt != failure.attempt - 1:
+        return ""
+    if before.event.node != failure.event.node:
+        return ""
+    return f"its ranks failed first in attempts {before.attempt} and {failure.attempt}"

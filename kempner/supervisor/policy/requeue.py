@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 from kempner.cluster.slurm.job import Event, JobState, classify
 from kempner.run.process.exit_codes import ExitCode
+from kempner.run.record.events.job import Requeued
+from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.stop import PREEMPTED
 
@@ -79,14 +79,12 @@ def decide_requeue(
     return RequeueDecision(True, why + what)
 
 
-def requeues_without_progress(
-    events: Iterable[Mapping[str, Any]], job: str, step: int | None
-) -> int:
+def requeues_without_progress(history: RunHistory, job: str, step: int | None) -> int:
     """How many of the last requeues of `job`, in a row, found the run at `step`, where it is.
 
     Those of an earlier job do not count: somebody has submitted it again, and hopes for better. Nor
     does a preemption, which the run can do nothing about.
     """
-    mine = [e for e in events if e.get("event") == "requeued" and e.get("job") == job]
-    requeues = [event for event in mine if not event.get("preempted")]
-    return sum(1 for _ in takewhile(lambda e: e["step"] == step, reversed(requeues)))
+    mine = [event for event in history.events(Requeued) if event.job == job]
+    requeues = [event for event in mine if not event.preempted]
+    return sum(1 for _ in takewhile(lambda event: event.step == step, reversed(requeues)))

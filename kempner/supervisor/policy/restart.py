@@ -6,12 +6,13 @@ likes; one that commits nothing is given up soon.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 from kempner.run.process.exit_codes import ExitCode
+from kempner.run.record.events.attempt import AttemptFailed, RunGivenUp
+from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import Decision
 
 HEALED_BY_A_RESTART = (ExitCode.CRASHED, ExitCode.PEERS_LOST, ExitCode.HUNG)
@@ -82,12 +83,12 @@ def decide_restart(
     return RestartDecision(True, f"{decision.reason} {here}; starting again {start}", last)
 
 
-def failures(events: Iterable[Mapping[str, Any]]) -> list[Failure]:
-    """The failures since the run last ended as it should, as the ledger tells them."""
+def failures(history: RunHistory) -> list[Failure]:
+    """The failures since the run was last given up."""
     found: list[Failure] = []
-    for event in events:
-        if event.get("event") == "attempt_failed":
-            found.append(Failure(event["step"], event["committed"], event["raised"]))
-        elif event.get("event") == "gave_up":
+    for event in history.events(AttemptFailed, RunGivenUp):
+        if isinstance(event, AttemptFailed):
+            found.append(Failure(event.step, event.committed, event.raised))
+        else:
             found.clear()  # a person has looked, and starts again
     return found

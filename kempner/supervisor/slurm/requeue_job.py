@@ -9,9 +9,10 @@ from kempner.cluster.slurm.job import JobState, restart_count
 from kempner.cluster.slurm.scontrol import SlurmError
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger
-from kempner.run.record.ledger import Ledger, read_lines
+from kempner.run.record.events.job import NotRequeued, Requeued, RequeueRefused, Resubmitted
+from kempner.run.record.history import RunHistory
+from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.run.record.save_times import last_step
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.requeue import decide_requeue, requeues_without_progress
 from kempner.supervisor.slurm.job_monitor import JobMonitor, excluded
@@ -25,6 +26,7 @@ def requeue_or_explain(
     decision: Decision,
     run: RunDirectory,
     ledger: Ledger,
+    history: RunHistory,
 ) -> None:
     """Put the job back into the queue after an attempt, or say why not.
 
@@ -32,28 +34,25 @@ def requeue_or_explain(
     """
     job.close()
     state = job.state()
-    events = list(read_lines(run.ledger))
-    step = last_step(events)
-    fruitless = requeues_without_progress(events, job.id, step)
+    step = history.refresh().last_step
+    fruitless = requeues_without_progress(history, job.id, step)
     bad = decision.bad_nodes
     scarce = bool(bad) and job.finds_others(bad) is False
     chosen = decide_requeue(decision, at_first, state, job.batch, fruitless, scarce)
     if not chosen.requeue:
         if decision.code is ExitCode.STOPPED or decision.bad_nodes:
             logger().warning(chosen.reason)
-            ledger.record("not_requeued", attempt=attempt, step=step, reason=chosen.reason)
+            ledger.record(NotRequeued(step, chosen.reason), attempt)
         if state is not None and state.restarts > restart_count(os.environ):
             job.ask_for_all()  # Slurm itself brings it back, as small as it has become
         return
     # Written first: Slurm ends this process with the job's others.
     why, preempted = chosen.reason, state is not None and state.preempt_time is not None
-    ledger.record(
-        "requeued", attempt=attempt, step=step, reason=why, preempted=preempted, **facts(job)
-    )
+    ledger.record(Requeued(step, *job_facts(job), reason=why, preempted=preempted), attempt)
     logger().warning(chosen.reason)
     avoided, after = ((), job.node_timeout()) if scarce else (bad, 0.0)
     if refusal := job.requeue(avoided, after):
-        ledger.record("requeue_refused", attempt=attempt, reason=refusal)
+        ledger.record(RequeueRefused(refusal), attempt)
         # Only bad nodes matter: what its user has excluded, the new job is submitted with anyway.
         without = excluded(state, avoided) if avoided else []
         logger().error(f"{refusal}; {_go_on(job, run, ledger, attempt, without)}")
@@ -68,14 +67,11 @@ def _go_on(
             new = resubmit(job.id, job.arguments, run.attempt(attempt), without)
         except (SlurmError, ValueError) as error:
             return f"slurm.resubmit does not help: {error}; submit the same command again to go on"
-        ledger.record("resubmitted", attempt=attempt, job=job.id, as_job=new)
+        ledger.record(Resubmitted(job.id, as_job=new), attempt)
         return f"the run goes on as job {new}"
     return "submit the same command again to go on, or set slurm.resubmit=true"
 
 
-def facts(job: JobMonitor | None) -> dict[str, object]:
-    """What the ledger keeps about the job in which an attempt runs."""
-    if job is None:
-        return {}
-    restarts = restart_count(os.environ)
-    return {"job": job.id, "restarts": restarts, "nodes": os.environ.get("SLURM_JOB_NODELIST")}
+def job_facts(job: JobMonitor) -> tuple[str, int, str | None]:
+    """What the ledger keeps about the job in which an attempt runs: id, restarts, nodes."""
+    return job.id, restart_count(os.environ), os.environ.get("SLURM_JOB_NODELIST")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from kempner.checkpoint.format.train_state import Rollback, TrainState
 from kempner.config.resilience import ResilienceSection
-
-ROLLED_BACK = "rolled_back"
-"""The ledger's event of a rollback, with the fields of `Rollback`."""
-
-STARTED = "started"
-"""The ledger's event of a run that begins at step 0: rollbacks before it concern another one."""
+from kempner.run.record.events.checkpoint import StartedAnew
+from kempner.run.record.events.training import LossSpike, RolledBack, StepSkipped
+from kempner.run.record.history import RunHistory
 
 FEWEST_LOSSES = 16
 """Sound losses that must be known before a loss can be called a spike."""
@@ -44,9 +40,9 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """What is wrong with a step: an event's name, and a clause for a person."""
+    """What is wrong with a step: the kind of its event, and a clause for a person."""
 
-    event: str
+    event: type[StepSkipped] | type[LossSpike]
     reason: str
 
 
@@ -75,7 +71,7 @@ def find_anomaly(losses: Sequence[float], step: Numbers, rule: ResilienceSection
     Estimation", 1974): spikes that are let in do not move it.
     """
     if not step.finite:
-        return Anomaly("step_skipped", f"its loss is {step.loss} and its gradient norm {step.norm}")
+        return Anomaly(StepSkipped, f"its loss is {step.loss} and its gradient norm {step.norm}")
     if len(losses) < FEWEST_LOSSES:
         return None
     middle = median(losses)
@@ -85,7 +81,7 @@ def find_anomaly(losses: Sequence[float], step: Numbers, rule: ResilienceSection
         return None
     times = math.inf if spread == 0 else (step.loss - middle) / spread
     return Anomaly(
-        "loss_spike",
+        LossSpike,
         f"its loss of {step.loss:.4g} is {times:.1f} times the usual spread above {middle:.4g}",
     )
 
@@ -134,12 +130,12 @@ def plan_rollback(committed: Sequence[int], rollbacks: Iterable[Rollback], budge
     return Plan(committed[0], "there is no older checkpoint")
 
 
-def remembered(events: Iterable[Mapping[str, Any]]) -> tuple[Rollback, ...]:
-    """The rollbacks that a ledger tells of, since the run last began at step 0."""
+def remembered(history: RunHistory) -> tuple[Rollback, ...]:
+    """The rollbacks of a run, since it last began at step 0."""
     found: list[Rollback] = []
-    for event in events:
-        if event.get("event") == STARTED:
+    for event in history.events(StartedAnew, RolledBack):
+        if isinstance(event, StartedAnew):
             found.clear()
-        elif event.get("event") == ROLLED_BACK:
-            found.append(Rollback(*(event[name] for name in Rollback.__dataclass_fields__)))
+        else:
+            found.append(Rollback(event.at, event.to, event.start, event.end))
     return tuple(found)

@@ -17,9 +17,10 @@ from kempner.cluster.slurm.scontrol import SlurmError
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger
 from kempner.run.record.attempts import Attempt
-from kempner.run.record.ledger import Ledger, read_lines
+from kempner.run.record.events.job import Requeued
+from kempner.run.record.history import RunHistory
+from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.run.record.save_times import last_step
 
 RESUMABLE = (ExitCode.STOPPED, ExitCode.PEERS_LOST)
 """The ends after which the run goes on from its newest checkpoint, as soon as it is started."""
@@ -86,12 +87,11 @@ def _claim(run: RunDirectory, attempt: Attempt, rank: int) -> bool:
 
 
 def _record(job: str, run: RunDirectory, attempt: Attempt, rank: int, state: JobState) -> None:
-    Ledger(run.ledger).record(
-        "requeued",
-        attempt=attempt.number,
-        step=last_step(read_lines(run.ledger)),
+    event = Requeued(
+        step=RunHistory.read(run.ledger).last_step,
         job=job,
         restarts=state.restarts,
         nodes=state.node_list,
         by_rank=rank,
     )
+    Ledger(run.ledger).record(event, attempt.number)

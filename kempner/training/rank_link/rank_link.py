@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,11 +22,15 @@ from kempner.config.sections import Config, SuperviseSection
 from kempner.run.control.client import ControlClient, Reactions
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.launch_env import Launch, forget_secret
-from kempner.run.control.protocol import SIGNALLED, SUSPECT, Stop, Usage
+from kempner.run.control.protocol import Stop, Usage
 from kempner.run.process.exit_codes import ExitCode, RunError, UnfitNodeError, UsageError
 from kempner.run.process.logs import logger
 from kempner.run.process.signals import Received, exit_immediately, follow_parent, inbox
 from kempner.run.record.attempts import Attempt
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.events.stop import Signalled
+from kempner.run.record.events.vocabulary import parse_event
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.rank_link.orphan_requeue import RESUMABLE, hand_back
@@ -45,24 +48,24 @@ class RankLink:
     progress: Progress
     link: ControlClient | None
 
-    def record(self, attempt: Attempt, event: str, fields: Mapping[str, object]) -> None:
+    def record(self, attempt: Attempt, event: LedgerEvent) -> None:
         """A line for the ledger, from rank 0; the supervisor writes it, if there is one."""
         if self.world.rank != 0:
             return
         if self.link is not None:
-            self.link.record(event, dict(fields))
+            self.link.record(event)
         else:
-            Ledger(self.run.ledger).record(event, attempt=attempt.number, **fields)
+            Ledger(self.run.ledger).record(event, attempt.number)
 
     def tell_of_signal(self) -> None:
         """Let the supervisor know that a signal came here; one rank of all is enough."""
         if self.link is not None and self.world.rank == 0:
-            self.link.record(SIGNALLED, {})
+            self.link.record(Signalled())
 
     def report_unfit_node(self, error: RunError) -> None:
         """Tell the supervisor that this node is not fit, if that is what the error says."""
         if self.link is not None and isinstance(error, UnfitNodeError):
-            self.link.record(SUSPECT, {"node": node_name(os.environ), "reason": str(error)})
+            self.link.record(NodeSuspected(node_name(os.environ), str(error)))
 
     def leave(self, code: int, sentence: str) -> None:
         """Last words. What the supervisor cannot take for the ledger any more is written here.
@@ -74,10 +77,9 @@ class RankLink:
         attempt, job = self.launch.attempt, self.launch.job
         self.link.say_how_it_ends(code, sentence)
         orphaned = job is not None and code in RESUMABLE and self.link.outlives_supervisor()
-        for event in self.link.fall_silent():
-            Ledger(self.run.ledger).record(
-                event.name, **{"attempt": attempt.number, **event.fields}
-            )
+        for unheard in self.link.fall_silent():
+            if (event := parse_event(unheard.name, unheard.fields)) is not None:
+                Ledger(self.run.ledger).record(event, attempt.number)
         if job is not None and orphaned:
             hand_back(job, self.run, attempt, self.world.rank)
 

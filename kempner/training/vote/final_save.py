@@ -9,6 +9,8 @@ from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.run.process.exit_codes import CheckpointWriteError, ExitCode
 from kempner.run.process.logs import logger
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.stop import Completed, Stopped
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.policy.final_save import (
     Action,
@@ -34,7 +36,7 @@ class StoppableLoop(Protocol):
     checkpoints: CheckpointManager
     train_state: TrainState
 
-    def record(self, event: str, **fields: object) -> None:
+    def record(self, event: LedgerEvent) -> None:
         """A line for the run's ledger, from rank 0."""
 
     @property
@@ -57,14 +59,16 @@ def finish(run: StoppableLoop, agreed: VoteResult) -> tuple[ExitCode, str]:
         )
     if last.action is Action.DONE:
         run.checkpoints.close(timeout=time_to_spare(run.shutdown.seconds_left()))
-    name, words = "completed", f"completed {step} steps"
+    code, words = ExitCode.COMPLETED, f"completed {step} steps"
     if agreed.stop or last.lost:
-        name, words = "stopped", f"stopped after step {step}; start again to go on"
+        code, words = ExitCode.STOPPED, f"stopped after step {step}; start again to go on"
     if last.lost and run.ranks.world.rank == 0:
         logger().warning(f"stopped after step {step}: {tell_loss(last)}")
-    logger().info(name, step=step, reason=agreed.stop.name, lost_steps=last.lost)
-    run.record(name, step=step, reason=agreed.stop.name, lost_steps=last.lost)
-    return (ExitCode.COMPLETED if name == "completed" else ExitCode.STOPPED), words
+    end = Completed if code is ExitCode.COMPLETED else Stopped
+    event = end(step=step, reason=agreed.stop.name, lost_steps=last.lost)
+    logger().info(event.name, **event.to_fields())
+    run.record(event)
+    return code, words
 
 
 def refuse_to_go_on_unsaved(agreed: VoteResult, max_failures: int) -> None:

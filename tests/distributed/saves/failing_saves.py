@@ -21,6 +21,7 @@ from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.tensors.save import SaveJob
 from kempner.run.process import logs
 from kempner.run.record.attempts import SupersededError, begin_attempt
+from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import SaveSeconds
 
@@ -31,13 +32,13 @@ model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 run = RunDirectory(Path(sys.argv[1]))
-recorded: list[tuple[str, object]] = []
+recorded: list[LedgerEvent] = []
 manager = open_manager(
     run,
     model,
     optimizer,
     dist.new_group(backend="gloo"),
-    record=lambda event, **fields: recorded.append((event, fields)),
+    record=recorded.append,
 )
 
 
@@ -74,7 +75,7 @@ manager.save(TrainState(2))  # learns of the failure, which is to be counted bef
 assert manager.in_flight is None
 expect(1, 1)
 if rank == 0:
-    reasons = recorded[-1][1]["reasons"]  # type: ignore[index]
+    reasons = recorded[-1].to_fields()["reasons"]
     assert list(reasons) == [f"rank {world - 1}"], reasons
     assert "File exists" in reasons[f"rank {world - 1}"], reasons
 SaveJob.run = run_job  # type: ignore[method-assign]
@@ -90,7 +91,7 @@ manager.save(TrainState(3))
 expect(2, 1)
 dist.barrier()
 if rank == 0:
-    assert "rank 0" in recorded[-1][1]["reasons"]  # type: ignore[index]
+    assert "rank 0" in recorded[-1].to_fields()["reasons"]
     (latest / "in the way").rmdir()
     latest.rmdir()
 dist.barrier()

@@ -8,6 +8,7 @@ import pytest
 
 from kempner.insight.job import JobStatus, Restarts, find_run
 from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.events.attempt import AttemptStarted
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 
@@ -37,7 +38,7 @@ def test_the_run_of_a_job_is_the_one_whose_ledger_knows_it(tmp_path: Path) -> No
     for name, job in (("a", "7"), ("b", "8_1"), ("c", "8_2")):
         run = RunDirectory(tmp_path / name)
         run.path.mkdir()
-        Ledger(run.ledger).record("attempt_started", job=job, restarts=0)
+        Ledger(run.ledger).record(AttemptStarted(1, job, restarts=0), attempt=1)
     assert find_run("8_2", tmp_path).path == tmp_path / "c"
     with pytest.raises(UsageError, match=r"no run below .* is of job 9"):
         find_run("9", tmp_path)

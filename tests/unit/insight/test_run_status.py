@@ -9,6 +9,7 @@ import pytest
 from kempner.insight.status import gather, read_status
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.attempts import begin_attempt
+from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.events import LastReport
 from kempner.supervisor.control.rank_status import RankStatusFile
@@ -36,9 +37,9 @@ def test_ranks_in_the_same_place_are_named_together(
 
 def test_what_the_supervisor_heard_is_what_the_status_says(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    assert read_status(run).ranks == ()
+    assert read_status(run, RunHistory()).ranks == ()
     attempt = begin_attempt(run)
-    assert read_status(run).ranks == ()
+    assert read_status(run, RunHistory()).ranks == ()
     seen = {rank: LastReport(Report(12, Phase.EVAL, 1.0, 2.0), at=0.0) for rank in (1, 0)}
     RankStatusFile(run.ranks(attempt.number)).update(seen)
-    assert read_status(run).ranks == (("ranks 0-1", "step 12, eval"),)
+    assert read_status(run, RunHistory()).ranks == (("ranks 0-1", "step 12, eval"),)

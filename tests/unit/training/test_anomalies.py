@@ -10,6 +10,7 @@ import pytest
 
 from kempner.checkpoint.format.train_state import Rollback, TrainState
 from kempner.config.resilience import ResilienceSection
+from kempner.run.record.history import RunHistory
 from kempner.training.policy.anomalies import (
     FEWEST_LOSSES,
     Health,
@@ -55,7 +56,7 @@ def test_what_is_suspicious(
     before: Sequence[float], loss: float, norm: float, event: str | None
 ) -> None:
     anomaly = find_anomaly(before, numbers(loss, norm), RULE)
-    assert (anomaly.event if anomaly else None) == event
+    assert (anomaly.event.name if anomaly else None) == event
     assert anomaly is None or anomaly.reason
 
 
@@ -135,8 +136,10 @@ def test_the_ledger_remembers_the_rollbacks_of_this_run() -> None:
     first = {"event": "rolled_back", "attempt": 1, "at": 26, "to": 20, "start": 160, "end": 208}
     second = {**first, "attempt": 2, "at": 27, "to": 10}
     other = {"event": "checkpoint_committed", "step": 10}
-    assert remembered([{"event": "started"}, first, other, second]) == (
+    assert remembered(RunHistory([{"event": "started"}, first, other, second])) == (
         Rollback(26, 20, 160, 208),
         Rollback(27, 10, 160, 208),
     )
-    assert remembered([first, {"event": "started"}, second]) == (Rollback(27, 10, 160, 208),)
+    assert remembered(RunHistory([first, {"event": "started"}, second])) == (
+        Rollback(27, 10, 160, 208),
+    )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from kempner.run.record.save_times import COMMITTED, REMEMBERED, SUSPENDED, Durations, SaveSeconds
+from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.history import RunHistory
+from kempner.run.record.save_times import REMEMBERED, Durations, SaveSeconds
 from kempner.training.policy.final_save import Action, SaveSituation, decide_final_save, tell_loss
 from kempner.training.rank_link.shutdown import ShutdownHandler, StopReason
 from kempner.training.vote.vote import Vote, VoteResult
@@ -115,16 +118,20 @@ def test_quantiles_are_of_the_last_saves(
     assert len(durations.saves) <= REMEMBERED
 
 
+def committed(step: int, took: SaveSeconds) -> dict[str, Any]:
+    return {"event": "checkpoint_committed", **CheckpointCommitted.of(step, 0, took).to_fields()}
+
+
 def test_the_ledger_gives_the_durations_back() -> None:
     events = [
         {"event": "attempt_started", "attempt": 1},
-        {"event": COMMITTED, "step": 5, "seconds": 3.0},
-        {"event": COMMITTED, "step": 10, **save(4.0).as_fields()},
+        {"event": "checkpoint_committed", "step": 5, "seconds": 3.0},
+        committed(10, save(4.0)),
         {"event": "checkpoint_failed", "step": 20},
-        {"event": COMMITTED, "step": 30, **save(8.0).as_fields()},
-        {"event": COMMITTED, "step": 40, **save(30000.0).as_fields(), SUSPENDED: True},
+        committed(30, save(8.0)),
+        {**committed(40, save(30000.0)), "suspended": True},
     ]
-    assert Durations.from_ledger(events) == Durations((save(4.0), save(8.0)))
+    assert RunHistory(events).durations == Durations((save(4.0), save(8.0)))
 
 
 @pytest.mark.parametrize(

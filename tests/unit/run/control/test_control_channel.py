@@ -24,6 +24,8 @@ from kempner.run.control.protocol import (
     encode,
 )
 from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.record.events.checkpoint import Resumed, StartedAnew
+from kempner.run.record.events.stop import Signalled
 from kempner.supervisor.control import server as channel_module
 from kempner.supervisor.control.auth import listen
 from kempner.supervisor.control.events import Connected, Disconnected, Heard
@@ -42,7 +44,7 @@ def test_a_rank_joins_reports_and_leaves(supervisor: Supervisor) -> None:
     )
     assert report.phase is Phase.EVAL
     for step in range(50):
-        rank.link.record("saved", {"step": step})
+        rank.link.record(Resumed(step))
     assert rank.link.leave(ExitCode.STOPPED, "enough") == []
     heard = [supervisor.expect(Heard).message for _ in range(51)]
     assert [m.fields["step"] for m in heard[:-1]] == list(range(50))
@@ -89,13 +91,13 @@ def test_what_was_not_heard_is_said_again_to_the_next_connection(supervisor: Sup
         supervisor.expect(Connected)
         wait_until(supervisor.channel.last_reports, "the opening to be over")
         relay.swallow.set()
-        rank.link.record("a", {})
-        assert supervisor.expect(Heard).message.name == "a"
+        rank.link.record(StartedAnew())
+        assert supervisor.expect(Heard).message.name == "started"
         relay.cut()
-        rank.link.record("b", {})
+        rank.link.record(Signalled())
         assert supervisor.expect(Disconnected).rank == 0
         supervisor.expect(Connected)
-        assert supervisor.expect(Heard).message.name == "b"  # and not "a" once more
+        assert supervisor.expect(Heard).message.name == "signalled"  # and not the first one again
         assert rank.link.leave(0, "") == []
         assert supervisor.expect(Heard).message == Outcome(3, 0, "")
 
@@ -131,8 +133,8 @@ def test_files_take_over_where_no_connection_is_possible(
         rank = supervisor.link(1, port=taken.getsockname()[1])
         assert supervisor.expect(Connected).rank == 1
         rank.progress.step = 9
-        rank.link.record("saved", {"step": 9})
-        assert supervisor.expect(Heard).message == Event(1, "saved", {"step": 9})
+        rank.link.record(Resumed(9))
+        assert supervisor.expect(Heard).message == Event(1, "resumed", {"step": 9})
         supervisor.channel.tell(Stop("SIGTERM", 30.0))
         assert rank.stops.get(timeout=20) == Stop("SIGTERM", 30.0)
         late = supervisor.link(3, port=taken.getsockname()[1])
@@ -169,8 +171,8 @@ def test_silence_is_noticed_and_ends_when_somebody_speaks(
         rank = supervisor.link(0, patience=0.5, port=mute.getsockname()[1])
         assert rank.silences.get(timeout=20) >= 0.5
         assert rank.standstills.get(timeout=20) >= 0.5
-        rank.link.record("kept", {})
-        assert [e.name for e in rank.link.leave(75, "")] == ["kept"]
+        rank.link.record(Signalled())
+        assert [e.name for e in rank.link.leave(75, "")] == ["signalled"]
     assert rank.silences.empty()  # said once
     assert rank.standstills.empty()
 

@@ -29,6 +29,7 @@ from kempner.run.control.protocol import (
     encode,
 )
 from kempner.run.record.attempts import Attempt
+from kempner.run.record.events.stop import Signalled
 from kempner.supervisor.control import server as channel_module
 from kempner.supervisor.control.events import Connected, Disconnected, Heard
 
@@ -102,7 +103,7 @@ def test_a_rank_that_talks_nonsense_loses_its_connection_only(
     assert isinstance(stranger.hear(), Welcome)
     stranger.say(content)
     assert supervisor.expect(Disconnected).rank == 0
-    other.link.record("still here", {})
+    other.link.record(Signalled())
     assert supervisor.expect(Heard).rank == 1
 
 
@@ -139,7 +140,7 @@ def test_half_open_connections_do_not_keep_ranks_out(
     assert supervisor.expect(Connected).rank == 0
     assert idle[0].hear()
     assert idle[0].is_hung_up_on()
-    rank.link.record("here", {})
+    rank.link.record(Signalled())
     supervisor.expect(Heard)
 
 

@@ -20,6 +20,9 @@ from kempner.run.process.durable_io import append_line, await_entry, join_direct
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record import ledger
 from kempner.run.record.attempts import Attempt, Fence, SupersededError, begin_attempt, read_current
+from kempner.run.record.events.attempt import AttemptEnded, AttemptStarted, Restarting
+from kempner.run.record.events.checkpoint import StartedAnew
+from kempner.run.record.events.stop import Signalled
 from kempner.run.record.jsonl import JsonlWriter
 from kempner.run.record.run_dir import RunDirectory
 
@@ -31,27 +34,30 @@ def record(tmp_path: Path) -> RunDirectory:
 
 def test_ledger_reads_back_what_was_recorded(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    ledger.Ledger(path).record("started", ranks=4)
-    ledger.Ledger(path).record("ended", code=75)
+    ledger.Ledger(path).record(AttemptStarted(ranks=4), attempt=1)
+    ledger.Ledger(path).record(AttemptEnded(75, "asked to", None, {}), attempt=1)
     events = list(ledger.read_lines(path))
-    assert [(e["event"], e["schema"]) for e in events] == [("started", 1), ("ended", 1)]
+    assert [(e["event"], e["schema"]) for e in events] == [
+        ("attempt_started", 1),
+        ("attempt_ended", 1),
+    ]
     assert events[0]["ranks"] == 4
     assert events[1]["code"] == 75
 
 
 def test_a_line_torn_at_any_byte_costs_only_itself(tmp_path: Path) -> None:
     whole = tmp_path / "whole.jsonl"
-    ledger.Ledger(whole).record("first")
-    ledger.Ledger(whole).record("torn", note="ä" * 5)
+    ledger.Ledger(whole).record(StartedAnew(), 1)
+    ledger.Ledger(whole).record(Restarting("ä" * 5), 1)
     content = whole.read_bytes()
     first_line = content.index(b"\n") + 1
     for cut in range(first_line, len(content)):
         path = tmp_path / f"{cut}.jsonl"
         path.write_bytes(content[:cut])
-        ledger.Ledger(path).record("next")
+        ledger.Ledger(path).record(Signalled(), 1)
         names = [e["event"] for e in ledger.read_lines(path)]
-        assert names in (["first", "next"], ["first", "torn", "next"])
-        assert "torn" not in names or cut == len(content) - 1
+        assert names in (["started", "signalled"], ["started", "restarting", "signalled"])
+        assert "restarting" not in names or cut == len(content) - 1
 
 
 def test_ledger_of_a_run_that_never_was_is_empty(tmp_path: Path) -> None:

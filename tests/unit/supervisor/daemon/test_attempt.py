@@ -14,8 +14,6 @@ from kempner.config.resilience import ResilienceSection
 from kempner.config.sections import Config, SuperviseSection
 from kempner.run.control.launch_env import Launch
 from kempner.run.control.protocol import (
-    EVALUATED,
-    SIGNALLED,
     DumpStacks,
     Event,
     FromSupervisor,
@@ -221,7 +219,7 @@ def test_it_is_over_when_all_have_said_so_even_if_the_launcher_never_does(
 def test_events_of_ranks_become_lines_of_the_ledger(
     follower: AttemptFollower, tmp_path: Path
 ) -> None:
-    feed(follower, Heard(0, Event(1, "saved", {"step": 7})))
+    feed(follower, Heard(0, Event(1, "resumed", {"step": 7})))
     (line,) = read_lines(tmp_path / "ledger.jsonl")
     assert (line["attempt"], line["step"]) == (4, 7)
 
@@ -249,7 +247,7 @@ def test_what_ranks_say_of_an_evaluation_tells_how_long_one_may_last(
     follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
     said = {"step": 5, "loss": 2.5, "seconds": 31.0}
-    feed(follower, Heard(0, Event(1, EVALUATED, said)))
+    feed(follower, Heard(0, Event(1, "evaluated", said)))
     hands.seen = {
         rank: LastReport(Report(9, Phase.EVAL, 0.0, 0.0), clock.now) for rank in (0, 1, 2)
     }
@@ -267,7 +265,7 @@ def test_a_signal_to_the_ranks_alone_has_slurm_asked_at_once(
     job.look = lambda: asked.append(job.id)  # type: ignore[method-assign]
     ledger = Ledger(tmp_path / "ledger.jsonl")
     follower = follow(hands, 1, Config(), ledger, job)
-    feed(follower, Heard(0, Event(1, "saved", {"step": 7})))
+    feed(follower, Heard(0, Event(1, "resumed", {"step": 7})))
     assert asked == []
-    feed(follower, Heard(0, Event(2, SIGNALLED, {})))
+    feed(follower, Heard(0, Event(2, "signalled", {})))
     assert asked == ["7"]

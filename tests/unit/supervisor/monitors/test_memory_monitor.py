@@ -18,7 +18,7 @@ from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Usage
 from kempner.supervisor.control.events import Connected
 from kempner.supervisor.monitors.base import Snapshot
-from kempner.supervisor.monitors.findings import MemoryLow, SteadyGrowth
+from kempner.supervisor.monitors.findings import Shortage, SteadyGrowth
 from kempner.supervisor.monitors.memory import SPAN, SPANS, Growth, MemoryMonitor, explain_kill
 from kempner.supervisor.monitors.oom import explained
 from kempner.supervisor.policy.outcome import RankExit
@@ -65,7 +65,7 @@ def test_a_node_that_runs_short_is_named_once_with_its_largest_rank() -> None:
     calm = {0: CALM, 1: CALM, 2: CALM}
     assert watch.check(using(calm, 0.0)) == []
     (told,) = watch.check(using({0: short, 1: replace(short, rss=9 * GIB), 2: CALM}, 10.0))
-    assert isinstance(told, MemoryLow)
+    assert isinstance(told, Shortage)
     assert told.rank == 1
     assert told.reason == (
         "it had 9.0 GiB and its 2 processes 1.0 GiB, 80 files were open, and 4.0 GiB of 100.0 GiB "

@@ -11,18 +11,18 @@ import pytest
 
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Phase, Report
-from kempner.run.record.ledger import Ledger, read_lines
+from kempner.run.record.history import RunHistory
+from kempner.run.record.ledger import Ledger
 from kempner.supervisor.control.events import LastReport
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang, PhasesLearned
 from kempner.supervisor.monitors.hang_detector import HangDetector
 from kempner.supervisor.monitors.phase_durations import (
-    LEARNED,
     DurationStats,
     PhaseDurations,
     learned,
     longer,
-    to_fields,
+    to_event,
 )
 from kempner.supervisor.monitors.phase_stats import ENOUGH, RECORD_EVERY, PhaseStats
 
@@ -89,10 +89,10 @@ def test_a_restart_knows_what_the_ledger_tells(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     first: PhaseDurations = {STEP: DurationStats(1.0, 0.5, 100), EVAL: DurationStats(20.0, 0.0, 2)}
     for phase_durations in ({STEP: DurationStats(9.0, 0.0, 1)}, first):
-        Ledger(path).record(LEARNED, attempt=1, ranks=4, phases=to_fields(phase_durations))
+        Ledger(path).record(to_event(phase_durations, ranks=4), attempt=1)
     assert json.loads(path.read_text().splitlines()[0])["phases"]["step"]["median"] == 9.0
-    assert learned(read_lines(path), ranks=4) == first
-    assert learned(read_lines(path), ranks=3) == {}  # fewer ranks take longer
+    assert learned(RunHistory.read(path), ranks=4) == first
+    assert learned(RunHistory.read(path), ranks=3) == {}  # fewer ranks take longer
 
 
 def test_what_was_learned_is_told_every_ten_minutes_and_in_the_end() -> None:
@@ -225,8 +225,9 @@ def test_healthy_runs_raise_no_alarm_in_a_thousand_steps(seed: int) -> None:
     for steps in (1000, 200):  # the second start knows what the first one learned
         ended = watched(section, run, World(chance, 3), steps, phase_durations)
         assert isinstance(ended, PhaseStats), ended.sentence
-        kept = {"event": LEARNED, "ranks": 3, "phases": to_fields(ended.learned())}
-        phase_durations = learned([kept], ranks=3)
+        kept = to_event(ended.learned(), ranks=3)
+        history = RunHistory([{"event": kept.name, **kept.to_fields()}])
+        phase_durations = learned(history, ranks=3)
 
 
 def test_the_same_runs_would_raise_alarms_with_less_patience() -> None:

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 
+from kempner.run.record.history import RunHistory
 from kempner.supervisor.nodes.exclusion import speaks_of_the_machine, suspects
 
 NOW, DAY = 1_000_000.0, 86_400.0
 
 
 def failed(attempt: int, node: str | None, raised: str = "", ago: float = 60.0) -> dict[str, Any]:
-    event = {"event": "attempt_failed", "attempt": attempt, "node": node, "raised": raised}
-    return {**event, "time": NOW - ago}
+    where = {} if node is None else {"node": node}
+    what = {"step": 7, "committed": None, "raised": raised}
+    return {"event": "attempt_failed", "attempt": attempt, **what, **where, "time": NOW - ago}
 
 
 def named(node: str, reason: str, ago: float = 60.0) -> dict[str, Any]:
@@ -52,7 +54,7 @@ ECC = "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
 def test_what_the_ledger_says_against_a_node(
     events: list[dict[str, Any]], accused: dict[str, str]
 ) -> None:
-    found = suspects(events, NOW, DAY)
+    found = suspects(RunHistory(events), NOW, DAY)
     assert {node: suspect.reason for node, suspect in found.items()} == accused
 
 
@@ -64,12 +66,11 @@ def test_what_may_be_chance_is_no_proof() -> None:
         ([named("node2", "computes wrong"), *twice], True),
         ([*twice, named("node2", "computes wrong")], True),
     ):
-        assert suspects(events, NOW, DAY)["node2"].proven is proven
+        assert suspects(RunHistory(events), NOW, DAY)["node2"].proven is proven
 
 
 def test_a_ledger_of_an_earlier_version_names_no_node() -> None:
-    old = {"event": "attempt_failed", "attempt": 1, "raised": "", "time": NOW}
-    assert suspects([old, {**old, "attempt": 2}], NOW, DAY) == {}
+    assert suspects(RunHistory([failed(1, None), failed(2, None)]), NOW, DAY) == {}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from kempner.config.sections import Config
-from kempner.run.control.protocol import SUSPECT
 from kempner.run.process.exit_codes import ExitCode
+from kempner.run.record.events.attempt import AttemptFailed
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.preflight import nodes_to_exclude
@@ -28,9 +31,9 @@ class Nodes:
         return [node for node in self.used if node in suspects]
 
 
-BROKEN = {"event": SUSPECT, "node": "node2", "reason": "computes wrong"}
-ALSO = {"event": SUSPECT, "node": "node3", "reason": "clock is off"}
-FIRST = {"event": "attempt_failed", "node": "node2", "raised": ""}
+BROKEN = NodeSuspected("node2", "computes wrong")
+ALSO = NodeSuspected("node3", "clock is off")
+FIRST = AttemptFailed(step=7, committed=None, raised="", node="node2")
 HABIT = "its ranks failed first in attempts 1 and 2"
 BOTH, ONE = ("node1", "node2"), ("node2",)
 
@@ -53,7 +56,7 @@ BOTH, ONE = ("node1", "node2"), ("node2",)
 )  # fmt: skip
 def test_who_is_blamed_for_a_failure_on_node2(
     tmp_path: Path,
-    events: list[dict[str, Any]],
+    events: list[LedgerEvent],
     nodes: Sequence[str],
     used: Sequence[str],
     code: ExitCode,
@@ -63,7 +66,9 @@ def test_who_is_blamed_for_a_failure_on_node2(
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     for attempt, event in enumerate(events, 1):
-        fields = {name: value for name, value in event.items() if name != "event"}
-        Ledger(run.ledger).record(event["event"], attempt=attempt, **fields)
+        Ledger(run.ledger).record(event, attempt)
     launcher: Any = Nodes(nodes, used)
-    assert nodes_to_exclude(launcher, "node2", run, Config(), code, last) == found
+    assert (
+        nodes_to_exclude(launcher, "node2", RunHistory.read(run.ledger), Config(), code, last)
+        == found
+    )

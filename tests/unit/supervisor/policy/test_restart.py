@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kempner.run.process.exit_codes import ExitCode
+from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.restart import Failure, decide_restart, failures
 
@@ -69,5 +70,7 @@ def test_without_a_budget_nothing_is_started_again() -> None:
 
 def test_a_person_who_starts_anew_gets_a_new_budget() -> None:
     failed = {"event": "attempt_failed", "step": 7, "committed": 5, "raised": ""}
-    assert failures([failed, {"event": "resumed"}, failed]) == [Failure(7, 5)] * 2
-    assert failures([failed, {"event": "gave_up"}, failed]) == [Failure(7, 5)]
+    assert failures(RunHistory([failed, {"event": "resumed"}, failed])) == [Failure(7, 5)] * 2
+    gave_up = {"event": "gave_up", "code": 1, "reason": "", "step": 7, "node": "", "raised": ""}
+    whole = {**gave_up, "see": [], "advice": ""}
+    assert failures(RunHistory([failed, whole, failed])) == [Failure(7, 5)]

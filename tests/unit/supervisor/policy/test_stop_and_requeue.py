@@ -9,7 +9,8 @@ import pytest
 
 from kempner.cluster.slurm.job import JobState
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.save_times import Durations, SaveSeconds, last_step
+from kempner.run.record.history import RunHistory
+from kempner.run.record.save_times import Durations, SaveSeconds
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.requeue import (
     MAX_REQUEUES_WITHOUT_PROGRESS as MAX,
@@ -192,7 +193,7 @@ def requeued(step: int | None, of: str = "7", preempted: bool = False) -> dict[s
 def test_requeues_without_a_new_step_are_counted(
     events: list[dict[str, Any]], step: int | None, count: int
 ) -> None:
-    assert requeues_without_progress(events, "7", step) == count
+    assert requeues_without_progress(RunHistory(events), "7", step) == count
 
 
 def committed(step: int) -> dict[str, Any]:
@@ -218,4 +219,4 @@ def resumed(step: int) -> dict[str, Any]:
 def test_the_newest_commit_is_the_last_that_was_made(
     events: list[dict[str, Any]], step: int | None
 ) -> None:
-    assert last_step(events) == step
+    assert RunHistory(events).last_step == step

@@ -1,0 +1,74 @@
+"""Events of an attempt: how it begins, fails and ends, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from kempner.run.record.events.base import LedgerEvent, Sentence
+
+
+@dataclass(frozen=True)
+class AttemptStarted(LedgerEvent):
+    """By the supervisor, or rank 0 without one: when an attempt begins."""
+
+    name: ClassVar[str] = "attempt_started"
+    ranks: Annotated[int, "how many"]
+    job: Annotated[str | None, "Slurm's id of the job"] = None
+    restarts: Annotated[int | None, "times that the job was requeued before"] = None
+    nodes: Annotated[str | None, "the job's nodes, as Slurm abbreviates them"] = None
+    launcher: Annotated[str | None, "what started the ranks, without a supervisor"] = None
+
+
+@dataclass(frozen=True)
+class AttemptEnded(LedgerEvent):
+    """By the supervisor: when no rank of an attempt is left."""
+
+    name: ClassVar[str] = "attempt_ended"
+    code: Annotated[int, "exit code that the attempt comes to"]
+    reason: Sentence
+    culprit: Annotated[int | None, "rank that failed first"]
+    exits: Annotated[Mapping[str, int | None], "exit status by rank, null if it is not known"]
+
+
+@dataclass(frozen=True)
+class AttemptFailed(LedgerEvent):
+    """By the supervisor: after an attempt that failed, before it decides what to do about it."""
+
+    name: ClassVar[str] = "attempt_failed"
+    step: Annotated[int, "step that the first rank to fail was in"]
+    committed: Annotated[int | None, "last step that was saved, null if there is none"]
+    raised: Annotated[str, "what that rank raised, empty if it did not say"]
+    node: Annotated[str, "node of that rank, if it is known"] = ""
+
+
+@dataclass(frozen=True)
+class Restarting(LedgerEvent):
+    """By the supervisor: when it starts the ranks again after a failure."""
+
+    name: ClassVar[str] = "restarting"
+    reason: Sentence
+
+
+@dataclass(frozen=True)
+class RunGivenUp(LedgerEvent):
+    """By the supervisor: when a restart cannot help. The file `GAVE_UP` says the same."""
+
+    name: ClassVar[str] = "gave_up"
+    code: Annotated[int, "exit code of the run"]
+    reason: Sentence
+    step: Annotated[int, "step that the first rank to fail was in"]
+    node: Annotated[str, "node of that rank, empty if it is not known"]
+    raised: Annotated[str, "what that rank raised, empty if it did not say"]
+    see: Annotated[tuple[str, ...], "files that tell more"]
+    advice: Annotated[str, "what to do"]
+    rank: Annotated[int | None, "rank that failed first"] = None
+
+
+@dataclass(frozen=True)
+class FaultsPlanned(LedgerEvent):
+    """By rank 0: when faults are to be injected, of any rank or attempt."""
+
+    name: ClassVar[str] = "faults_planned"
+    faults: Annotated[tuple[str, ...], "each as it was asked for"]

@@ -1,0 +1,71 @@
+"""Events of the state on disk: where the run goes on from, and what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Self
+
+from kempner.run.record.events.base import LedgerEvent, Step
+from kempner.run.record.save_times import SaveSeconds
+
+
+@dataclass(frozen=True)
+class StartedAnew(LedgerEvent):
+    """By rank 0: when the run begins at step 0, because there is no checkpoint."""
+
+    name: ClassVar[str] = "started"
+
+
+@dataclass(frozen=True)
+class Resumed(LedgerEvent):
+    """By rank 0: when the state of a checkpoint is loaded, to go on from it."""
+
+    name: ClassVar[str] = "resumed"
+    step: Step
+
+
+@dataclass(frozen=True)
+class CheckpointCommitted(LedgerEvent):
+    """By rank 0: when a checkpoint is durable, and `latest` names it."""
+
+    name: ClassVar[str] = "checkpoint_committed"
+    step: Step
+    bytes: Annotated[int, "size of its files in bytes"] = 0
+    stage_seconds: Annotated[float | None, "seconds to copy the state"] = None
+    write_seconds: Annotated[float | None, "seconds from then until all ranks wrote it"] = None
+    commit_seconds: Annotated[float | None, "seconds from then until `latest` names it"] = None
+    suspended: Annotated[bool, "whether Slurm suspended the job meanwhile"] = False
+
+    @classmethod
+    def of(cls, step: int, size: int, took: SaveSeconds) -> Self:
+        """Of a save of `size` bytes; times are kept to the millisecond."""
+        stage, write, commit = (round(s, 3) for s in (took.stage, took.write, took.commit))
+        return cls(step, size, stage, write, commit)
+
+    @property
+    def took(self) -> SaveSeconds | None:
+        """How long the save took; None if the event does not say so."""
+        stage, write, commit = self.stage_seconds, self.write_seconds, self.commit_seconds
+        if stage is None or write is None or commit is None:
+            return None
+        return SaveSeconds(stage, write, commit)
+
+
+@dataclass(frozen=True)
+class CheckpointFailed(LedgerEvent):
+    """By rank 0: when a save failed. The checkpoint before it is intact."""
+
+    name: ClassVar[str] = "checkpoint_failed"
+    step: Step
+    reasons: Annotated[Mapping[str, str], "what went wrong, by rank"]
+
+
+@dataclass(frozen=True)
+class CheckpointDamaged(LedgerEvent):
+    """By rank 0: when a checkpoint does not verify, and is set aside."""
+
+    name: ClassVar[str] = "checkpoint_damaged"
+    step: Step
+    kept_as: Annotated[str, "its folder's new name"]
+    damage: Annotated[tuple[str, ...], "the first ten files, and what is wrong with each"]

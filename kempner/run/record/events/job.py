@@ -1,0 +1,60 @@
+"""Events of the Slurm job in which attempts run, and of its nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from kempner.run.record.events.base import LedgerEvent, Sentence
+
+
+@dataclass(frozen=True)
+class Requeued(LedgerEvent):
+    """By the supervisor, or a rank that outlives it: before it asks Slurm to requeue the job.
+
+    Not after, because Slurm ends this process with the job's others.
+    """
+
+    name: ClassVar[str] = "requeued"
+    step: Annotated[int | None, "last step that was saved, null if there is none"]
+    job: Annotated[str, "Slurm's id of the job"]
+    restarts: Annotated[int | None, "times that the job was requeued before"] = None
+    nodes: Annotated[str | None, "the job's nodes, as Slurm abbreviates them"] = None
+    reason: Sentence = ""
+    preempted: Annotated[bool, "whether Slurm preempts the job"] = False
+    by_rank: Annotated[int | None, "rank that does it, since the supervisor is gone"] = None
+
+
+@dataclass(frozen=True)
+class NotRequeued(LedgerEvent):
+    """By the supervisor: when a run that could go on does not go back into the queue."""
+
+    name: ClassVar[str] = "not_requeued"
+    step: Annotated[int | None, "last step that was saved, null if there is none"]
+    reason: Sentence
+
+
+@dataclass(frozen=True)
+class RequeueRefused(LedgerEvent):
+    """By the supervisor: when Slurm does not take the job back."""
+
+    name: ClassVar[str] = "requeue_refused"
+    reason: Sentence
+
+
+@dataclass(frozen=True)
+class Resubmitted(LedgerEvent):
+    """By the supervisor: after a refused requeue, when the run goes on as another job."""
+
+    name: ClassVar[str] = "resubmitted"
+    job: Annotated[str, "Slurm's id of the job that ends"]
+    as_job: Annotated[str, "Slurm's id of the job that follows"]
+
+
+@dataclass(frozen=True)
+class NodeSuspected(LedgerEvent):
+    """By the supervisor or any rank: when there is evidence that a node is not fit for ranks."""
+
+    name: ClassVar[str] = "suspect"
+    node: Annotated[str, "its name"]
+    reason: Sentence

@@ -1,0 +1,120 @@
+"""What happened to a run so far: its ledger, read once, as typed events.
+
+What a reader makes of the events is its own affair: it asks for those of the kinds that it knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar, overload
+
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed
+from kempner.run.record.events.vocabulary import parse_event
+from kempner.run.record.ledger import parse_lines
+from kempner.run.record.save_times import Durations
+
+E = TypeVar("E", bound=LedgerEvent)
+F = TypeVar("F", bound=LedgerEvent)
+E_co = TypeVar("E_co", bound=LedgerEvent, covariant=True)
+
+
+@dataclass(frozen=True)
+class Entry(Generic[E_co]):
+    """An event as the ledger holds it.
+
+    `time` is when it was written, in seconds since the epoch, `attempt` the number of the attempt;
+    both are 0 where the line does not say so.
+    """
+
+    event: E_co
+    time: float
+    attempt: int
+
+
+class RunHistory:
+    """The events of a run, oldest first. A line that cannot be understood is passed over.
+
+    `refresh` adds those that were written since, and reads no line twice.
+    """
+
+    def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._path: Path | None = None
+        self._read_up_to = 0
+        self._entries: list[Entry[LedgerEvent]] = []
+        self.add(lines)
+
+    @classmethod
+    def read(cls, ledger: Path) -> Self:
+        """The history that the ledger tells; an empty one if there is none yet."""
+        history = cls()
+        history._path = ledger
+        return history.refresh()
+
+    def refresh(self) -> Self:
+        """Read what was written since the last time, by whomever; returns this history."""
+        if self._path is None:
+            return self
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read_up_to)
+                content = file.read()
+        except FileNotFoundError:
+            return self
+        tail = content[content.rfind(b"\n") + 1 :]
+        torn = not any(parse_lines(tail))  # or only its newline is missing
+        self._read_up_to += len(content) - len(tail) * torn
+        self.add(parse_lines(content))
+        return self
+
+    def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Add lines of a ledger, as JSON objects."""
+        self._entries += (entry for line in lines if (entry := _parse_entry(line)) is not None)
+
+    @overload
+    def entries(self, kind: type[E], /) -> list[Entry[E]]: ...
+    @overload
+    def entries(self, kind: type[E], other: type[F], /) -> list[Entry[E | F]]: ...
+    def entries(self, *kinds: type[LedgerEvent]) -> list[Any]:
+        """The events of one or two kinds, in the order in which they were written."""
+        return [entry for entry in self._entries if isinstance(entry.event, kinds)]
+
+    @overload
+    def events(self, kind: type[E], /) -> list[E]: ...
+    @overload
+    def events(self, kind: type[E], other: type[F], /) -> list[E | F]: ...
+    def events(self, *kinds: type[LedgerEvent]) -> list[Any]:
+        """The same without times and attempts."""
+        return [entry.event for entry in self._entries if isinstance(entry.event, kinds)]
+
+    @property
+    def durations(self) -> Durations:
+        """How long the last saves took; those during which the job was suspended do not count."""
+        durations = Durations()
+        for commit in self.events(CheckpointCommitted):
+            if commit.took is not None and not commit.suspended:
+                durations = durations.with_another(commit.took)
+        return durations
+
+    @property
+    def last_step(self) -> int | None:
+        """The step of the newest commit; None if there is none.
+
+        Of one whose rank died before it could say so the next resume tells. A resume from an older
+        one is no commit.
+        """
+        newest: int | None = None
+        for event in self.events(CheckpointCommitted, Resumed):
+            if isinstance(event, CheckpointCommitted) or event.step > (newest or 0):
+                newest = event.step
+        return newest
+
+
+def _parse_entry(line: Mapping[str, Any]) -> Entry[LedgerEvent] | None:
+    event = parse_event(line.get("event"), line)
+    time, attempt = line.get("time", 0.0), line.get("attempt", 0)
+    if event is None or not isinstance(time, int | float) or not isinstance(attempt, int):
+        return None
+    return Entry(event, time, attempt)

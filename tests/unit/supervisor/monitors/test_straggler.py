@@ -12,7 +12,7 @@ from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.control.events import Connected
 from kempner.supervisor.monitors.base import Snapshot
-from kempner.supervisor.monitors.findings import Recovered, Remark, SlowDown, Straggler
+from kempner.supervisor.monitors.findings import Recovery, Remark, SlowDown, Straggler
 from kempner.supervisor.monitors.reporter import Reporter
 from kempner.supervisor.monitors.straggler import (
     SPAN,

@@ -191,9 +191,8 @@ class AttemptFollower:
         if self._life.state is before.state:
             return False
         lasted = round(self._life.since - before.since, 1)
-        logger().debug(
-            "state", now=self._life.state, because=trigger, before=before.state, s=lasted
-        )
+        change = f"{before.state} -> {self._life.state}"
+        logger().debug(change, because=trigger.value, after=lasted)
         return True
 
     def _all_gone(self) -> bool:

@@ -30,7 +30,7 @@ from kempner.run.control.protocol import (
 )
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events.stop import Signalled
-from kempner.supervisor.control import server as channel_module
+from kempner.supervisor.control import peers
 from kempner.supervisor.control.events import Connected, Disconnected, Heard
 
 
@@ -134,7 +134,7 @@ def test_no_bytes_whatsoever_disturb_it(
 def test_half_open_connections_do_not_keep_ranks_out(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_module, "STRANGERS", 4)
+    monkeypatch.setattr(peers, "STRANGERS", 4)
     idle = [Stranger(supervisor.channel.port) for _ in range(3 * SIZE)]
     rank = supervisor.link(0)
     assert supervisor.expect(Connected).rank == 0
@@ -147,7 +147,7 @@ def test_half_open_connections_do_not_keep_ranks_out(
 def test_who_never_says_who_it_is_has_to_go(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_module, "OPENING_TIME", 0.0)
+    monkeypatch.setattr(peers, "OPENING_TIME", 0.0)
     stranger = Stranger(supervisor.channel.port)
     stranger.challenge()
     assert stranger.is_hung_up_on()

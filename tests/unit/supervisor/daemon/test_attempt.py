@@ -184,6 +184,27 @@ def test_who_stays_after_another_failed_is_killed_in_the_end(
     assert hands.killed
 
 
+def test_a_failure_during_a_stop_leaves_the_others_a_moment_only(
+    follower: AttemptFollower, hands: Hands, clock: Clock
+) -> None:
+    feed(follower, Received(signal.SIGTERM, clock.now))
+    let(follower, clock, 20)
+    feed(follower, RankExit(2, -signal.SIGKILL))
+    let(follower, clock, 4.9)
+    assert not hands.killed
+    let(follower, clock, 0.2)
+    assert hands.killed
+
+
+def test_a_stop_after_a_failure_gives_nobody_more_time(
+    follower: AttemptFollower, hands: Hands, clock: Clock
+) -> None:
+    feed(follower, RankExit(2, 74), Received(signal.SIGTERM, clock.now))
+    assert [type(message) for message in hands.told] == [PeerLost, Stop]
+    let(follower, clock, 5.1)
+    assert hands.killed
+
+
 def test_a_rank_without_a_connection_is_not_lost_while_steps_are_made(
     follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
@@ -241,6 +262,34 @@ def test_a_hang_is_ended_after_the_stacks_were_written(
     (line,) = (e for e in read_lines(tmp_path / "ledger.jsonl") if e["event"] == "hang")
     assert "step 5 (step)" in line["reason"]
     assert line["waiting"] == {"nothing": [0, 1, 2]}
+
+
+def test_a_stop_does_not_keep_the_evidence_of_a_hang_from_being_collected(
+    follower: AttemptFollower, hands: Hands, clock: Clock, tmp_path: Path
+) -> None:
+    hands.seen = {
+        rank: LastReport(Report(5, Phase.STEP, 0.0, 0.0), clock.now) for rank in (0, 1, 2)
+    }
+    let(follower, clock, 1001)
+    feed(follower, Received(signal.SIGTERM, clock.now))
+    assert hands.told == [DumpStacks(), Stop("SIGTERM", 60.0)]
+    let(follower, clock, 4)
+    assert hands.killed
+    told = [e["event"] for e in read_lines(tmp_path / "ledger.jsonl")]
+    assert told[-2:] == ["stop_requested", "hang"]
+
+
+def test_while_a_stop_is_under_way_standing_still_is_no_hang(
+    follower: AttemptFollower, hands: Hands, clock: Clock
+) -> None:
+    hands.seen = {
+        rank: LastReport(Report(5, Phase.STEP, 0.0, 0.0), clock.now) for rank in (0, 1, 2)
+    }
+    let(follower, clock, 960)
+    feed(follower, Received(signal.SIGTERM, clock.now))
+    let(follower, clock, 59)
+    assert follower.hang is None
+    assert hands.told == [Stop("SIGTERM", 60.0)]
 
 
 def test_what_ranks_say_of_an_evaluation_tells_how_long_one_may_last(

@@ -9,6 +9,7 @@ import pytest
 
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Phase, Report
+from kempner.run.record.events.health import SlowDownFound, StragglerFound
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.control.events import Connected
 from kempner.supervisor.monitors.base import Snapshot
@@ -103,7 +104,7 @@ def test_a_rank_slowed_to_a_third_is_named_once_within_a_minute(step: float) -> 
     again = watched(watch, ranks, 200.0, lambda rank: step * (3 if rank == 2 else 1))
     assert not any(isinstance(found, Straggler) for later in again for found in later)
     (over,) = watched(watch, ranks, 100.0, lambda rank: step)
-    assert Recovered("straggler") in over
+    assert Recovery(StragglerFound) in over
 
 
 def test_a_uniformly_slow_run_has_no_straggler_but_is_slower_than_it_was() -> None:
@@ -112,7 +113,7 @@ def test_a_uniformly_slow_run_has_no_straggler_but_is_slower_than_it_was() -> No
     (found,) = watched(watch, ranks, 600.0, lambda rank: 3.0)
     assert found == (SlowDown(pytest.approx(3.1), pytest.approx(1.1)),)
     (over,) = watched(watch, ranks, 60.0, lambda rank: 1.0)
-    assert over == (Recovered("slow_down"),)
+    assert over == (Recovery(SlowDownFound),)
 
 
 def test_a_restart_is_compared_with_the_run_before_it() -> None:

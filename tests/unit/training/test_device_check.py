@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from kempner.cluster.world import discover
 from kempner.run.control.heartbeat import Progress
 from kempner.run.process.exit_codes import DataError
+from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.groups.device_check import UnfitDeviceError, check_device
 from kempner.training.rank_link.rank_link import RankLink
@@ -44,8 +45,8 @@ class Told:
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, object]]] = []
 
-    def record(self, event: str, fields: dict[str, object]) -> None:
-        self.events.append((event, fields))
+    def record(self, event: LedgerEvent) -> None:
+        self.events.append((event.name, event.to_fields()))
 
 
 def test_the_supervisor_is_told_which_node_it_is(

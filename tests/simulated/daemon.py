@@ -17,7 +17,7 @@ from kempner.run.record.save_times import Durations, last_step
 from kempner.supervisor.monitors.hang_detector import Hang, HangDetector
 from kempner.supervisor.monitors.phase_durations import LEARNED, learned, to_fields
 from kempner.supervisor.monitors.phase_stats import PhaseStats
-from kempner.supervisor.policy import outcome, restart, stop
+from kempner.supervisor.policy import outcome, requeue, restart, stop
 from kempner.supervisor.policy.outcome import Decision, RankExit
 from kempner.supervisor.policy.restart import Failure
 from simulated.engine import Process, Steps
@@ -217,8 +217,8 @@ class Daemon:
     def _part(self, decision: Decision) -> None:
         world, job = self._world, self._job
         state, step = world.slurm.show(job), last_step(world.ledger)
-        fruitless = stop.requeues_without_progress(world.ledger, job.id, step)
-        parting = stop.part(decision, self._first, state, True, fruitless)
+        fruitless = requeue.requeues_without_progress(world.ledger, job.id, step)
+        parting = requeue.decide_requeue(decision, self._first, state, True, fruitless)
         refusal = ""
         if parting.requeue:
             preempted = state is not None and state.preempt_time is not None

@@ -259,7 +259,7 @@ class Watch:
             job,
             self._job_now.kill_wait,
             left=None if self._job_ends is None else self._job_ends - self._clock.now(),
-            lead=stop_lead(self._durations, gap, job.time_limit),
+            lead=stop_lead(self._durations, gap, job.times.limit),
             warned=bool(self.signals),
         )
         if advice is not None:

@@ -92,6 +92,6 @@ def _record(job: str, run: RunDirectory, attempt: Attempt, rank: int, state: Job
         step=last_step(read_lines(run.ledger)),
         job=job,
         restarts=state.restarts,
-        nodes=state.node_list,
+        nodes=state.nodes.held,
         by_rank=rank,
     )

@@ -84,7 +84,7 @@ def read_job(job: str, history: RunHistory) -> JobStatus:
     """Ask Slurm, which forgets a job minutes after its end, and its accounting, which does not."""
     now, records = _controller(job), _accounting(job)
     if now is not None:
-        state, nodes = now.state, now.node_list
+        state, nodes = now.state, now.nodes.held
     else:
         state, nodes = records[-1] if records else "unknown to Slurm", ""
     counts = Restarts(

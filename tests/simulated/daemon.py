@@ -163,7 +163,8 @@ class Daemon:
         if (seen := self._world.slurm.show(self._job)) is not None:
             self._first = self._first or seen
             self._seen = seen
-            left = None if seen.end_time is None else seen.end_time - self._world.engine.now
+            end = seen.times.end
+            left = None if end is None else end - self._world.engine.now
             self._job_ends = None if left is None else self._awake() + left
 
     def _heed_the_job(self) -> None:
@@ -175,7 +176,7 @@ class Daemon:
             self._seen,
             self._world.setting.kill_wait,
             left=None if self._job_ends is None else self._job_ends - self._awake(),
-            lead=stop.stop_lead(self._durations, self._pace.quantile(0.95), self._seen.time_limit),
+            lead=stop.stop_lead(self._durations, self._pace.quantile(0.95), self._seen.times.limit),
             warned=self._warned,
         )
         if found is not None:
@@ -244,7 +245,7 @@ class Daemon:
         parting = requeue.decide_requeue(decision, self._first, state, True, fruitless)
         refusal = ""
         if parting.requeue:
-            preempted = state is not None and state.preempt_time is not None
+            preempted = state is not None and state.times.preempt is not None
             world.record(Requeued(step, job.id, preempted=preempted))
             refusal = world.slurm.requeue(job, tuple(map(int, decision.bad_nodes)))
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kempner.cluster.slurm.job import JobState
+from kempner.cluster.slurm.job import JobNodes, JobState, JobTimes
 from simulated.engine import Life
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ class Slurm:
         """scontrol show job; None if the controller does not answer."""
         if self._engine.now < self._world.mute_until:
             return None
+        times = JobTimes(job.end_time, job.preempt_time, job.time_limit)
         return JobState(
-            job.id, job.state, job.reason, job.restarts, job.may_requeue, job.end_time,
-            job.preempt_time, job.time_limit, "", "", batch=True,
-        )  # fmt: skip
+            job.id, job.state, job.reason, job.restarts, job.may_requeue, True, times, JobNodes()
+        )
 
     def requeue(self, job: Job, without: tuple[int, ...] = ()) -> str:
         """scontrol requeue, by one of the job's own processes; why not, empty if it was."""

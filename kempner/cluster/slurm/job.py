@@ -31,15 +31,37 @@ def node_fields(text: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class JobTimes:
+    """`end` and `preempt` in seconds since the epoch, `limit` in seconds; None for what is not set.
+
+    `end` is the limit of a running job (a preemption moves it) and the end of one that is over;
+    `limit` is how long the job may run, None for UNLIMITED.
+    """
+
+    end: float | None = None
+    preempt: float | None = None
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class JobNodes:
+    """`count` is how many nodes a job has, or asks for; `held` and `excluded` are host lists.
+
+    `partition` may be several names with commas between.
+    """
+
+    held: str = ""
+    count: int = 1
+    excluded: str = ""
+    partition: str = ""
+
+
+@dataclass(frozen=True)
 class JobState:
     """A job as `scontrol show job -o` shows it.
 
     `state` is the first word of JobState, such as RUNNING or COMPLETING; `reason` is empty for
-    None. Times are seconds since the epoch, None where Slurm shows none; `end_time` is the limit of
-    a running job (a preemption moves it) and the end of one that is over. `time_limit` is in
-    seconds, None for UNLIMITED. `may_requeue` is the job's Requeue flag; `batch` says that it was
-    submitted with sbatch. `nodes` is how many it has, or asks for; `excluded` is a host list,
-    `partition` may be several names with commas between.
+    None. `may_requeue` is the job's Requeue flag; `batch` says that it was submitted with sbatch.
     """
 
     id: str
@@ -47,17 +69,9 @@ class JobState:
     reason: str
     restarts: int
     may_requeue: bool
-    end_time: float | None
-    preempt_time: float | None
-    time_limit: float | None
-    node_list: str
-    batch_host: str
-    array_id: str = ""
-    array_task: str = ""
-    batch: bool = False
-    nodes: int = 1
-    excluded: str = ""
-    partition: str = ""
+    batch: bool
+    times: JobTimes
+    nodes: JobNodes
 
     @property
     def running(self) -> bool:
@@ -79,17 +93,18 @@ def parse_job(fields: Mapping[str, str]) -> JobState:
         reason=_said(fields, "Reason"),
         restarts=int(fields.get("Restarts", "0")),
         may_requeue=fields.get("Requeue") == "1",
-        end_time=_time(fields.get("EndTime", "")),
-        preempt_time=_time(fields.get("PreemptTime", "")),
-        time_limit=_seconds(fields.get("TimeLimit", "")),
-        node_list=_said(fields, "NodeList"),
-        batch_host=_said(fields, "BatchHost"),
-        array_id=_said(fields, "ArrayJobId"),
-        array_task=_said(fields, "ArrayTaskId"),
         batch=fields.get("BatchFlag", "0") != "0",  # one more for each launch that failed
-        nodes=int(fields.get("NumNodes", "1").partition("-")[0]),
-        excluded=_said(fields, "ExcNodeList"),
-        partition=_said(fields, "Partition"),
+        times=JobTimes(
+            end=_time(fields.get("EndTime", "")),
+            preempt=_time(fields.get("PreemptTime", "")),
+            limit=_seconds(fields.get("TimeLimit", "")),
+        ),
+        nodes=JobNodes(
+            held=_said(fields, "NodeList"),
+            count=int(fields.get("NumNodes", "1").partition("-")[0]),
+            excluded=_said(fields, "ExcNodeList"),
+            partition=_said(fields, "Partition"),
+        ),
     )
 
 
@@ -118,7 +133,7 @@ def classify(before: JobState, now: JobState, warned: bool = False) -> Event:
     if now.state == "SUSPENDED":
         return Event.NOTHING  # seen in the moment before it takes hold, or after it is over
     if now.running:
-        if now.preempt_time is not None:
+        if now.times.preempt is not None:
             return Event.PREEMPTION
         return Event.TIME_LIMIT if warned else Event.NOTHING
     if now.reason == "TimeLimit" or now.state == "TIMEOUT":

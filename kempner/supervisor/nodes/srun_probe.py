@@ -83,7 +83,7 @@ def survey(
 def give_back(job: str, gone: Sequence[str]) -> None:
     """Take nodes out of a job of ours. Where Slurm refuses, the job goes on as long as it may."""
     try:
-        held = scontrol.hostnames(parse_job(scontrol.show_job(job)).node_list)
+        held = scontrol.hostnames(parse_job(scontrol.show_job(job)).nodes.held)
         scontrol.keep_nodes(job, [node for node in held if node not in gone])
     except (SlurmError, ValueError) as error:
         logger().warning("the job keeps a node that is gone", reason=str(error))

@@ -63,13 +63,13 @@ def decide_requeue(
         return RequeueDecision(
             False, "the job was submitted with --no-requeue: submit it again, and it goes on"
         )
-    if fruitless >= MAX_REQUEUES_WITHOUT_PROGRESS and job.preempt_time is None:
+    if fruitless >= MAX_REQUEUES_WITHOUT_PROGRESS and job.times.preempt is None:
         return RequeueDecision(
             False,
             f"the job came back {fruitless} times and made no new step: it is stopped too soon. "
             "Give it a longer --time or a shorter --signal, then submit it again",
         )
-    why = f"{PREEMPTED}: " if job.preempt_time is not None else ""
+    why = f"{PREEMPTED}: " if job.times.preempt is not None else ""
     where, bad = "", ", ".join(decision.bad_nodes)
     if bad and scarce:
         where = f", waits for {bad} because there are too few others"

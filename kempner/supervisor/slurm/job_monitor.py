@@ -30,7 +30,7 @@ class JobSeen:
 
 def excluded(job: JobState | None, lost: Sequence[str]) -> list[str]:
     """Where a job is not to run: what its user has excluded, and the nodes that it has lost."""
-    return [*([job.excluded] if job is not None and job.excluded else []), *lost]
+    return [*([job.nodes.excluded] if job is not None and job.nodes.excluded else []), *lost]
 
 
 class JobMonitor:
@@ -66,7 +66,7 @@ class JobMonitor:
         """What the controller says now; None if it does not answer or there is no scontrol."""
         try:
             state = parse_job(scontrol.show_job(self.id))
-            self._nodes = self._nodes or state.nodes
+            self._nodes = self._nodes or state.nodes.count
             return state
         except (SlurmError, ValueError) as error:
             if not self._failing:
@@ -83,12 +83,12 @@ class JobMonitor:
         if state is None:
             return None
         try:
-            nodes = scontrol.partition_nodes(state.partition)
+            nodes = scontrol.partition_nodes(state.nodes.partition)
             barred = {n for part in excluded(state, without) for n in scontrol.hostnames(part)}
         except (SlurmError, KeyError, ValueError) as error:
             logger().warning("cannot ask Slurm about the partition", reason=str(error))
             return None
-        return len(nodes - barred) >= (self._nodes or state.nodes)
+        return len(nodes - barred) >= (self._nodes or state.nodes.count)
 
     def requeue(self, without: Sequence[str] = (), after: float = 0.0) -> str:
         """Put the job back into the queue; why not, empty if it was.
@@ -107,7 +107,7 @@ class JobMonitor:
         state = self.state()
         if state is None or self._nodes is None:
             return
-        if state.nodes == self._nodes and not (without or after):
+        if state.nodes.count == self._nodes and not (without or after):
             return
         barred = excluded(state, without) if without else ()
         try:
@@ -123,7 +123,8 @@ class JobMonitor:
             state = self.state()
             if state is not None and self._post is not None:
                 self._failing = False
-                left = None if state.end_time is None else state.end_time - time.time()
+                end = state.times.end
+                left = None if end is None else end - time.time()
                 self._post(JobSeen(state, left, kill_wait))
             self._ask.wait(LOOK_EVERY)
             self._ask.clear()

@@ -51,6 +51,6 @@ class JobView:
             job,
             self._seen.kill_wait,
             left=None if self._ends_at is None else self._ends_at - times.now(),
-            lead=stop_lead(times.saves, times.phases.quantile(0.95), job.time_limit),
+            lead=stop_lead(times.saves, times.phases.quantile(0.95), job.times.limit),
             warned=warned,
         )

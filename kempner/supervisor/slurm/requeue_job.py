@@ -47,7 +47,7 @@ def requeue_or_explain(
             job.ask_for_all()  # Slurm itself brings it back, as small as it has become
         return
     # Written first: Slurm ends this process with the job's others.
-    why, preempted = chosen.reason, state is not None and state.preempt_time is not None
+    why, preempted = chosen.reason, state is not None and state.times.preempt is not None
     ledger.record(Requeued(step, *job_facts(job), reason=why, preempted=preempted), attempt)
     logger().warning(chosen.reason)
     avoided, after = ((), job.node_timeout()) if scarce else (bad, 0.0)

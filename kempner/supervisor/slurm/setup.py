@@ -47,7 +47,7 @@ def enter(
         state = parse_job(fields)
         if not state.running:
             raise UsageError(_not_running(job, state.state, state.reason))
-        nodes = scontrol.hostnames(state.node_list)
+        nodes = scontrol.hostnames(state.nodes.held)
         here: Mapping[str, str] = {} if given else environ
         resources = detect(
             here,

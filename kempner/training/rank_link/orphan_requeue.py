@@ -91,7 +91,7 @@ def _record(job: str, run: RunDirectory, attempt: Attempt, rank: int, state: Job
         step=RunHistory.read(run.ledger).last_step,
         job=job,
         restarts=state.restarts,
-        nodes=state.node_list,
+        nodes=state.nodes.held,
         by_rank=rank,
     )
     Ledger(run.ledger).record(event, attempt.number)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kempner.cluster.slurm.job import JobState
+from kempner.cluster.slurm.job import JobNodes, JobState, JobTimes
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import Durations, SaveSeconds
@@ -27,11 +27,9 @@ RUNNING = JobState(
     reason="",
     restarts=1,
     may_requeue=True,
-    end_time=3600.0,
-    preempt_time=None,
-    time_limit=3600.0,
-    node_list="node[1-2]",
-    batch_host="node1",
+    batch=True,
+    times=JobTimes(end=3600.0, limit=3600.0),
+    nodes=JobNodes("node[1-2]", count=2),
 )
 
 
@@ -39,7 +37,7 @@ def job(**changes: Any) -> JobState:
     return replace(RUNNING, **changes)
 
 
-PREEMPTED = job(preempt_time=100.0)
+PREEMPTED = job(times=replace(RUNNING.times, preempt=100.0))
 COMPLETING = job(state="COMPLETING")
 
 

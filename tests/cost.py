@@ -51,8 +51,9 @@ class Costs:
 
 def ranks_started(base: Path) -> int:
     """How many ranks have left a log in a run below this folder."""
-    logs = [path.stat() for path in base.rglob("attempts/*/rank-*.jsonl")]
-    return len({(log.st_mtime_ns, log.st_size) for log in logs})  # a copy of a run counts once
+    logs = base.rglob("attempts/*/rank-*.jsonl")
+    # A copy of a run has its logs with their times, and counts once.
+    return len({(log.parent.name, log.name, log.stat().st_mtime_ns) for log in logs})
 
 
 def cpu_seconds() -> float:

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from harness import drills
 
 from kempner.data.order.batch_slices import Slicing
 from kempner.data.prepare import sources
@@ -277,7 +278,7 @@ def test_workers_notice_that_their_rank_died_while_they_were_born(
 
 @pytest.mark.parametrize(
     ("ending", "code"),
-    [("sys.exit(3)", 3), ("raise SystemExit(75)", 75), ("os._exit(4)", 4), ("1 / 0", 1)],
+    [("sys.exit(3)", 3), ("os._exit(4)", 4), ("1 / 0", 1), *drills(("raise SystemExit(75)", 75))],
 )
 def test_a_rank_leaves_at_once_though_the_feed_is_open_and_stuck(
     start: Start, tokens: Path, ending: str, code: int

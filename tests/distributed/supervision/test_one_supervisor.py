@@ -10,7 +10,7 @@ from harness import Run, wait_until
 from kempner.run.record.ledger import read_lines
 
 LONG = "--train.max_steps=60"
-SLOW = "slow rank 0 by 10 from step 2"
+SLOW = "slow rank 0 by 5 from step 2"
 """For there to be steps left when the third supervisor comes."""
 
 

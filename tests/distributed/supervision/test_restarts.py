@@ -108,7 +108,9 @@ def test_a_wrong_configuration_leaves_no_mark(run: Run) -> None:
     assert not run.record.gave_up.exists()
 
 
+@pytest.mark.drill
 def test_a_stop_during_a_restart_is_a_stop(run: Run) -> None:
+    """`make test` has it in a simulated world: tests/drills/runs/test_simulated_world.py."""
     job = run.supervise(2, "--train.max_steps=100000")
     wait_until(lambda: run.committed(), "a commit", job=job)
     os.kill(run.ready_pid(1, 1, job), signal.SIGKILL)

@@ -30,10 +30,15 @@ def test_a_node_that_does_not_see_the_runs_folder_is_left_out(
     assert_like(project.run, undisturbed)
 
 
+@pytest.mark.drill
 def test_where_nothing_can_take_its_place_the_job_goes_on_elsewhere(
     cluster: Cluster, project: Project, undisturbed: Run
 ) -> None:
-    """Rather than fail there for the last time."""
+    """Rather than fail there for the last time.
+
+    `make test` has it of a lost node, in test_lost_nodes.py; whom repeated failures make suspect is
+    in tests/unit/supervisor/nodes/test_exclusion.py.
+    """
     faults = "kill rank 1 at step 3 attempt 1; kill rank 1 at step 4 attempt 2"
     job = project.train(
         *LONG, "--supervise.max_restarts_without_progress=2", nodes=2, KEMPNER_FAULTS=faults

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record import gave_up
 from kempner.run.record.attempts import read_current
 from kempner.run.record.gave_up import GaveUp
@@ -43,7 +44,11 @@ def summarise(
         last = event["event"]
         if last == "attempt_started":
             attempts, state = attempts + 1, "running, or ended without a word"
-        elif last in ("stopped", "completed"):
+        elif last == "stop_requested":
+            state = f"asked to stop{_why(event)}"
+        elif last == "stopped":
+            state = f"stopped{_why(event)}"
+        elif last == "completed":
             state = last
         elif last == "attempt_ended" and event.get("reason"):
             state = event["reason"]
@@ -52,6 +57,12 @@ def summarise(
         if "loss" in line:
             step, loss = line["step"], line["loss"]
     return Status(state, step, loss, latest_checkpoint, attempts, last)
+
+
+def _why(event: Mapping[str, Any]) -> str:
+    """The reason of a stop in brackets."""
+    reason = StopReason.of_label(event.get("reason"))
+    return f" ({reason.words})" if reason else ""
 
 
 def gather(ranks: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:

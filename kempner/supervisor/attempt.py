@@ -15,6 +15,7 @@ from kempner.run.control.protocol import (
     EVALUATED,
     SIGNALLED,
     STALLED,
+    STOPPED,
     Event,
     Outcome,
     PeerLost,
@@ -26,6 +27,7 @@ from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger
 from kempner.run.process.signals import Received
+from kempner.run.process.stop_reason import StopReason, reason_of_signal
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.save_times import COMMITTED, SUSPENDED, Durations, SaveSeconds
@@ -38,7 +40,13 @@ from kempner.supervisor.monitors.oom import explained
 from kempner.supervisor.monitors.phase_stats import PhaseStats
 from kempner.supervisor.monitors.reporter import Reporter
 from kempner.supervisor.policy.outcome import RankExit, describe_exit, failed
-from kempner.supervisor.policy.stop import decide_stop, stop_lead
+from kempner.supervisor.policy.stop import (
+    StandingStop,
+    StopOrder,
+    decide_stop,
+    renew,
+    stop_lead,
+)
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen
 
 LOOK = 0.5
@@ -89,9 +97,9 @@ class Watch:
         self._job_now: JobSeen | None = None
         self._job_ends: float | None = None
         self.signals: list[Received] = []
-        self.stop_reason: str | None = None
+        self._stop: StandingStop | None = None
         self._stop_asked_at: float | None = None
-        self._stop_by: float | None = None
+        self._stopped_for = StopReason.NONE
         self._failed_at: float | None = None
         self._ended_at = 0.0
         self._parted: dict[int, float] = {}
@@ -112,6 +120,11 @@ class Watch:
     def hang(self) -> Hang | None:
         """What the attempt was ended for, if nothing moved any more."""
         return self._hangs.found
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why the ranks were asked to stop, or said that they do; NONE if nobody asked them."""
+        return StopReason.NONE if self._stop is None else max(self._stop.reason, self._stopped_for)
 
     @property
     def ends(self) -> list[RankExit]:
@@ -229,6 +242,8 @@ class Watch:
             else:
                 self._durations = self._durations.with_another(save)
                 self._pace.took(Phase.SAVE, save.total)
+        elif event.name == STOPPED:
+            self._stopped_for = StopReason.of_label(event.fields.get("reason"))
         elif event.name == EVALUATED:
             took = event.fields.get("seconds")
             if isinstance(took, float) and not self._clock.stood_still(took):
@@ -241,7 +256,8 @@ class Watch:
         self.signals.append(received)
         if self._job is not None:
             self._job.look()  # it knows why, and until when
-        self._ask_to_stop(received.signal.name, self._section.stop_grace)
+        reason, sentence = reason_of_signal(received.signal), received.signal.name
+        self._ask_to_stop(StopOrder(reason, sentence, self._section.stop_grace))
 
     def _note_job(self, seen: JobSeen) -> None:
         self.job_at_first = self.job_at_first or seen.state
@@ -263,25 +279,29 @@ class Watch:
             warned=bool(self.signals),
         )
         if advice is not None:
-            self._ask_to_stop(advice.reason, advice.seconds_left)
+            self._ask_to_stop(advice)
 
-    def _ask_to_stop(self, reason: str, seconds_left: float) -> None:
-        """Ask once, and again whenever less time is left than was said."""
-        by = self._clock.now() + seconds_left
-        if self._stop_by is not None and by > self._stop_by - 1.0:
+    def _ask_to_stop(self, order: StopOrder) -> None:
+        """Ask once, and again whenever there is more to say."""
+        now = self._clock.now()
+        standing = renew(self._stop, order, now)
+        if standing is None:
             return
+        self._stop, seconds_left = standing, standing.by - now
+        self._channel.tell(
+            Stop(standing.reason, shorten(standing.sentence), max(0.0, seconds_left))
+        )
         if self._stop_asked_at is None:
-            self._stop_asked_at = self._clock.now()
-            logger().warning(f"{reason}: stopping after this step, with a checkpoint")
+            self._stop_asked_at = now
+            logger().warning(f"{standing.sentence}: stopping after this step, with a checkpoint")
             self._launcher.ask_to_stop()
-        self._stop_by, self.stop_reason = by, reason
         self._ledger.record(
             "stop_requested",
             attempt=self.attempt.number,
-            reason=reason,
+            reason=standing.reason.label,
+            sentence=standing.sentence,
             seconds_left=round(seconds_left, 1),
         )
-        self._channel.tell(Stop(reason, seconds_left))
 
     def _note_end(self, end: RankExit) -> None:
         if end.rank in self._ends:
@@ -294,4 +314,7 @@ class Watch:
             self._channel.tell(PeerLost(end.rank, shorten(describe_exit(end))))
         if end.status == ExitCode.STOPPED and self._stop_asked_at is None:
             # A rank that was signalled alone, before it knew the others: they would wait for it.
-            self._ask_to_stop(f"rank {end.rank} was asked to stop", self._section.stop_grace)
+            # What the ranks have said of it meanwhile is better than that one of them was asked.
+            reason = self._stopped_for or StopReason.PEER_STOPPED
+            sentence = f"rank {end.rank} was asked to stop"
+            self._ask_to_stop(StopOrder(reason, sentence, self._section.stop_grace))

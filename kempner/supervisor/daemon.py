@@ -119,7 +119,7 @@ def _restart_or_finish(
     context: SupervisorContext, watch: Watch, decision: Decision, earlier: Sequence[Failure]
 ) -> Decision | None:
     """Get ready to start again after a failure; how the run ends if that makes no sense."""
-    if decision.code not in FAILURES or watch.stop_reason is not None:
+    if decision.code not in FAILURES or watch.stop_reason:
         return decision
     attempt, failure = watch.attempt, _failure(context, watch, decision)
     node = node_of(watch.host_of(decision.culprit), context.launcher.nodes)
@@ -233,9 +233,9 @@ def _outcome(watch: Watch) -> Decision:
     """What the end of an attempt means."""
     if insists(watch.signals):
         return Decision(ExitCode.INTERRUPTED, LEFT_AT_ONCE)
-    if watch.hang is not None and watch.stop_reason is None:
+    if watch.hang is not None and not watch.stop_reason:
         return Decision(ExitCode.HUNG, watch.hang.sentence, watch.hang.laggard)
-    return decide_outcome(watch.ends, stop_requested=watch.stop_reason is not None)
+    return decide_outcome(watch.ends, stop_requested=watch.stop_reason)
 
 
 def _failure(context: SupervisorContext, watch: Watch, decision: Decision) -> Failure:

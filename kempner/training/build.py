@@ -31,7 +31,7 @@ from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.collective_timer import time_collectives
 from kempner.training.groups.process_groups import Ranks
-from kempner.training.loop import Training
+from kempner.training.loop import Data, Tools, Training, LoopState
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.observe.metrics import StepMetrics, peak_flops
 from kempner.training.observe.progress_bar import open_display
@@ -69,24 +69,23 @@ def build(
     if faults.planned:
         record("faults_planned", faults=faults.planned)
     position = _resume(config, run, ranks, checkpoints, record)
-    open_feed = partial(_open_feed, config, corpus, ranks)
     return Training(
         config=config,
         ranks=ranks,
         model=model,
         optimizer=optimizer,
-        feed=open_feed(position),
-        open_feed=open_feed,
+        data=Data(partial(_open_feed, config, corpus, ranks), position),
         vote_group=VoteGroup(ranks.votes),
         shutdown=shutdown,
         checkpoints=checkpoints,
-        evaluation=_open_evaluation(config, vocab_size),
         progress=rank_link.progress,
-        step_metrics=_open_telemetry(config, run, ranks, attempt, shape, position),
-        faults=faults,
+        tools=Tools(
+            step_metrics=_open_telemetry(config, run, ranks, attempt, shape, position),
+            evaluation=_open_evaluation(config, vocab_size),
+            faults=faults,
+        ),
         record=record,
-        position=position,
-        health=Health(position.losses),
+        state=LoopState(position, Health(position.losses)),
     )
 
 

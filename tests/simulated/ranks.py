@@ -18,7 +18,7 @@ from kempner.run.record.attempts import Attempt
 from kempner.training import loop
 from kempner.training.policy import anomalies, final_save
 from kempner.training.policy.anomalies import Health, Numbers, remembered
-from kempner.training.policy.final_save import Action, SaveSituation
+from kempner.training.policy.final_save import Action, SaveInFlight, SaveSituation, SaveTimes
 from kempner.training.vote.final_save import LAST_TRIES
 from simulated.crew import Crew, Hear
 from simulated.engine import Process, Steps
@@ -153,10 +153,8 @@ class Ranks(Crew):
                 SaveSituation(
                     step=self.position.step,
                     committed=self.saves.committed_step,
-                    in_flight_step=self.saves.in_flight_step,
-                    in_flight_for=self.saves.age,
-                    save_takes=self.saves.durations.quantile(0.5),
-                    save_may_take=self.saves.durations.quantile(0.95),
+                    in_flight=self._save_in_flight(),
+                    save_times=self._save_times(),
                     warned_for=0.0 if self.asked_at is None else clock.now - self.asked_at,
                     seconds_left=None if self.deadline is None else self.deadline - clock.now,
                     tries_left=tries,
@@ -177,6 +175,14 @@ class Ranks(Crew):
             self.world.abandoned(self, move.lost)
         return (ExitCode.STOPPED if stopped else ExitCode.COMPLETED), ""
 
+    def _save_in_flight(self) -> SaveInFlight | None:
+        step = self.saves.in_flight_step
+        return None if step is None else SaveInFlight(step, self.saves.age)
+
+    def _save_times(self) -> SaveTimes | None:
+        usual, long = (self.saves.durations.quantile(q) for q in (0.5, 0.95))
+        return None if usual is None or long is None else SaveTimes(usual, long)
+
     def enter(self, phase: Phase) -> Steps:
         """Go into a phase, where a fault may wait."""
         self.phase = phase
@@ -194,7 +200,9 @@ class Ranks(Crew):
     def _as_loop(self) -> SimpleNamespace:
         """What the real loop's decisions look at."""
         return SimpleNamespace(
-            config=self.world.config, position=self.position, save_postponed=self.save_postponed
+            config=self.world.config,
+            position=self.position,
+            state=SimpleNamespace(save_postponed=self.save_postponed),
         )
 
     def _skip(self) -> None:

@@ -18,9 +18,11 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
-PROTOCOL = 1
+from kempner.run.process.stop_reason import StopReason
+
+PROTOCOL = 2
 """Version of all of this; both sides must speak the same."""
 
 LINE_LIMIT = 64 * 1024
@@ -40,6 +42,18 @@ Nonce = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Proof = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
+def _by_name(given: object) -> StopReason:
+    if isinstance(given, StopReason):
+        return given
+    named = StopReason.__members__.get(given) if isinstance(given, str) else None
+    if named:
+        return named
+    raise ValueError("this is no reason to stop")
+
+
+Reason = Annotated[StopReason, BeforeValidator(_by_name)]
+
+
 SIGNALLED = "signalled"
 """The event with which rank 0 says that a signal has asked it to stop, before the supervisor did:
 in a preemption Slurm signals the ranks alone, and only the supervisor can ask how long it gives."""
@@ -50,6 +64,11 @@ SUSPECT = "suspect"
 EVALUATED = "evaluated"
 """The event of an evaluation that was not cut short: the `step`, its `loss` in nats per token, and
 the `seconds` that it took, by which the supervisor knows how long one may last."""
+
+STOPPED = "stopped"
+"""The event of ranks that leave because of a stop: the `step` after which they do, the `reason` as
+`StopReason.label` spells it, a `sentence` where there is more to say, and how many `lost_steps` are
+not committed."""
 
 STALLED = "stalled"
 """The event with which a rank answers `DumpStacks` if connections of its node deliver nothing:
@@ -179,9 +198,13 @@ class Noted(_Message):
 
 @dataclass(frozen=True)
 class Stop(_Message):
-    """Supervisor to rank: commit and leave, within `seconds_left` if there is a deadline."""
+    """Supervisor to rank: commit and leave, within `seconds_left` if there is a deadline.
 
-    reason: Words
+    `reason` travels by its name; `sentence` says more where there is more to say.
+    """
+
+    reason: Reason
+    sentence: Words = ""
     seconds_left: Seconds | None = None
     kind: Literal["stop"] = "stop"
 
@@ -225,11 +248,16 @@ def encode(message: FromRank | FromSupervisor) -> bytes:
     A character that has no UTF-8 form (half of a surrogate pair, as in the name of a file that is
     no text) becomes a question mark.
     """
-    text = json.dumps(asdict(message), ensure_ascii=False, separators=(",", ":"))
+    fields = asdict(message, dict_factory=_spelt)
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
     line = text.encode("utf-8", "replace") + b"\n"
     if len(line) > LINE_LIMIT:
         raise MessageError(f"a message of {len(line)} bytes exceeds {LINE_LIMIT}")
     return line
+
+
+def _spelt(fields: list[tuple[str, object]]) -> dict[str, object]:
+    return {k: v.name if isinstance(v, StopReason) else v for k, v in fields}
 
 
 def decode_from_rank(line: bytes) -> FromRank:

@@ -31,7 +31,7 @@ from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.collective_timer import time_collectives
 from kempner.training.groups.process_groups import Ranks
-from kempner.training.loop import Data, Tools, Training, LoopState
+from kempner.training.loop import Data, LoopState, Tools, Training
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.observe.metrics import StepMetrics, peak_flops
 from kempner.training.observe.progress_bar import open_display

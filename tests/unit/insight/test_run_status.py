@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kempner.insight.status import gather, read_status
+from kempner.insight.status import gather, read_status, summarise
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.run_dir import RunDirectory
@@ -42,3 +42,20 @@ def test_what_the_supervisor_heard_is_what_the_status_says(tmp_path: Path) -> No
     seen = {rank: LastReport(Report(12, Phase.EVAL, 1.0, 2.0), at=0.0) for rank in (1, 0)}
     RankStatusFile(run.ranks(attempt.number)).update(seen)
     assert read_status(run).ranks == (("ranks 0-1", "step 12, eval"),)
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], "not started"),
+        ([("attempt_started", "")], "running, or ended without a word"),
+        ([("stop_requested", "time_limit")], "asked to stop (time limit)"),
+        ([("stop_requested", "signal"), ("stopped", "cancel")], "stopped (cancel)"),
+        ([("stopped", "SIGNAL")], "stopped"),
+        ([("stopped", "signal"), ("attempt_ended", "stopped (preemption)")],
+         "stopped (preemption)"),
+    ],
+)  # fmt: skip
+def test_the_state_names_the_reason_of_a_stop(events: list[tuple[str, str]], state: str) -> None:
+    lines = [{"event": event, "reason": reason} for event, reason in events]
+    assert summarise(lines, [], None).state == state

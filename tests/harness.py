@@ -20,6 +20,8 @@ import pytest
 
 from kempner.data.files.index import INDEX_FILE, Index, Shard, Source, TokenizerIdentity
 from kempner.data.files.token_file import TokenWriter
+from kempner.insight.status import summarise
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import read_current
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
@@ -246,6 +248,28 @@ class Run:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in read_lines(self.record.ledger) if e["event"] == name]
+
+
+def assert_named(
+    record: RunDirectory, reason: StopReason, attempt: int, world: int, output: str
+) -> None:
+    """The log of every rank, the ledger, the last line for a person and `kempner status` name the
+    reason of a stop, and each rank tells it once.
+    """
+    for rank in range(world):
+        log = [e for e in read_lines(record.log(attempt, rank)) if e["event"] == "stopped"]
+        assert [e["reason"] for e in log] == [reason.label], log
+    until = [e for e in read_lines(record.ledger) if e["attempt"] <= attempt]
+    (stopped,) = [e for e in until if (e["event"], e["attempt"]) == ("stopped", attempt)]
+    assert stopped["reason"] == reason.label
+    last_line = f"stopped after step {stopped['step']} ({reason.words}); start again to go on"
+    assert last_line in output
+    ended = [e for e in until if (e["event"], e["attempt"]) == ("attempt_ended", attempt)]
+    if ended:
+        assert [e["reason"] for e in ended] == [f"stopped ({reason.words}); start again to go on"]
+        asked = [e for e in until if (e["event"], e["attempt"]) == ("stop_requested", attempt)]
+        assert asked[-1]["reason"] == reason.label
+    assert summarise(until, [], None).state.startswith(f"stopped ({reason.words})")
 
 
 def manifest(checkpoint: Path) -> dict[str, Any]:

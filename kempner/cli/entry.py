@@ -35,11 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _arm_signals(arguments: Sequence[str]) -> None:
     """Installs the handlers of a command that must stop in order, before any slow import."""
-    if arguments[:1] == ["train"]:
-        from kempner.training.rank_link.shutdown import ShutdownHandler
-
-        ShutdownHandler().install()
-    elif arguments[:1] == ["supervise"]:
+    if arguments[:1] in (["train"], ["supervise"]):
         from kempner.run.process.signals import exit_immediately, inbox
 
         inbox().install()

@@ -9,11 +9,12 @@ from itertools import groupby
 from typing import Any
 
 from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record import gave_up
 from kempner.run.record.attempts import read_current
 from kempner.run.record.events.attempt import AttemptEnded, AttemptStarted
 from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.stop import Completed, Stopped
+from kempner.run.record.events.stop import Completed, Stopped, StopRequested
 from kempner.run.record.gave_up import GaveUp
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import read_lines
@@ -48,7 +49,11 @@ def summarise(
         match event:
             case AttemptStarted():
                 attempts, state = attempts + 1, "running, or ended without a word"
-            case Stopped() | Completed():
+            case StopRequested():
+                state = f"asked to stop{_why(event)}"
+            case Stopped():
+                state = f"stopped{_why(event)}"
+            case Completed():
                 state = event.name
             case AttemptEnded() if event.reason:
                 state = event.reason
@@ -57,6 +62,12 @@ def summarise(
         if "loss" in line:
             step, loss = line["step"], line["loss"]
     return Status(state, step, loss, latest_checkpoint, attempts, last)
+
+
+def _why(event: StopRequested | Stopped) -> str:
+    """The reason of a stop in brackets."""
+    reason = StopReason.of_label(event.reason)
+    return f" ({reason.words})" if reason else ""
 
 
 def gather(ranks: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:

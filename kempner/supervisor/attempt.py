@@ -7,7 +7,6 @@ what is done about it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import inf
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import TypeAlias
@@ -25,11 +24,12 @@ from kempner.run.control.protocol import (
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger
 from kempner.run.process.signals import Received
+from kempner.run.process.stop_reason import StopReason, reason_of_signal
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.checkpoint import CheckpointCommitted
 from kempner.run.record.events.health import ConnectionsStalled
-from kempner.run.record.events.stop import Signalled, StopRequested
+from kempner.run.record.events.stop import Signalled, Stopped, StopRequested
 from kempner.run.record.events.training import Evaluated
 from kempner.run.record.events.vocabulary import parse_event
 from kempner.run.record.ledger import Ledger
@@ -48,6 +48,7 @@ from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.monitors.straggler import StragglerMonitor
 from kempner.supervisor.policy.attempt_state import AttemptLife, AttemptState, Deadline, Trigger
 from kempner.supervisor.policy.outcome import RankExit, describe_exit, failed
+from kempner.supervisor.policy.stop import StandingStop, StopOrder, renew
 from kempner.supervisor.slurm.job_monitor import JobSeen
 from kempner.supervisor.slurm.job_view import JobView
 
@@ -62,14 +63,21 @@ AttemptEvent: TypeAlias = Received | RankExit | News | JobSeen
 
 @dataclass
 class StopSoFar:
-    """What has been heard of a stop. `reason` is None until one is asked for.
+    """What has been heard of a stop.
 
-    `by` is when the ranks have to be gone, in seconds of the attempt's clock.
+    `standing` is what the ranks were told, None until they are asked to stop; `said` is why they
+    stop by their own words.
     """
 
     signals: list[Received] = field(default_factory=list)
-    reason: str | None = None
-    by: float = inf
+    standing: StandingStop | None = None
+    said: StopReason = StopReason.NONE
+
+    @property
+    def reason(self) -> StopReason:
+        """Why the ranks were asked to stop, or said that they do; NONE if nobody asked them."""
+        asked = StopReason.NONE if self.standing is None else self.standing.reason
+        return max(asked, self.said) if asked else StopReason.NONE
 
 
 class AttemptFollower:
@@ -117,8 +125,8 @@ class AttemptFollower:
         return self._stop.signals
 
     @property
-    def stop_reason(self) -> str | None:
-        """Why the ranks were asked to stop, if they were."""
+    def stop_reason(self) -> StopReason:
+        """Why the ranks were asked to stop, or said that they do; NONE if nobody asked them."""
         return self._stop.reason
 
     @property
@@ -252,6 +260,9 @@ class AttemptFollower:
             case Evaluated():
                 self._times.evaluated(event.seconds)
                 self._record(event)
+            case Stopped():
+                self._stop.said = StopReason.of_label(event.reason)
+                self._record(event)
             case _:
                 self._record(event)
         if isinstance(event, Signalled):
@@ -269,26 +280,32 @@ class AttemptFollower:
     def _pass_on(self, received: Received) -> None:
         self._stop.signals.append(received)
         self.job.look()  # it knows why, and until when
-        self._ask_to_stop(received.signal.name, self._life.graces[Deadline.STOP])
+        reason, sentence = reason_of_signal(received.signal), received.signal.name
+        self._ask_to_stop(StopOrder(reason, sentence, self._life.graces[Deadline.STOP]))
 
     def _heed_the_job(self) -> None:
         """Ask for a stop when the job's end is near, or Slurm is about to end it."""
         order = self.job.stop_order(self._times, warned=bool(self.signals))
         if order is not None:
-            self._ask_to_stop(order.reason, order.seconds_left)
+            self._ask_to_stop(order)
 
-    def _ask_to_stop(self, reason: str, seconds_left: float) -> None:
-        """Ask once, and again whenever less time is left than was said."""
-        by = self._times.now() + seconds_left
-        if by > self._stop.by - 1.0:
+    def _ask_to_stop(self, order: StopOrder) -> None:
+        """Ask once, and again whenever there is more to say."""
+        now, first = self._times.now(), self._stop.standing is None
+        standing = renew(self._stop.standing, order, now)
+        if standing is None:
             return
-        if self._stop.reason is None:
+        self._stop.standing, seconds_left = standing, standing.by - now
+        if first:
             self._advance(Trigger.STOP_REQUESTED)
-            logger().warning(f"{reason}: stopping after this step, with a checkpoint")
+        self._channel.tell(
+            Stop(standing.reason, shorten(standing.sentence), max(0.0, seconds_left))
+        )
+        if first:
+            logger().warning(f"{standing.sentence}: stopping after this step, with a checkpoint")
             self._launcher.ask_to_stop()
-        self._stop.by, self._stop.reason = by, reason
-        self._record(StopRequested(reason, round(seconds_left, 1)))
-        self._channel.tell(Stop(reason, seconds_left))
+        reason, sentence = standing.reason.label, standing.sentence
+        self._record(StopRequested(reason, sentence, round(seconds_left, 1)))
 
     def _note_end(self, end: RankExit) -> None:
         first_to_fail = failed(end) and not self.roster.any_failed
@@ -298,7 +315,9 @@ class AttemptFollower:
         if first_to_fail:
             self._advance(Trigger.RANK_FAILED)
             self._channel.tell(PeerLost(end.rank, shorten(describe_exit(end))))
-        if end.status == ExitCode.STOPPED and self._stop.reason is None:
+        if end.status == ExitCode.STOPPED and self._stop.standing is None:
             # A rank that was signalled alone, before it knew the others: they would wait for it.
-            reason = f"rank {end.rank} was asked to stop"
-            self._ask_to_stop(reason, self._life.graces[Deadline.STOP])
+            # What the ranks have said of it meanwhile is better than that one of them was asked.
+            reason = self._stop.said or StopReason.PEER_STOPPED
+            sentence = f"rank {end.rank} was asked to stop"
+            self._ask_to_stop(StopOrder(reason, sentence, self._life.graces[Deadline.STOP]))

@@ -138,7 +138,7 @@ def _restart_or_finish(
     earlier: Sequence[Failure],
 ) -> Decision | None:
     """Get ready to start again after a failure; how the run ends if that makes no sense."""
-    if decision.code not in FAILURES or follower.stop_reason is not None:
+    if decision.code not in FAILURES or follower.stop_reason:
         return decision
     attempt, failure = follower.attempt, _failure(context, follower, decision)
     node = node_of(follower.roster.host_of(decision.culprit), context.launcher.nodes)
@@ -267,9 +267,9 @@ def _outcome(follower: AttemptFollower) -> Decision:
     """What the end of an attempt means."""
     if insists(follower.signals):
         return Decision(ExitCode.INTERRUPTED, LEFT_AT_ONCE)
-    if follower.hang is not None and follower.stop_reason is None:
+    if follower.hang is not None and not follower.stop_reason:
         return Decision(ExitCode.HUNG, follower.hang.sentence, follower.hang.laggard)
-    return decide_outcome(follower.ends, stop_requested=follower.stop_reason is not None)
+    return decide_outcome(follower.ends, stop_requested=follower.stop_reason)
 
 
 def _failure(context: SupervisorContext, follower: AttemptFollower, decision: Decision) -> Failure:

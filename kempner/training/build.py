@@ -35,7 +35,7 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
-from kempner.training.loop import Training
+from kempner.training.loop import Data, LoopState, Tools, Training
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.observe.metrics import StepMetrics, peak_flops
 from kempner.training.observe.progress_bar import open_display
@@ -89,24 +89,23 @@ def build(
     if faults.planned:
         record(FaultsPlanned(tuple(faults.planned)))
     train_state = _resume(config, ranks, checkpoints, record, history)
-    open_feed = partial(_open_feed, config, corpus, ranks)
     return Training(
         config=config,
         ranks=ranks,
         model=model,
         optimizer=optimizer,
-        feed=open_feed(train_state),
-        open_feed=open_feed,
+        data=Data(partial(_open_feed, config, corpus, ranks), train_state),
         vote_group=VoteGroup(ranks.votes),
         shutdown=shutdown,
         checkpoints=checkpoints,
-        evaluation=_open_evaluation(config, vocab_size),
         progress=rank_link.progress,
-        step_metrics=_open_telemetry(config, run, ranks, attempt, shape, train_state),
-        faults=faults,
+        tools=Tools(
+            step_metrics=_open_telemetry(config, run, ranks, attempt, shape, train_state),
+            evaluation=_open_evaluation(config, vocab_size),
+            faults=faults,
+        ),
         record=record,
-        train_state=train_state,
-        health=Health(train_state.losses),
+        state=LoopState(train_state, Health(train_state.losses)),
     )
 
 

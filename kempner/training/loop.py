@@ -33,30 +33,64 @@ from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 
 
 @dataclass
-class Training:
-    """Everything the loop needs, ready to go; `train_state` moves with every step.
+class LoopState:
+    """What moves with every step: where the run stands, and how sound its last losses are.
 
-    `open_feed` makes the feed that goes on from a train state. `save_postponed` is whether a save
-    that was due waits for sound steps.
+    `save_postponed` is whether a save that was due waits for sound steps.
     """
+
+    train_state: TrainState
+    health: Health
+    save_postponed: bool = False
+
+
+class Data:
+    """Where the batches come from: a feed, and how to `open` one that begins at a train state."""
+
+    def __init__(self, open_feed: Callable[[TrainState], Feed], train_state: TrainState) -> None:
+        self._open, self.feed = open_feed, open_feed(train_state)
+
+    def reopen(self, train_state: TrainState) -> None:
+        """Go on at another train state."""
+        self.feed.close()
+        self.feed = self._open(train_state)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What the steps are measured with, and what disturbs them on demand."""
+
+    step_metrics: StepMetrics
+    evaluation: Evaluation
+    faults: FaultInjector
+
+
+@dataclass
+class Training:
+    """Everything the loop needs, ready to go."""
 
     config: Config
     ranks: Ranks
     model: Transformer
     optimizer: Optimizer
-    feed: Feed
-    open_feed: Callable[[TrainState], Feed]
+    data: Data
     vote_group: VoteGroup
     shutdown: ShutdownHandler
     checkpoints: CheckpointManager
-    evaluation: Evaluation
     progress: Progress
-    step_metrics: StepMetrics
-    faults: FaultInjector
+    tools: Tools
     record: Recorder
-    train_state: TrainState
-    health: Health
-    save_postponed: bool = False
+    state: LoopState
+
+    @property
+    def train_state(self) -> TrainState:
+        """Where the run stands."""
+        return self.state.train_state
+
+    @property
+    def health(self) -> Health:
+        """How sound the last losses are."""
+        return self.state.health
 
     def vote(self, void: bool = False) -> Vote:
         """What this rank wants at this moment."""
@@ -78,7 +112,7 @@ class Training:
     def no_data(self) -> list[MicroBatch]:
         """A step's worth of rows that weigh nothing."""
         train = self.config.train
-        return weightless(self.feed.micro_steps, train.micro_batch_size, train.seq_len)
+        return weightless(self.data.feed.micro_steps, train.micro_batch_size, train.seq_len)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step."""
@@ -94,9 +128,9 @@ def train(run: Training) -> ExitCode:
     # The last step, too, must be a sound one: what is suspicious then gets a vote of its own.
     while (run.train_state.step < last or not run.health.sound) and not agreed.stop:
         step = run.train_state.step + 1
-        batch = run.feed.take(give_up=run.shutdown.should_shutdown)
+        batch = run.data.feed.take(give_up=run.shutdown.should_shutdown)
         ballot = run.vote_group.open(run.vote(void=batch is None))
-        with run.faults.during_step(step, run.model):
+        with run.tools.faults.during_step(step, run.model):
             loss = accumulate(
                 run.model,
                 batch.micro if batch is not None else run.no_data(),
@@ -123,9 +157,9 @@ def train(run: Training) -> ExitCode:
             run.config.train.clip_grad_norm,
             run.progress.waiting,
         )
-        run.train_state = advance(run, batch)
+        run.state.train_state = advance(run, batch)
         run.progress.made(step)
-        run.step_metrics.record(run.train_state, loss, norm, rate, batch.positions)
+        run.tools.step_metrics.record(run.train_state, loss, norm, rate, batch.positions)
         due = save_is_due(run, agreed)
         take_note(run, everything=due or is_last_step(run, agreed))
         if due:
@@ -148,13 +182,13 @@ def advance(run: Training, batch: StepBatch) -> TrainState:
 
 def take_note(run: Training, everything: bool) -> None:
     """Learn what the last steps came to; of the newest one only if `everything` is asked for."""
-    for numbers in run.step_metrics.arrivals(everything):
-        run.health, anomaly = observe(run.health, numbers, run.config.resilience)
+    for numbers in run.tools.step_metrics.arrivals(everything):
+        run.state.health, anomaly = observe(run.health, numbers, run.config.resilience)
         if anomaly is not None and run.ranks.world.rank == 0:
             step, in_a_row = numbers.train_state.step, run.health.suspects
             logger().warning(f"step {step} is suspicious: {anomaly.reason}", in_a_row=in_a_row)
             run.record(anomaly.event(step, anomaly.reason, in_a_row))
-    run.train_state = replace(run.train_state, losses=run.health.losses)
+    run.state.train_state = replace(run.train_state, losses=run.health.losses)
 
 
 def is_last_step(run: Training, agreed: VoteResult) -> bool:
@@ -170,19 +204,19 @@ def save_is_due(run: Training, agreed: VoteResult) -> bool:
     refuse_to_go_on_unsaved(agreed, run.config.checkpoint.max_failures)
     on_interval = run.train_state.step % run.config.checkpoint.interval == 0
     # After a second failure the next try waits for the interval: what is wrong will take a while.
-    overdue = agreed.failed_saves == 1 or run.save_postponed
+    overdue = agreed.failed_saves == 1 or run.state.save_postponed
     return not is_last_step(run, agreed) and (on_interval or overdue)
 
 
 def save_unless_suspicious(run: Training) -> None:
     """Start to save, unless the last steps are suspicious: then it is due again after the next."""
-    run.save_postponed = not run.health.sound
-    if run.save_postponed:
+    run.state.save_postponed = not run.health.sound
+    if run.state.save_postponed:
         return
     step = run.train_state.step
     with (
         run.progress.during(Phase.SAVE),
-        run.faults.during_save(step, run.checkpoints.join),
+        run.tools.faults.during_save(step, run.checkpoints.join),
     ):
         run.checkpoints.save(run.train_state)
 
@@ -198,16 +232,15 @@ def roll_back(run: Training) -> None:
     with run.progress.during(Phase.LOAD):
         good = run.checkpoints.roll_back(to, run.config.checkpoint.accept_changes)
         rollback = Rollback(trouble.step, good.step, start=good.cursor, end=trouble.cursor)
-        run.train_state = replace(good, rollbacks=(*run.train_state.rollbacks, rollback))
-        run.health, run.save_postponed = Health(good.losses), False
+        run.state.train_state = replace(good, rollbacks=(*run.train_state.rollbacks, rollback))
+        run.state.health, run.state.save_postponed = Health(good.losses), False
         run.progress.step = good.step
-        run.feed.close()
-        run.feed = run.open_feed(run.train_state)
-        run.step_metrics.start(run.train_state)
+        run.data.reopen(run.train_state)
+        run.tools.step_metrics.start(run.train_state)
     run.record(RolledBack(**asdict(rollback)))
     if run.ranks.world.rank == 0:
         logger().warning("went back to a good checkpoint", **asdict(rollback))
-    run.step_metrics.say(
+    run.tools.step_metrics.say(
         f"back at step {good.step}, without {trouble.cursor - good.cursor} samples"
     )
 
@@ -232,14 +265,14 @@ def agree_on_rollback(run: Training, trouble: TrainState) -> int:
 
 def evaluate_if_due(run: Training) -> VoteResult:
     """Evaluate where the interval says so; the result of its last vote."""
-    if not run.evaluation.due(run.train_state.step):
+    if not run.tools.evaluation.due(run.train_state.step):
         return VoteResult()
     began = time.monotonic()
     with run.progress.during(Phase.EVAL):
-        run.faults.maybe_inject(Phase.EVAL, run.train_state.step)
-        result = run.evaluation.run(run.model, run.ranks, run.vote_group, run.vote)
+        run.tools.faults.maybe_inject(Phase.EVAL, run.train_state.step)
+        result = run.tools.evaluation.run(run.model, run.ranks, run.vote_group, run.vote)
     if result.loss is not None:
-        run.step_metrics.evaluated(run.train_state, result.loss)
+        run.tools.step_metrics.evaluated(run.train_state, result.loss)
         took = round(time.monotonic() - began, 3)
         run.record(Evaluated(run.train_state.step, result.loss, took))
     return result.agreed
@@ -253,8 +286,8 @@ def finish_run(run: Training, agreed: VoteResult) -> ExitCode:
     run.progress.phase = Phase.SAVE
     take_note(run, everything=True)
     code, words = finish(run, agreed)
-    run.step_metrics.say(words)
-    run.step_metrics.close()
+    run.tools.step_metrics.say(words)
+    run.tools.step_metrics.close()
     run.progress.phase = Phase.EXIT
     run.ranks.final_barrier()
     return code

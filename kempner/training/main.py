@@ -106,8 +106,8 @@ def run_rank(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> 
     try:
         return train(training)
     finally:
-        training.step_metrics.close()
-        training.feed.close()
+        training.tools.step_metrics.close()
+        training.data.feed.close()
 
 
 def thread_count(config: Config, world: World) -> int:

@@ -13,7 +13,7 @@ import atexit
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -91,11 +91,19 @@ def survive(
     checkpoints = _open_checkpoints(
         run, model, optimizer, ranks, rank_link, attempt, seed, keep_last
     )
-    survivor = Survivor(
-        rank_link, ranks, attempt, shutdown, checkpoints, last_words, steps, save_every, seed
-    )
+    todo = Todo(steps, save_every, seed)
+    survivor = Survivor(todo, rank_link, attempt, ranks, shutdown, checkpoints, last_words)
     optimizer.register_step_pre_hook(lambda *_: checkpoints.release_staging())
     return survivor
+
+
+@dataclass(frozen=True)
+class Todo:
+    """What a loop is to do: so many `steps`, with a save every `save_every` of them."""
+
+    steps: int
+    save_every: int
+    seed: int
 
 
 class Survivor:
@@ -103,19 +111,16 @@ class Survivor:
 
     def __init__(
         self,
+        todo: Todo,
         rank_link: RankLink,
-        ranks: Ranks,
         attempt: Attempt,
+        ranks: Ranks,
         shutdown: ShutdownHandler,
         checkpoints: CheckpointManager,
         last_words: _LastWords,
-        steps: int,
-        save_every: int,
-        seed: int,
     ) -> None:
-        self._presence, self._attempt, self._last_words = rank_link, attempt, last_words
-        self._steps, self._save_every, self._seed = steps, save_every, seed
-        self._progress = rank_link.progress
+        self._todo, self._rank_link, self._attempt = todo, rank_link, attempt
+        self._last_words, self._progress = last_words, rank_link.progress
         self.ranks, self.shutdown, self.checkpoints = ranks, shutdown, checkpoints
         self.vote_group = VoteGroup(ranks.votes)
         self.train_state = checkpoints.restore() or TrainState()
@@ -130,10 +135,10 @@ class Survivor:
             self._say(f"resumed at step {self.train_state.step}")
         logger().info("ready", step=self.train_state.step, pid=os.getpid())
         agreed = VoteResult()
-        while self.train_state.step < self._steps and not agreed.stop:
+        while self.train_state.step < self._todo.steps and not agreed.stop:
             step = self.train_state.step + 1
             ballot = self.vote_group.open(self.vote())
-            set_rng(self._seed, step, 0, self.ranks.world.rank)
+            set_rng(self._todo.seed, step, 0, self.ranks.world.rank)
             yield step
             with self._progress.waiting("the vote"):
                 agreed = ballot.close()
@@ -155,13 +160,13 @@ class Survivor:
 
     def record(self, event: LedgerEvent) -> None:
         """A line for the run's ledger."""
-        self._presence.record(self._attempt, event)
+        self._rank_link.record(self._attempt, event)
 
     def _save_is_due(self, agreed: VoteResult) -> bool:
         refuse_to_go_on_unsaved(agreed, CheckpointSection().max_failures)
         step = self.train_state.step
-        due = step % self._save_every == 0 or agreed.failed_saves == 1
-        return due and step < self._steps and not agreed.stop
+        due = step % self._todo.save_every == 0 or agreed.failed_saves == 1
+        return due and step < self._todo.steps and not agreed.stop
 
     def _leave(self, agreed: VoteResult) -> None:
         self._progress.phase = Phase.SAVE
@@ -188,13 +193,13 @@ class _LastWords:
     def __init__(self, rank_link: RankLink) -> None:
         self.code: ExitCode | None = None
         """How the loop ended, if it did; without that the exit status says more."""
-        self._presence, self._earlier_hook = rank_link, sys.excepthook
+        self._rank_link, self._earlier_hook = rank_link, sys.excepthook
         sys.excepthook = self._hook
         atexit.register(self._say)
 
     def _say(self) -> None:
         if self.code is not None:
-            self._presence.leave(self.code, "")
+            self._rank_link.leave(self.code, "")
 
     def _hook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -202,11 +207,11 @@ class _LastWords:
         self.code = None
         if isinstance(error, RunError):
             print(f"kempner: {error}", file=sys.stderr, flush=True)
-            self._presence.report_unfit_node(error)
-            self._presence.leave(error.code, str(error))
+            self._rank_link.report_unfit_node(error)
+            self._rank_link.leave(error.code, str(error))
             return
         self._earlier_hook(kind, error, trace)
-        self._presence.leave(classify(error, self._presence), f"{kind.__name__}: {error}")
+        self._rank_link.leave(classify(error, self._rank_link), f"{kind.__name__}: {error}")
 
 
 def _as_told(terms: LaunchTerms | None) -> SuperviseSection:

@@ -13,6 +13,7 @@ from kempner.cluster.slurm.allocation import Allocation, without
 from kempner.cluster.slurm.job import JobState
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.attempt import AttemptFailed, RunGivenUp
 from kempner.run.record.events.job import Requeued, RequeueRefused
 from kempner.supervisor.monitors.base import Snapshot
@@ -24,6 +25,7 @@ from kempner.supervisor.policy import outcome, requeue, restart, stop
 from kempner.supervisor.policy.attempt_state import AttemptLife, AttemptState, Deadline, Trigger
 from kempner.supervisor.policy.outcome import Decision, RankExit
 from kempner.supervisor.policy.restart import Failure
+from kempner.supervisor.policy.stop import StandingStop, StopOrder
 from simulated.engine import Process, Steps
 from simulated.ranks import Ranks
 
@@ -62,7 +64,8 @@ class Daemon:
         """A stop signal has come."""
         self._warned = True
         self._ask_slurm()
-        self._ask_to_stop(self._world.config.supervise.stop_grace, "SIGTERM")
+        grace = self._world.config.supervise.stop_grace
+        self._ask_to_stop(StopOrder(StopReason.SIGNAL, "SIGTERM", grace))
 
     def _live(self) -> Steps:
         while True:
@@ -70,7 +73,7 @@ class Daemon:
             self._world.oracle.began(self._job.id)
             self._begin()
             decision = yield from self._follow()
-            if decision.code in restart.FAILURES and self.stop_reason is None:
+            if decision.code in restart.FAILURES and not self.stop_reason:
                 failure = self._failure(decision)
                 budget = self._world.config.supervise.max_restarts_without_progress
                 verdict = restart.decide_restart(decision, failure, earlier, budget)
@@ -96,8 +99,7 @@ class Daemon:
         """What `AttemptFollower` starts with; and the ranks."""
         world, now = self._world, self._awake()
         self._ends: dict[int, tuple[float, RankExit]] = {}
-        self.stop_reason: str | None = None
-        self._stop_by: float | None = None
+        self._stop: StandingStop | None = None
         section = world.config.supervise
         graces = {Deadline.STOP: section.stop_grace, Deadline.CRASH: section.crash_grace}
         graces[Deadline.EVIDENCE] = 0.0
@@ -128,9 +130,9 @@ class Daemon:
         ranks.kill()
         if phase_durations := self._pace.learned():
             self._world.record(to_event(phase_durations, ranks.size))
-        if self._hang is not None and self.stop_reason is None:
+        if self._hang is not None and not self.stop_reason:
             return Decision(ExitCode.HUNG, self._hang.sentence, self._hang.laggard)
-        return outcome.decide_outcome(self._exits(), self.stop_reason is not None)
+        return outcome.decide_outcome(self._exits(), self.stop_reason)
 
     def _enforce(self, ranks: Ranks) -> None:
         now, began = self._awake(), self._began_at
@@ -180,18 +182,22 @@ class Daemon:
             warned=self._warned,
         )
         if found is not None:
-            self._ask_to_stop(found.seconds_left, found.reason)
+            self._ask_to_stop(found)
 
-    def _ask_to_stop(self, seconds_left: float, reason: str) -> None:
+    @property
+    def stop_reason(self) -> StopReason:
+        return StopReason.NONE if self._stop is None else self._stop.reason
+
+    def _ask_to_stop(self, order: StopOrder) -> None:
         now = self._awake()
-        if self._stop_by is not None and now + seconds_left > self._stop_by - 1.0:
+        standing = stop.renew(self._stop, order, now)
+        if standing is None:
             return
-        if self.stop_reason is None:
+        if self._stop is None:
             self._advance(Trigger.STOP_REQUESTED)
-        self._stop_by, self.stop_reason = now + seconds_left, reason
-        self.foreseen = reason.endswith("of the job's time")
+        self._stop, self.foreseen = standing, standing.reason is StopReason.DEADLINE
         if self.ranks is not None:
-            self.ranks.ask(seconds_left)
+            self.ranks.ask(standing.by - now)
 
     def _exits(self) -> list[RankExit]:
         """In the order of their first signs."""
@@ -205,8 +211,9 @@ class Daemon:
         if first_to_fail:
             self._advance(Trigger.RANK_FAILED)
             self._world.engine.call(1.0, lambda: ranks.peers_leave(told=True))
-        if end.status == ExitCode.STOPPED and self.stop_reason is None:
-            self._ask_to_stop(self._world.config.supervise.stop_grace, "a rank was asked")
+        if end.status == ExitCode.STOPPED and self._stop is None:
+            grace = self._world.config.supervise.stop_grace
+            self._ask_to_stop(StopOrder(StopReason.PEER_STOPPED, "a rank was asked", grace))
         self.main.wake()
 
     def _failure(self, decision: Decision) -> Failure:

@@ -20,7 +20,7 @@ from kempner.run.record.events.training import RolledBack
 from kempner.training import loop
 from kempner.training.policy import anomalies, final_save
 from kempner.training.policy.anomalies import Health, Numbers, remembered
-from kempner.training.policy.final_save import Action, SaveSituation
+from kempner.training.policy.final_save import Action, SaveInFlight, SaveSituation, SaveTimes
 from kempner.training.vote.final_save import LAST_TRIES
 from simulated.crew import Crew, Hear
 from simulated.engine import Process, Steps
@@ -155,10 +155,8 @@ class Ranks(Crew):
                 SaveSituation(
                     step=self.train_state.step,
                     committed=self.saves.committed_step,
-                    in_flight_step=self.saves.in_flight_step,
-                    in_flight_for=self.saves.age,
-                    save_takes=self.saves.durations.quantile(0.5),
-                    save_may_take=self.saves.durations.quantile(0.95),
+                    in_flight=self._save_in_flight(),
+                    save_times=self._save_times(),
                     warned_for=0.0 if self.asked_at is None else clock.now - self.asked_at,
                     seconds_left=None if self.deadline is None else self.deadline - clock.now,
                     tries_left=tries,
@@ -179,6 +177,14 @@ class Ranks(Crew):
             self.world.abandoned(self, move.lost)
         return (ExitCode.STOPPED if stopped else ExitCode.COMPLETED), ""
 
+    def _save_in_flight(self) -> SaveInFlight | None:
+        step = self.saves.in_flight_step
+        return None if step is None else SaveInFlight(step, self.saves.age)
+
+    def _save_times(self) -> SaveTimes | None:
+        usual, long = (self.saves.durations.quantile(q) for q in (0.5, 0.95))
+        return None if usual is None or long is None else SaveTimes(usual, long)
+
     def enter(self, phase: Phase) -> Steps:
         """Go into a phase, where a fault may wait."""
         self.phase = phase
@@ -198,7 +204,7 @@ class Ranks(Crew):
         return SimpleNamespace(
             config=self.world.config,
             train_state=self.train_state,
-            save_postponed=self.save_postponed,
+            state=SimpleNamespace(save_postponed=self.save_postponed),
         )
 
     def _skip(self) -> None:

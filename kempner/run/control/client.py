@@ -14,15 +14,16 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
-from kempner.run.control.handshake import introduce, open_wire
+from kempner.run.control.file_exchange import FileExchange
+from kempner.run.control.handshake import open_wire
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.launch_env import Launch
 from kempner.run.control.outbox import Outbox, Post
-from kempner.run.control.progress_watchdog import ProgressWatchdog
 from kempner.run.control.protocol import (
     DumpStacks,
     Event,
@@ -31,14 +32,14 @@ from kempner.run.control.protocol import (
     Noted,
     Outcome,
     PeerLost,
-    Report,
     Stop,
     Usage,
     decode_from_supervisor,
     shorten,
 )
-from kempner.run.control.supervisor_timeout import SupervisorTimeout
-from kempner.run.control.transport import Connection, MessageFile
+from kempner.run.control.rank_deadlines import Overdue, RankDeadlines
+from kempner.run.control.rank_reports import RankReports
+from kempner.run.control.transport import Connection
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.logs import logger
 from kempner.run.record.events.base import LedgerEvent
@@ -48,20 +49,11 @@ from kempner.run.record.run_dir import RunDirectory
 BEAT = 1.0
 """Seconds between two reports."""
 
-USAGE_BEAT = 10.0
-"""Seconds between two measurements of what the process uses of its node."""
-
 RETRY = (0.1, 2.0)
 """Seconds until the second try to connect, and the most between two tries."""
 
 ALONE = 8.0
 """Seconds without a connection after which files are used instead."""
-
-FILE_BEAT = 5.0
-"""Seconds between two reports by file: a file system shared by thousands feels each of them."""
-
-PEER_LOST_GRACE = 1.0
-"""Seconds that the main thread gets to leave by itself when a peer is gone."""
 
 LAST_WORDS = 3.0
 """Seconds that a rank waits, at its end, for its last words to be heard; longer than a try to
@@ -100,21 +92,15 @@ class ControlClient:
     def __init__(
         self, launch: Launch, run: RunDirectory, rank: int, progress: Progress, react: Reactions
     ) -> None:
-        self._launch, self._rank, self._progress, self._react = launch, rank, progress, react
-        number = launch.attempt.number
-        self._stacks = run.stacks(number, rank)
-        self._own_file = MessageFile(run.messages(number, rank))
-        self._their_file = MessageFile(run.messages(number, None))
-        self._by_file = False
-        self._report_at = self._usage_at = 0.0
-        self._outbox, self._sent = Outbox(), 0
-        self._silence = SupervisorTimeout(react.patience)
-        self._standstill = ProgressWatchdog(progress, react.patience, react.grace)
-        self._forsaken = False
+        self._open, self._react = partial(open_wire, launch, rank), react
+        self._stacks = run.stacks(launch.attempt.number, rank)
+        self._reports, self._outbox = RankReports(progress, react.measure), Outbox()
+        self._files = FileExchange(launch, run, rank)
+        self._deadlines = RankDeadlines(progress, react.patience, react.grace)
         self._heard_before = 0
-        self._connected = self._over = False
-        self._alone_since = time.monotonic()
-        self._exit_at: float | None = None
+        self._over = False
+        self._alone_since: float | None = time.monotonic()
+        """Since when there is no connection; None while there is one."""
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.peer_lost: PeerLost | None = None
         """The first peer that is known to be gone."""
@@ -140,15 +126,16 @@ class ControlClient:
 
     def say_how_it_ends(self, code: int, sentence: str) -> None:
         """The first half of `leave`: the line stays up."""
-        self._heard_before = self._silence.times_broken
-        self._report_at = 0.0  # where it ended, before its last words
+        self._heard_before = self._deadlines.supervisor.times_broken
+        self._reports.hurry()  # where it ended, before its last words
         self._post(lambda number: Outcome(number, int(code), shorten(sentence)))
         self._outbox.wait_until_heard(LAST_WORDS)
 
     def outlives_supervisor(self) -> bool:
         """Whether nothing answers to how this process ends; waits until that is sure."""
-        while self._silence.times_broken == self._heard_before:
-            if self._silence.noticed:
+        supervisor = self._deadlines.supervisor
+        while supervisor.times_broken == self._heard_before:
+            if supervisor.noticed:
                 return True
             time.sleep(_LISTEN)
         return False
@@ -156,7 +143,7 @@ class ControlClient:
     def fall_silent(self) -> list[Event]:
         """The second half of `leave`."""
         unheard = self._outbox.wait_until_heard(0.0)
-        held = self._connected  # asked first: the thread hangs up as soon as it is over
+        held = self._alone_since is None  # asked first: the thread hangs up once it is over
         self._over = True
         os.eventfd_write(self._alarm, 1)
         return [m for m in unheard if isinstance(m, Event) and not held]
@@ -170,23 +157,24 @@ class ControlClient:
         pause, longest = RETRY
         while not self._over:
             try:
-                wire = open_wire(self._launch, self._rank)
+                wire = self._open()
             except (OSError, MessageError) as error:
                 logger().debug("no connection to the supervisor", reason=str(error))
                 self._wait_alone(pause)
                 pause = min(2 * pause, longest)
                 continue
             pause, _ = RETRY
-            self._connected, self._by_file = True, False
+            self._alone_since = None
+            self._files.interrupt()
             self._talk(wire)
-            self._connected, self._alone_since = False, time.monotonic()
+            self._alone_since = time.monotonic()
             self._wait_alone(pause)
 
     def _talk(self, wire: Connection) -> None:
         """Exchange messages until the connection breaks."""
-        self._silence.broken()  # it has just proved who it is
-        self._sent = 0  # what was on its way and never noted goes out again
-        self._report_at = 0.0
+        self._deadlines.supervisor.broken()  # it has just proved who it is
+        self._reports.hurry()
+        sent = 0  # what was on its way and never noted goes out again
         with selectors.DefaultSelector() as selector:
             selector.register(self._alarm, selectors.EVENT_READ)
             selector.register(wire, selectors.EVENT_READ)
@@ -194,34 +182,26 @@ class ControlClient:
                 while not self._over:
                     for line in wire.lines():
                         self._obey(decode_from_supervisor(line))
-                    self._speak(wire)
+                    sent = self._speak(wire, sent)
                     self._look_at_clocks()
                     writing = selectors.EVENT_WRITE if wire.sending else 0
                     selector.modify(wire, selectors.EVENT_READ | writing)
-                    self._nap(selector, self._report_at)
+                    self._nap(selector, self._reports.next_at)
             except (OSError, MessageError) as error:
                 logger().info("the connection to the supervisor is lost", reason=str(error))
             finally:
                 wire.close()
 
-    def _speak(self, wire: Connection) -> None:
+    def _speak(self, wire: Connection, sent: int) -> int:
+        """Say what there is to say; the number of the last message that was `sent` by then."""
         wire.flush()
-        if time.monotonic() >= self._report_at:
-            self._report_at = time.monotonic() + BEAT
-            if not wire.sending:  # a reader that is behind gets only what must not be lost
-                for news in self._news():
-                    wire.send(news)
-        for message in self._outbox.after(self._sent):
+        # A reader that is behind gets only what must not be lost.
+        for report in self._reports.due(BEAT, skip=wire.sending):
+            wire.send(report)
+        for message in self._outbox.after(sent):
             wire.send(message)
-            self._sent = message.number
-
-    def _news(self) -> Iterator[Report | Usage]:
-        """What is due, and can be lost."""
-        yield self._progress.report()
-        if time.monotonic() >= self._usage_at:
-            self._usage_at = time.monotonic() + USAGE_BEAT
-            if (usage := self._react.measure()) is not None:
-                yield usage
+            sent = message.number
+        return sent
 
     def _wait_alone(self, seconds: float) -> None:
         """Wait until it is time to try again; talk by file if that takes long."""
@@ -229,29 +209,16 @@ class ControlClient:
             selector.register(self._alarm, selectors.EVENT_READ)
             self._nap(selector, time.monotonic() + seconds)
         self._look_at_clocks()
-        if time.monotonic() - self._alone_since >= ALONE:
+        if self._alone_since is not None and time.monotonic() - self._alone_since >= ALONE:
             try:
-                self._talk_by_file()
+                answered = not self._deadlines.supervisor.noticed
+                for message in self._files.exchange(self._reports, self._outbox, answered):
+                    self._obey(message)
             except (OSError, MessageError) as error:
                 logger().debug("no exchange with the supervisor by file", reason=str(error))
 
-    def _talk_by_file(self) -> None:
-        """One exchange. What is written counts as heard as long as the supervisor answers."""
-        if not self._by_file:
-            self._own_file.append(introduce(self._launch, self._rank, challenge=""))
-            self._by_file, self._report_at = True, 0.0
-        if time.monotonic() >= self._report_at:
-            self._report_at = time.monotonic() + FILE_BEAT
-            for news in self._news():
-                self._own_file.append(news)
-        for message in self._outbox.after(0) if not self._silence.noticed else []:
-            self._own_file.append(message)
-            self._outbox.heard(message.number)
-        for line in self._their_file.news():
-            self._obey(decode_from_supervisor(line))
-
     def _obey(self, message: FromSupervisor) -> None:
-        self._silence.broken()
+        self._deadlines.supervisor.broken()
         match message:
             case Noted():
                 self._outbox.heard(message.number)
@@ -259,8 +226,8 @@ class ControlClient:
                 self._react.stop(message)
             case PeerLost() if self.peer_lost is None:
                 self.peer_lost = message
-                self._report_at = self._usage_at = 0.0  # if memory ran out, it shows on this node
-                self._exit_at = time.monotonic() + PEER_LOST_GRACE
+                self._reports.hurry(usage=True)  # if memory ran out, it shows on this node
+                self._deadlines.peer_lost()
             case DumpStacks():
                 self._dump_stacks()
                 self._tell_of_stalled()
@@ -277,15 +244,15 @@ class ControlClient:
             self.record(ConnectionsStalled(tuple(ends[:STALLED_TOLD])))
 
     def _look_at_clocks(self) -> None:
-        if self._silence.exceeds_limit():
-            self._react.silence(self._silence.seconds)
-        if self._standstill.too_long() and self._silence.noticed and not self._forsaken:
-            self._forsaken = True
-            self._react.standstill(self._standstill.seconds)
-        if self._exit_at is not None and time.monotonic() >= self._exit_at:
-            self._exit_at = None
-            # On a thread of its own: this one has to deliver the last words.
-            threading.Thread(target=self._give_up, name="exit", daemon=True).start()
+        for overdue in self._deadlines.look():
+            match overdue:
+                case Overdue.SUPERVISOR:
+                    self._react.silence(self._deadlines.supervisor.seconds)
+                case Overdue.STEP:
+                    self._react.standstill(self._deadlines.step.seconds)
+                case Overdue.EXIT:
+                    # On a thread of its own: this one has to deliver the last words.
+                    threading.Thread(target=self._give_up, name="exit", daemon=True).start()
 
     def _give_up(self) -> None:
         """End the process, although the main thread may wait for that peer for ever."""
@@ -297,8 +264,7 @@ class ControlClient:
 
     def _nap(self, selector: selectors.BaseSelector, until: float) -> None:
         """Wait until something happens, or until it is time for something."""
-        if self._exit_at is not None:
-            until = min(until, self._exit_at)
+        until = self._deadlines.nap_until(until)
         selector.select(max(0.0, until - time.monotonic()))
         with suppress(BlockingIOError):
             os.eventfd_read(self._alarm)

@@ -18,9 +18,11 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
-PROTOCOL = 1
+from kempner.run.process.stop_reason import StopReason
+
+PROTOCOL = 2
 """Version of all of this; both sides must speak the same."""
 
 LINE_LIMIT = 64 * 1024
@@ -38,6 +40,18 @@ Words = Annotated[str, Field(max_length=WORDS_LIMIT)]
 Name = Annotated[str, Field(max_length=255)]
 Nonce = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Proof = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+def _by_name(given: object) -> StopReason:
+    if isinstance(given, StopReason):
+        return given
+    named = StopReason.__members__.get(given) if isinstance(given, str) else None
+    if named:
+        return named
+    raise ValueError("this is no reason to stop")
+
+
+Reason = Annotated[StopReason, BeforeValidator(_by_name)]
 
 
 class MessageError(ValueError):
@@ -166,9 +180,13 @@ class Noted(_Message):
 
 @dataclass(frozen=True)
 class Stop(_Message):
-    """Supervisor to rank: commit and leave, within `seconds_left` if there is a deadline."""
+    """Supervisor to rank: commit and leave, within `seconds_left` if there is a deadline.
 
-    reason: Words
+    `reason` travels by its name; `sentence` says more where there is more to say.
+    """
+
+    reason: Reason
+    sentence: Words = ""
     seconds_left: Seconds | None = None
     kind: Literal["stop"] = "stop"
 
@@ -212,11 +230,16 @@ def encode(message: FromRank | FromSupervisor) -> bytes:
     A character that has no UTF-8 form (half of a surrogate pair, as in the name of a file that is
     no text) becomes a question mark.
     """
-    text = json.dumps(asdict(message), ensure_ascii=False, separators=(",", ":"))
+    fields = asdict(message, dict_factory=_spelt)
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
     line = text.encode("utf-8", "replace") + b"\n"
     if len(line) > LINE_LIMIT:
         raise MessageError(f"a message of {len(line)} bytes exceeds {LINE_LIMIT}")
     return line
+
+
+def _spelt(fields: list[tuple[str, object]]) -> dict[str, object]:
+    return {k: v.name if isinstance(v, StopReason) else v for k, v in fields}
 
 
 def decode_from_rank(line: bytes) -> FromRank:

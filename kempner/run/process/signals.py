@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 from kempner.run.process.exit_codes import ExitCode
 
@@ -72,17 +73,16 @@ class SignalInbox:
         """All stop signals so far, oldest first."""
         return tuple(self._received)
 
-    def react_with(self, reaction: Callable[[Received], None] | None) -> None:
+    def react_with(self, reaction: Callable[[Received], None]) -> None:
         """Call `reaction` from the listening thread for every signal, those that came included.
 
-        It runs even while the main thread sits in native code. None goes back to recording only.
+        It runs even while the main thread sits in native code.
         """
         with self._lock:
             self._react = reaction
             waiting = self.received
-        if reaction is not None:
-            for received in waiting:
-                reaction(received)
+        for received in waiting:
+            reaction(received)
 
     def _listen(self, reader: int) -> None:
         while number := os.read(reader, 1):
@@ -98,23 +98,32 @@ class SignalInbox:
 
 
 def follow_parent(parent: int, with_signal: signal.Signals) -> None:
+    """As `signal_at_end_of`; if the parent is gone already, the signal is raised here."""
+    if not signal_at_end_of(parent, with_signal):
+        os.kill(os.getpid(), with_signal)
+
+
+def signal_at_end_of(parent: int, with_signal: signal.Signals) -> bool:
     """Get `with_signal` when the parent process ends, however it ends (prctl(2), PR_SET_PDEATHSIG).
 
     `parent` is its process id. The kernel sends the signal when the *thread* ends that started this
-    process; if the parent is gone already, it is raised here. Raises `OSError` if the kernel
-    refuses.
+    process. Returns whether the parent is still there; if not, no signal comes. Raises `OSError` if
+    the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(with_signal), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        os.kill(os.getpid(), with_signal)
+    return os.getppid() == parent
 
 
 def exit_immediately(received: Received) -> None:
     """A reaction for as long as nothing was done and nobody depends on this process: end it."""
-    name = received.signal.name
-    print(f"kempner: {name} before training began; nothing to save", file=sys.stderr, flush=True)
+    exit_before_training(received.signal.name)
+
+
+def exit_before_training(why: str) -> NoReturn:
+    """End this process, whatever its main thread does: nothing was done yet that could be lost."""
+    print(f"kempner: {why} before training began; nothing to save", file=sys.stderr, flush=True)
     os._exit(ExitCode.STOPPED)
 
 

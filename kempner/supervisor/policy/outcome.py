@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.stop_reason import StopReason
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,13 @@ class Decision:
     bad_nodes: tuple[str, ...] = ()
 
 
-def decide_outcome(exits: Sequence[RankExit], stop_requested: bool) -> Decision:
-    """Turn the ranks' exits, in the order in which they were heard of, into the run's outcome."""
+def decide_outcome(
+    exits: Sequence[RankExit], stop_requested: StopReason = StopReason.NONE
+) -> Decision:
+    """Turn the ranks' exits, in the order in which they were heard of, into the run's outcome.
+
+    `stop_requested` is why the ranks were asked to stop, NONE if they were not.
+    """
     causes = [e for e in exits if not _harmless(e, stop_requested)]
     if not exits:
         return Decision(ExitCode.CRASHED, "no rank was ever there")
@@ -52,13 +58,11 @@ def decide_outcome(exits: Sequence[RankExit], stop_requested: bool) -> Decision:
     if causes:
         first = causes[0]
         if stop_requested and _from_outside(first):
-            said = (
-                f"rank {first.rank} {describe_exit(first)} while it stopped; start again to go on"
-            )
-            return Decision(ExitCode.STOPPED, said, first.rank)
+            said = f"rank {first.rank} {describe_exit(first)} while it stopped"
+            return Decision(ExitCode.STOPPED, said + _go_on(stop_requested), first.rank)
         return Decision(_code(first), f"rank {first.rank} {describe_exit(first)}", first.rank)
     if any(e.status == ExitCode.STOPPED for e in exits) or stop_requested:
-        return Decision(ExitCode.STOPPED, "stopped on request; start again to go on")
+        return Decision(ExitCode.STOPPED, "stopped" + _go_on(stop_requested))
     return Decision(ExitCode.PEERS_LOST, "the ranks lost each other")
 
 
@@ -84,7 +88,11 @@ def _describe_status(status: int | None) -> str:
         return f"ended with exit code {status}"
 
 
-def _harmless(exit_: RankExit, stop_requested: bool) -> bool:
+def _go_on(reason: StopReason) -> str:
+    return (f" ({reason.words})" if reason else "") + "; start again to go on"
+
+
+def _harmless(exit_: RankExit, stop_requested: StopReason) -> bool:
     """Ends that follow from a stop or from another rank's end, and are no cause of their own."""
     if exit_.status == -signal.SIGTERM and stop_requested:
         return True  # asked to stop before its interpreter could trap the signal

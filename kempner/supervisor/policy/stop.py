@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kempner.cluster.slurm.job import Event, JobState, classify
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.save_times import Durations
 
 UNMEASURED_LEAD = 120.0
@@ -22,15 +23,48 @@ EXIT_MARGIN = 10.0
 """Seconds for the processes to leave, and for the job to be put back into the queue."""
 
 
+LONGEST_WARNING = 3600.0
+"""Seconds before the end of a job from which on a signal passes for the warning of `--signal`; an
+earlier one was sent by hand. Slurm does not tell which it is."""
+
+SOONER = 1.0
+"""Seconds by which a deadline must have come nearer for the ranks to be told again."""
+
 PREEMPTED = "a job of higher priority takes the nodes"
 
 
 @dataclass(frozen=True)
 class StopOrder:
-    """Stop, because of `reason`, within `seconds_left`."""
+    """Stop for `reason`, of which `sentence` says more, within `seconds_left`."""
 
-    reason: str
+    reason: StopReason
+    sentence: str
     seconds_left: float
+
+
+@dataclass(frozen=True)
+class StandingStop:
+    """What the ranks know of a stop: why, and `by` when, in seconds of the supervisor's clock."""
+
+    reason: StopReason
+    sentence: str
+    by: float
+
+
+def renew(standing: StandingStop | None, order: StopOrder, now: float) -> StandingStop | None:
+    """What the ranks are to be told after another order; None if they know as much.
+
+    They are told again when less time is left than was said, or the reason says more than the one
+    that they know: a signal comes first, and a moment later Slurm says why. The nearest deadline
+    holds, for by then the supervisor ends who is still there.
+    """
+    by = now + order.seconds_left
+    if standing is None:
+        return StandingStop(order.reason, order.sentence, by)
+    known = standing if standing.reason > order.reason else order
+    if known.reason is standing.reason and by > standing.by - SOONER:
+        return None
+    return StandingStop(known.reason, known.sentence, min(by, standing.by))
 
 
 def decide_stop(
@@ -46,15 +80,33 @@ def decide_stop(
     match classify(first, now, warned):
         case Event.NOTHING:
             if left is not None and left <= lead:
-                return StopOrder(f"{left:.0f} s are left of the job's time", max(0.0, left))
+                sentence = f"{left:.0f} s are left of the job's time"
+                return StopOrder(StopReason.DEADLINE, sentence, max(0.0, left))
             return None
         case Event.TIME_LIMIT:
-            return None if left is None else StopOrder("Slurm gave a warning", max(0.0, left))
+            return None if left is None else _heed_warning(left)
         case Event.PREEMPTION:
             grace = 0.0 if left is None else max(0.0, left)
-            return StopOrder(PREEMPTED, grace + kill_wait)
+            return StopOrder(StopReason.PREEMPTION, PREEMPTED, grace + kill_wait)
         case event:
-            return StopOrder(event.value, kill_wait)
+            preempted = now.times.preempt is not None
+            reason = StopReason.PREEMPTION if preempted else _REASONS[event]
+            return StopOrder(reason, event.value, kill_wait)
+
+
+_REASONS = {
+    Event.TIME_LIMIT_REACHED: StopReason.TIME_LIMIT,
+    Event.REQUEUE: StopReason.REQUEUE,
+    Event.CANCEL: StopReason.CANCEL,
+    Event.ENDED: StopReason.SIGNAL,  # Slurm signals what is left of a job, and does not say why
+}
+
+
+def _heed_warning(left: float) -> StopOrder:
+    if left > LONGEST_WARNING:
+        sentence = f"a signal came {left / 3600:.1f} h before the end of the job's time"
+        return StopOrder(StopReason.OPERATOR, sentence, left)
+    return StopOrder(StopReason.TIME_LIMIT, "Slurm gave a warning", max(0.0, left))
 
 
 def stop_lead(durations: Durations, longest_gap: float | None, limit: float | None) -> float:

@@ -22,22 +22,35 @@ class Action(Enum):
 
 
 @dataclass(frozen=True)
+class SaveInFlight:
+    """A save under way: the step whose state it writes, and its age in seconds."""
+
+    step: int
+    age: float
+
+
+@dataclass(frozen=True)
+class SaveTimes:
+    """Seconds of the last saves: their median, and their 95th percentile."""
+
+    usual: float
+    long: float
+
+
+@dataclass(frozen=True)
 class SaveSituation:
     """Where the ranks stand. Seconds; None where there is no deadline, save or measurement.
 
-    `step` steps are done, `committed` is the step of the last commit, `in_flight_step` that of the
-    save in flight and `in_flight_for` its age, `save_takes` the median of the last saves and
-    `save_may_take` their 95th percentile, `warned_for` the time since the stop was asked for,
-    `seconds_left` what is left until the deadline, `tries_left` how many saves may still be
-    started, `suspicious` whether the last step had a loss that no state should be kept after.
+    `step` steps are done, `committed` is the step of the last commit, `warned_for` the time since
+    the stop was asked for, `seconds_left` what is left until the deadline, `tries_left` how many
+    saves may still be started, `suspicious` whether the last step had a loss that no state should
+    be kept after.
     """
 
     step: int
     committed: int | None
-    in_flight_step: int | None
-    in_flight_for: float
-    save_takes: float | None
-    save_may_take: float | None
+    in_flight: SaveInFlight | None
+    save_times: SaveTimes | None
     warned_for: float
     seconds_left: float | None
     tries_left: int
@@ -68,7 +81,7 @@ def decide_final_save(now: SaveSituation) -> SaveDecision:
     """
     time = time_to_spare(now.seconds_left)
     lost = now.step - (now.committed or 0)
-    if now.in_flight_step is not None:
+    if now.in_flight is not None:
         if time is None or time > 0:
             return SaveDecision(Action.WAIT, "a save is under way", lost, patience=time)
         return _abandon(now, "the save under way did not end in time")
@@ -82,13 +95,12 @@ def decide_final_save(now: SaveSituation) -> SaveDecision:
         return SaveDecision(Action.SAVE, "there is no deadline", lost)
     if time <= 0:
         return _abandon(now, "no time was left to save")
-    if now.save_takes is None:
+    if now.save_times is None:
         return SaveDecision(Action.SAVE, "no save was measured yet, so one is tried", lost)
-    if now.save_takes <= time:
-        return SaveDecision(
-            Action.SAVE, f"a save takes {now.save_takes:.1f} s of {time:.1f} s left", lost
-        )
-    return _abandon(now, f"a save takes {now.save_takes:.1f} s and {time:.1f} s were left for it")
+    usual = now.save_times.usual
+    if usual <= time:
+        return SaveDecision(Action.SAVE, f"a save takes {usual:.1f} s of {time:.1f} s left", lost)
+    return _abandon(now, f"a save takes {usual:.1f} s and {time:.1f} s were left for it")
 
 
 def time_to_spare(seconds_left: float | None) -> float | None:
@@ -115,8 +127,9 @@ def _abandon(now: SaveSituation, reason: str) -> SaveDecision:
 
 def _enough(now: SaveSituation) -> float | None:
     """From the request to the exit: what was spent so far, and what the saves still need."""
-    if now.save_may_take is None or now.in_flight_for > now.save_may_take:
+    in_flight, times = now.in_flight, now.save_times
+    if times is None or (in_flight is not None and in_flight.age > times.long):
         return None
-    in_flight = 0.0 if now.in_flight_step is None else now.save_may_take - now.in_flight_for
-    last = 0.0 if now.in_flight_step == now.step else now.save_may_take
-    return now.warned_for + in_flight + last + EXIT_SECONDS
+    rest = 0.0 if in_flight is None else times.long - in_flight.age
+    last = 0.0 if in_flight is not None and in_flight.step == now.step else times.long
+    return now.warned_for + rest + last + EXIT_SECONDS

@@ -22,10 +22,11 @@ from kempner.config.sections import Config, SuperviseSection
 from kempner.run.control.client import ControlClient, Reactions
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.launch_env import Launch, forget_secret
-from kempner.run.control.protocol import Stop, Usage
+from kempner.run.control.protocol import Usage
 from kempner.run.process.exit_codes import ExitCode, RunError, UnfitNodeError, UsageError
 from kempner.run.process.logs import logger
-from kempner.run.process.signals import Received, exit_immediately, follow_parent, inbox
+from kempner.run.process.signals import signal_at_end_of
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.job import NodeSuspected
@@ -35,7 +36,7 @@ from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.rank_link.orphan_requeue import RESUMABLE, hand_back
 from kempner.training.rank_link.resource_usage import measure
-from kempner.training.rank_link.shutdown import ShutdownHandler, StopReason
+from kempner.training.rank_link.shutdown import ShutdownHandler
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,13 @@ def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler
     if launch is None:
         return RankLink(world, run, launch, progress, None)
     if launch.parent is not None:
-        follow_parent(launch.parent, signal.SIGTERM)
+        if not signal_at_end_of(launch.parent, signal.SIGTERM):
+            shutdown.stop(StopReason.SUPERVISOR_LOST, sentence="the supervisor has ended")
     elif world.rank > 0:
         _print_to(run.output(launch.attempt.number, world.rank))
     react = Reactions(
-        stop=partial(_stop, shutdown),
-        silence=_stop_in_silence,
+        stop=lambda order: shutdown.stop(order.reason, order.seconds_left, order.sentence),
+        silence=partial(_stop_in_silence, shutdown),
         standstill=lambda seconds: _leave_in_silence(rank_link, seconds),
         patience=section.supervisor_timeout,
         grace=section.stop_grace,
@@ -116,8 +118,11 @@ def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler
     )
     link = ControlClient(launch, run, world.rank, progress, react)
     rank_link = RankLink(world, run, launch, progress, link)
+    shutdown.connect(
+        last_words=partial(link.leave, ExitCode.STOPPED),
+        supervisor_gone=lambda: launch.parent not in (None, os.getppid()),
+    )
     link.start()
-    inbox().react_with(partial(_leave_alone, link))
     return rank_link
 
 
@@ -162,22 +167,10 @@ def _find_place() -> World:
     return world
 
 
-def _leave_alone(link: ControlClient, received: Received) -> None:
-    """A signal while nobody depends on this process: say so, and end it."""
-    link.leave(ExitCode.STOPPED, "stopped before training began")
-    exit_immediately(received)
-
-
-def _stop(shutdown: ShutdownHandler, message: Stop) -> None:
-    """A stop that comes over the channel is a signal, whatever the moment, that has a deadline."""
-    logger().info("asked to stop", reason=message.reason, seconds_left=message.seconds_left)
-    shutdown.stop(StopReason.SIGNAL, message.seconds_left)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _stop_in_silence(seconds: float) -> None:
-    logger().warning(f"nothing heard from the supervisor for {seconds:.0f} s: committing, leaving")
-    os.kill(os.getpid(), signal.SIGTERM)
+def _stop_in_silence(shutdown: ShutdownHandler, seconds: float) -> None:
+    silence = f"nothing heard from the supervisor for {seconds:.0f} s"
+    logger().warning(f"{silence}: committing, leaving")
+    shutdown.stop(StopReason.SUPERVISOR_LOST, sentence=silence)
 
 
 def _leave_in_silence(rank_link: RankLink, seconds: float) -> None:

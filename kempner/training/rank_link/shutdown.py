@@ -5,86 +5,217 @@ Imports no torch, because it is installed before torch is imported.
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
 
-from kempner.run.process.signals import Received, exit_immediately, inbox
+from kempner.run.process.logs import logger
+from kempner.run.process.signals import Received, exit_before_training, inbox
+from kempner.run.process.stop_reason import StopReason, reason_of_signal
+
+NEARER = 1.0
+"""Seconds by which a deadline must be nearer than the one that is known to be told again."""
 
 
-class StopReason(IntEnum):
-    """Why the ranks stop. The greatest reason of any rank is the one that all follow."""
+class State(Enum):
+    """Who depends on this process, and therefore how it stops."""
 
-    NONE = 0
-    SIGNAL = 1
-    """SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 came."""
+    ALONE = "nobody does: it may leave at once"
+    CONNECTED = "a supervisor listens: it is told first"
+    IN_GROUP = "other ranks do: they vote on it"
+    LEAVING = "it is about to leave, whatever else comes"
+
+
+class Trigger(Enum):
+    """What can happen to the handler."""
+
+    CONNECT = "there is a supervisor to talk to"
+    JOIN = "the process group is there"
+    SIGNAL = "a stop signal came"
+    ORDER = "somebody who knows why asks for a stop: the supervisor, or what watches it"
+
+
+class Action(Enum):
+    """What follows."""
+
+    NOTHING = "nothing"
+    EXIT = "leave at once with exit code 75: nothing is half done"
+    TELL_AND_EXIT = "tell the supervisor, then leave with exit code 75"
+    REQUEST = "keep the request, for the next vote"
+    REQUEST_AND_TELL = "keep the request, and tell the supervisor of the signal"
+
+
+TRANSITIONS: dict[tuple[State, Trigger], tuple[State, Action]] = {
+    (State.ALONE, Trigger.CONNECT): (State.CONNECTED, Action.NOTHING),
+    (State.ALONE, Trigger.JOIN): (State.IN_GROUP, Action.NOTHING),
+    (State.ALONE, Trigger.SIGNAL): (State.LEAVING, Action.EXIT),
+    (State.ALONE, Trigger.ORDER): (State.LEAVING, Action.EXIT),
+    (State.CONNECTED, Trigger.CONNECT): (State.CONNECTED, Action.NOTHING),
+    (State.CONNECTED, Trigger.JOIN): (State.IN_GROUP, Action.NOTHING),
+    (State.CONNECTED, Trigger.SIGNAL): (State.LEAVING, Action.TELL_AND_EXIT),
+    (State.CONNECTED, Trigger.ORDER): (State.LEAVING, Action.TELL_AND_EXIT),
+    (State.IN_GROUP, Trigger.CONNECT): (State.IN_GROUP, Action.NOTHING),
+    (State.IN_GROUP, Trigger.JOIN): (State.IN_GROUP, Action.NOTHING),
+    (State.IN_GROUP, Trigger.SIGNAL): (State.IN_GROUP, Action.REQUEST_AND_TELL),
+    (State.IN_GROUP, Trigger.ORDER): (State.IN_GROUP, Action.REQUEST),
+    (State.LEAVING, Trigger.CONNECT): (State.LEAVING, Action.NOTHING),
+    (State.LEAVING, Trigger.JOIN): (State.LEAVING, Action.NOTHING),
+    (State.LEAVING, Trigger.SIGNAL): (State.LEAVING, Action.NOTHING),
+    (State.LEAVING, Trigger.ORDER): (State.LEAVING, Action.NOTHING),
+}
+"""In each state, for whatever comes: the next state, and what to do."""
 
 
 @dataclass(frozen=True)
-class _Request:
-    """A request to stop, when it came and what it must be done by (`time.monotonic` seconds)."""
+class StopRequest:
+    """A request to stop: why, and since when; `sentence` says more where there is more to say.
+
+    `asked_at` and `deadline` are `time.monotonic` seconds; the deadline is infinite without one.
+    """
 
     reason: StopReason
-    at: float
-    deadline: float | None
+    asked_at: float
+    deadline: float = math.inf
+    sentence: str = ""
+
+    def joined_with(self, later: StopRequest) -> StopRequest:
+        """This one, with what a later one adds: a reason that says more, a nearer deadline."""
+        better = later if later.reason > self.reason else self
+        nearer = min(self.deadline, later.deadline)
+        return replace(better, asked_at=self.asked_at, deadline=nearer)
+
+    def adds_to(self, earlier: StopRequest | None) -> bool:
+        """Whether this is news to somebody who knew `earlier` only."""
+        if earlier is None or self.reason is not earlier.reason:
+            return True
+        return self.deadline < earlier.deadline - NEARER
 
 
 class ShutdownHandler:
-    """Traps the stop signals and remembers them; installing it twice, or a second signal, is fine.
+    """Traps the stop signals and keeps the request that they and the supervisor's orders make.
 
-    Until `join_group` is called, nothing that this process does concerns anybody else: a stop
-    signal then ends it at once, with exit code 75, even while it waits for peers in native code.
-    Afterwards a signal is only a request, for the ranks to vote on.
+    Until `join_group` is called, nothing that this process does concerns another rank: a stop then
+    ends it at once with exit code 75, even while it waits for peers in native code. Afterwards it
+    is only a request, for the ranks to vote on. Methods may be called from any thread.
     """
 
     def __init__(self) -> None:
-        self._signals = inbox()
-        self._requests: tuple[_Request, ...] = ()
-        self._grace: float | None = None
-        self._on_signal: Callable[[], None] = lambda: None
+        self._signals, self._lock = inbox(), threading.Lock()
+        self._state = State.ALONE
+        self._request: StopRequest | None = None
+        self._grace = math.inf
+        self._tell_of_signal: Callable[[], None] = lambda: None
+        self._last_words: Callable[[str], object] = lambda sentence: None
+        self._supervisor_gone: Callable[[], bool] = lambda: False
 
     def install(self) -> None:
-        """Trap the signals and leave on any of them until `join_group`."""
+        """Trap the signals, and leave on any of them until there is somebody to be told."""
         self._signals.install()
-        self._signals.react_with(exit_immediately)
+        self._signals.react_with(self._signalled)
+
+    def connect(
+        self,
+        last_words: Callable[[str], object],
+        supervisor_gone: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """From now on a supervisor listens.
+
+        `last_words` tells it that this process leaves, and why; it may take seconds.
+        `supervisor_gone` is whether the supervisor is known to have ended.
+        """
+        self._last_words, self._supervisor_gone = last_words, supervisor_gone
+        with self._lock:
+            self._move(Trigger.CONNECT)
 
     def join_group(
         self, grace: float | None = None, on_signal: Callable[[], None] = lambda: None
     ) -> None:
-        """From now on peers depend on this process: signals become requests.
+        """From now on peers depend on this process: a stop becomes a request.
 
         `grace` is how many seconds after a signal the process will be killed; None if nobody will.
         `on_signal` is called, from a thread, if it is a signal that first asks for a stop.
         """
-        self._grace, self._on_signal = grace, on_signal
-        self._signals.react_with(self._note)
+        self._grace = math.inf if grace is None else grace
+        self._tell_of_signal = on_signal
+        with self._lock:
+            self._move(Trigger.JOIN)
 
-    def stop(self, reason: StopReason, seconds_left: float | None = None) -> None:
-        """Ask for a stop, from any thread; of several deadlines the nearest counts."""
+    def stop(
+        self, reason: StopReason, seconds_left: float | None = None, sentence: str = ""
+    ) -> None:
+        """Ask for a stop; of several reasons the greatest counts, of deadlines the nearest."""
         now = time.monotonic()
-        deadline = None if seconds_left is None else now + seconds_left
-        self._requests = (*self._requests, _Request(reason, now, deadline))
+        deadline = math.inf if seconds_left is None else now + seconds_left
+        self._ask(Trigger.ORDER, StopRequest(reason, now, deadline, sentence))
 
     def should_shutdown(self) -> bool:
         """Whether a stop was asked for."""
-        return bool(self._requests)
+        return self._request is not None
 
     def reason(self) -> StopReason:
         """Why this rank wants to stop, for its vote."""
-        return max((request.reason for request in self._requests), default=StopReason.NONE)
+        return StopReason.NONE if self._request is None else self._request.reason
+
+    def sentence(self, reason: StopReason) -> str:
+        """What this rank was told about a stop for `reason`; empty if nothing was."""
+        request = self._request
+        return request.sentence if request is not None and request.reason is reason else ""
 
     def seconds_left(self) -> float | None:
         """Until the nearest deadline, negative once it is over; None without one."""
-        deadlines = [r.deadline for r in self._requests if r.deadline is not None]
-        return min(deadlines) - time.monotonic() if deadlines else None
+        request = self._request
+        if request is None or math.isinf(request.deadline):
+            return None
+        return request.deadline - time.monotonic()
 
     def seconds_since_asked(self) -> float:
         """Since this process was first asked to stop; 0 if it was not."""
-        return time.monotonic() - self._requests[0].at if self._requests else 0.0
+        return 0.0 if self._request is None else time.monotonic() - self._request.asked_at
 
-    def _note(self, received: Received) -> None:
-        waited, first = time.monotonic() - received.at, not self._requests
-        self.stop(StopReason.SIGNAL, None if self._grace is None else self._grace - waited)
-        if first:
-            self._on_signal()
+    def _signalled(self, received: Received) -> None:
+        gone = self._supervisor_gone()
+        reason = reason_of_signal(received.signal, gone)
+        sentence = "the supervisor has ended" if gone else received.signal.name
+        deadline = received.at + self._grace
+        self._ask(Trigger.SIGNAL, StopRequest(reason, received.at, deadline, sentence))
+
+    def _ask(self, trigger: Trigger, asked: StopRequest) -> None:
+        """Keep what was asked for, and do what follows; the caller's thread may have to go on."""
+        with self._lock:
+            before = self._request
+            self._request = asked if before is None else before.joined_with(asked)
+            action = self._move(trigger)
+        match action:
+            case Action.EXIT:
+                exit_before_training(asked.sentence or asked.reason.words)
+            case Action.TELL_AND_EXIT:
+                # On a thread of its own: the caller's may be the one that delivers the last words.
+                leave = partial(self._tell_and_exit, asked)
+                threading.Thread(target=leave, name="exit", daemon=True).start()
+            case Action.REQUEST | Action.REQUEST_AND_TELL:
+                _log_if_news(self._request, before)
+        if action is Action.REQUEST_AND_TELL and before is None:
+            self._tell_of_signal()
+
+    def _move(self, trigger: Trigger) -> Action:
+        self._state, action = TRANSITIONS[self._state, trigger]
+        return action
+
+    def _tell_and_exit(self, asked: StopRequest) -> None:
+        self._last_words(f"stopped before training began ({asked.reason.words})")
+        exit_before_training(asked.sentence or asked.reason.words)
+
+
+def _log_if_news(request: StopRequest, before: StopRequest | None) -> None:
+    if request.adds_to(before):
+        left = request.deadline - time.monotonic()
+        logger().info(
+            "asked to stop",
+            reason=request.reason.label,
+            sentence=request.sentence,
+            seconds_left=None if math.isinf(left) else round(left, 1),
+        )

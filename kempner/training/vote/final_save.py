@@ -9,13 +9,16 @@ from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.run.process.exit_codes import CheckpointWriteError, ExitCode
 from kempner.run.process.logs import logger
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.stop import Completed, Stopped
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.policy.final_save import (
     Action,
     SaveDecision,
+    SaveInFlight,
     SaveSituation,
+    SaveTimes,
     decide_final_save,
     tell_loss,
     time_to_spare,
@@ -34,7 +37,10 @@ class StoppableLoop(Protocol):
     vote_group: VoteGroup
     shutdown: ShutdownHandler
     checkpoints: CheckpointManager
-    train_state: TrainState
+
+    @property
+    def train_state(self) -> TrainState:
+        """How far it has come."""
 
     def record(self, event: LedgerEvent) -> None:
         """A line for the run's ledger, from rank 0."""
@@ -52,23 +58,30 @@ def finish(run: StoppableLoop, agreed: VoteResult) -> tuple[ExitCode, str]:
 
     Raises `CheckpointWriteError` if the state cannot be committed.
     """
-    step, last = run.train_state.step, secure_last_step(run)
+    step = run.train_state.step
+    last, known_by_now = secure_last_step(run)
     if last.action is Action.FAIL:
         raise CheckpointWriteError(
             f"the checkpoint of step {step} could not be written; the last good one is intact"
         )
     if last.action is Action.DONE:
         run.checkpoints.close(timeout=time_to_spare(run.shutdown.seconds_left()))
-    code, words = ExitCode.COMPLETED, f"completed {step} steps"
-    if agreed.stop or last.lost:
-        code, words = ExitCode.STOPPED, f"stopped after step {step}; start again to go on"
     if last.lost and run.ranks.world.rank == 0:
         logger().warning(f"stopped after step {step}: {tell_loss(last)}")
-    end = Completed if code is ExitCode.COMPLETED else Stopped
-    event = end(step=step, reason=agreed.stop.name, lost_steps=last.lost)
+    if not (agreed.stop or last.lost):
+        _say_how_it_ends(run, Completed(step))
+        return ExitCode.COMPLETED, f"completed {step} steps"
+    reason = max(agreed.stop, known_by_now)
+    sentence = run.shutdown.sentence(reason)
+    _say_how_it_ends(run, Stopped(step, reason.label, last.lost, sentence))
+    why = f" ({reason.words})" if reason else ""
+    return ExitCode.STOPPED, f"stopped after step {step}{why}; start again to go on"
+
+
+def _say_how_it_ends(run: StoppableLoop, event: Completed | Stopped) -> None:
+    """In the log of every rank, and once in the ledger."""
     logger().info(event.name, **event.to_fields())
     run.record(event)
-    return code, words
 
 
 def refuse_to_go_on_unsaved(agreed: VoteResult, max_failures: int) -> None:
@@ -80,11 +93,15 @@ def refuse_to_go_on_unsaved(agreed: VoteResult, max_failures: int) -> None:
         )
 
 
-def secure_last_step(run: StoppableLoop) -> SaveDecision:
-    """Bring the state of the last step to disk, move by move; the move that ends it."""
+def secure_last_step(run: StoppableLoop) -> tuple[SaveDecision, StopReason]:
+    """Bring the state of the last step to disk, move by move.
+
+    Returns the move that ends it, and the reason of the stop as far as the ranks know it by then:
+    a signal comes first, and what Slurm says about it a moment later.
+    """
     tries_left = LAST_TRIES
     while True:
-        move = agree_on_next_decision(run, tries_left)
+        move, reason = agree_on_next_decision(run, tries_left)
         match move.action:
             case Action.WAIT:
                 run.checkpoints.join(move.patience)
@@ -92,22 +109,20 @@ def secure_last_step(run: StoppableLoop) -> SaveDecision:
                 tries_left -= 1
                 run.checkpoints.save(run.train_state)
             case _:
-                return move
+                return move, reason
 
 
-def agree_on_next_decision(run: StoppableLoop, tries_left: int) -> SaveDecision:
-    """Rank 0's choice, with the deadline that is nearest on any rank."""
+def agree_on_next_decision(run: StoppableLoop, tries_left: int) -> tuple[SaveDecision, StopReason]:
+    """Rank 0's choice, with the deadline that is nearest on any rank; and why the ranks stop."""
     agreed = run.vote_group.open(run.vote()).close()
-    step, age = run.checkpoints.in_flight or (None, 0.0)
-    durations = run.checkpoints.durations
+    in_flight, durations = run.checkpoints.in_flight, run.checkpoints.durations
+    usual, long = durations.quantile(0.5), durations.quantile(0.95)
     move = decide_final_save(
         SaveSituation(
             step=run.train_state.step,
             committed=run.checkpoints.committed_step,
-            in_flight_step=step,
-            in_flight_for=age,
-            save_takes=durations.quantile(0.5),
-            save_may_take=durations.quantile(0.95),
+            in_flight=None if in_flight is None else SaveInFlight(*in_flight),
+            save_times=None if usual is None or long is None else SaveTimes(usual, long),
             warned_for=run.shutdown.seconds_since_asked(),
             seconds_left=agreed.seconds_left,
             tries_left=tries_left,
@@ -116,4 +131,4 @@ def agree_on_next_decision(run: StoppableLoop, tries_left: int) -> SaveDecision:
     )
     told = run.ranks.broadcast(move)
     assert isinstance(told, SaveDecision)  # rank 0 made it
-    return told
+    return told, agreed.stop

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from kempner.training.rank_link.shutdown import StopReason
+from kempner.run.process.stop_reason import StopReason
 
 _NO_HURRY = -(1 << 62)
 
@@ -21,9 +21,9 @@ _NO_HURRY = -(1 << 62)
 class Vote:
     """What one rank wants.
 
-    `stop` is the reason to stop after this step, `void` that this rank has no data for the step
-    and that the step must therefore not count, `diverged` that the loss has left the rails and that
-    the run must go back, `failed_saves` how many saves failed in a row,
+    `stop` is the reason to stop after this step, NONE to go on; `void` that this rank has no data
+    for the step and that the step must therefore not count, `diverged` that the loss has left the
+    rails and that the run must go back, `failed_saves` how many saves failed in a row,
     `seconds_left` what is left, when the vote opens, until the process is killed; None is for ever.
     """
 

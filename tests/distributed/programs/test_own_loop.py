@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from harness import KEMPNER, ROOT, Job, wait_until
+from harness import KEMPNER, ROOT, Job, assert_named, wait_until
 
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
 
@@ -101,6 +102,7 @@ def test_the_example_survives_a_stop_and_a_kill_to_the_last_bit(own: Own, tmp_pa
     assert job.wait() == 75, job.output()
     (stopped,) = own.events("surviving", "stopped")
     assert stopped["lost_steps"] == 0
+    assert_named(own.run("surviving"), StopReason.SIGNAL, 1, 2, job.output())
     assert not (own.folder / "curve.pt").exists()
 
     job = own.supervise(*example())

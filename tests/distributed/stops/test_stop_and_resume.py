@@ -10,7 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import KEMPNER, Job, Run, drills, manifest, wait_until
+from harness import KEMPNER, Job, Run, assert_named, drills, manifest, wait_until
+
+from kempner.run.process.stop_reason import StopReason, reason_of_signal
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -61,6 +63,7 @@ def test_three_stops_change_nothing(
         else:
             job.signal()
         stopped_on.append(expect_stop(run, job))
+        assert_named(run.record, StopReason.SIGNAL, len(run.jobs), world, job.output())
     assert stopped_on == sorted(stopped_on)
     run.complete(world, LONG, loader)
     assert [e["step"] for e in run.events("stopped")] == stopped_on
@@ -138,6 +141,8 @@ def test_one_process_without_a_supervisor(run: Run, undisturbed: Callable[..., R
         run.reach(step, job)
         job.signal(number)
         expect_stop(run, job)
+        reason = reason_of_signal(number)
+        assert_named(run.record, reason, run.attempt(), 1, job.output())
     assert run.train(LONG).wait() == 0
     assert_same(run, undisturbed(1, LONG))
 
@@ -159,6 +164,12 @@ def test_a_second_ctrl_c_leaves_at_once_and_a_killed_supervisor_loses_nothing(
 ) -> None:
     job = run.supervise(2, LONG)
     run.reach(12, job)
+    job.signal(signal.SIGINT)
+    expect_stop(run, job)
+    assert_named(run.record, StopReason.INTERRUPT, 1, 2, job.output())
+
+    job = run.supervise(2, LONG)
+    run.reach(max(run.steps()) + 2, job)
     ranks = [child.pid for child in ranks_of(job)]
     job.signal(signal.SIGINT)
     job.signal(signal.SIGINT)
@@ -172,6 +183,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_a_killed_supervisor_loses_nothing(
     job.wait()
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks), "ranks to leave")
     assert run.latest() == max(run.steps())
+    assert_named(run.record, StopReason.SUPERVISOR_LOST, run.attempt(), 2, job.output())
 
     run.complete(2, LONG)
     assert_same(run, undisturbed(2, LONG))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import Run, wait_until
+from harness import Run, assert_named, wait_until
 
 from kempner.run.control.protocol import (
     LINE_LIMIT,
@@ -25,6 +25,7 @@ from kempner.run.control.protocol import (
     encode,
 )
 from kempner.run.control.transport import Connection
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.ledger import read_lines
 
 pytestmark = pytest.mark.timeout(300)
@@ -110,6 +111,7 @@ def test_ranks_that_hear_nothing_for_too_long_commit_and_leave(run: Run) -> None
     assert job.wait() == 75, job.output()
     assert run.latest() == max(run.steps())
     assert len(run.events("stopped")) == 1
+    assert_named(run.record, StopReason.SUPERVISOR_LOST, 1, 2, job.output())
 
 
 def alive(pid: int) -> bool:
@@ -127,7 +129,9 @@ def test_a_stop_by_channel_alone_is_enough(run: Run) -> None:
     assert job.wait() == 75, job.output()
     assert run.latest() == max(run.steps())
     asked = [e for e in read_lines(run.record.log(1, 0)) if e["event"] == "asked to stop"]
-    assert [(e["reason"], e["seconds_left"]) for e in asked] == [("SIGTERM", 300.0)]
+    told = [(e["reason"], e["sentence"], round(e["seconds_left"])) for e in asked]
+    assert told == [("signal", "SIGTERM", 300)]
+    assert_named(run.record, StopReason.SIGNAL, 1, 2, job.output())
 
 
 @pytest.mark.drill
@@ -138,7 +142,8 @@ def test_ranks_stopped_before_they_know_each_other_say_so(run: Run) -> None:
     wait_until(lambda: [e for e in read_lines(log) if e["event"] == "joined"], "a rank", job=job)
     job.signal()
     assert job.wait() == 75, job.output()
-    assert sorted(ends(run)) == [(r, f"{STOPPED}: stopped before training began") for r in (0, 1)]
+    words = f"{STOPPED}: stopped before training began (signal)"
+    assert sorted(ends(run)) == [(rank, words) for rank in (0, 1)]
     assert run.committed() == []
 
 

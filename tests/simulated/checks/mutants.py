@@ -181,5 +181,5 @@ MUTANTS = (
     _mutant("the last steps need no save", final_save, "decide_final_save",
             "if lost == 0:", "if lost < 100:", UNFINISHED),
     _mutant("a save is begun that cannot fit", final_save, "decide_final_save",
-            "if now.save_takes <= time:", "if now.save_takes >= time:", UNFINISHED),
+            "if usual <= time:", "if usual >= time:", UNFINISHED),
 )  # fmt: skip

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
-from harness import Run, wait_until
+from harness import Run, assert_named, wait_until
 from submitting import LONG, Project, assert_like
+
+from kempner.run.process.stop_reason import StopReason
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -35,6 +37,9 @@ def test_an_operators_word_holds(project: Project, undisturbed: Run) -> None:
     project.cluster.scontrol("requeue", job)
     project.attempt(job, 2)
     assert committed_all(project)
+    assert_named(project.run.record, StopReason.REQUEUE, 1, 2, project.log(job))
+    (asked,) = [e for e in project.events("stop_requested") if e["reason"] == "requeue"]
+    assert "put back into the queue, by an operator" in asked["sentence"]
     project.reach(job, project.run.latest() + 2)
 
     cancelled_at = time.time()
@@ -45,6 +50,7 @@ def test_an_operators_word_holds(project: Project, undisturbed: Run) -> None:
     assert last["time"] - cancelled_at < project.cluster.options.kill_wait
     project.assert_states(job, "REQUEUED", "CANCELLED")
     assert "the job was cancelled: submit it again" in project.log(job)
+    assert_named(project.run.record, StopReason.CANCEL, 2, 2, project.log(job))
 
     again = project.train(*LONG, options=("--no-requeue",))
     project.attempt(again, 3)
@@ -54,6 +60,7 @@ def test_an_operators_word_holds(project: Project, undisturbed: Run) -> None:
     assert project.cluster.job(again)["ExitCode"] == "75:0"
     assert "submitted with --no-requeue: submit it again, and it goes on" in project.log(again)
     assert committed_all(project)
+    assert_named(project.run.record, StopReason.OPERATOR, 3, 2, project.log(again))
     assert not project.events("requeued")
 
     project.hurry()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Run
+from harness import Run, assert_named
 from lab import Cluster
 from submitting import LONG, Project, assert_like
+
+from kempner.run.process.stop_reason import StopReason
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -51,13 +53,17 @@ def test_the_time_limit_costs_nothing(
         project.cluster.scontrol("update", f"jobid={job}", "TimeLimit=60")
     project.hurry()
     for side, job, reasons in (
-        (project, warned, ["SIGTERM", "Slurm gave a warning"]),
-        (unwarned, silent, ["left of the job's time"]),
+        (project, warned, [StopReason.SIGNAL, StopReason.TIME_LIMIT]),
+        (unwarned, silent, [StopReason.DEADLINE]),
     ):
         side.attempt(job, 2)
         side.end(job)
         assert_came_back_once(side, job)
         assert_like(side.run, undisturbed)
         said = [event["reason"] for event in side.events("stop_requested")]
-        assert len(said) == len(reasons)
-        assert all(part in whole for part, whole in zip(reasons, said, strict=True))
+        assert said == [reason.label for reason in reasons]
+        assert_named(side.run.record, reasons[-1], 1, 2, side.log(job))
+    asked = [event["sentence"] for event in project.events("stop_requested")]
+    assert asked == ["SIGTERM", "Slurm gave a warning"]
+    (asked_alone,) = unwarned.events("stop_requested")
+    assert "left of the job's time" in asked_alone["sentence"]

@@ -5,21 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import Run, drills
+from harness import Run, assert_named, drills
 from submitting import LONG, Project, assert_like
+
+from kempner.run.process.stop_reason import StopReason
 
 pytestmark = pytest.mark.timeout(400)
 
-Ways = list[tuple[dict[str, Any], str]]
-"""Changes to the cluster, and what accounting then says of the preempted launch."""
+Ways = list[tuple[dict[str, Any], str, StopReason]]
+"""Changes to the cluster, what accounting then says of the preempted launch, and what we do."""
 
 WAYS: Ways = [
-    ({"grace": 20}, "REQUEUED"),  # by us, as soon as all is committed
-    ({"grace": 0}, "PREEMPTED"),  # Slurm is faster
-    ({"grace": 20, "preempt": "qos"}, "REQUEUED"),
+    ({"grace": 20}, "REQUEUED", StopReason.PREEMPTION),  # by us, as soon as all is committed
+    ({"grace": 0}, "PREEMPTED", StopReason.REQUEUE),  # Slurm is faster, and does not say why
+    ({"grace": 20, "preempt": "qos"}, "REQUEUED", StopReason.PREEMPTION),
 ]
 # The batch script is then signalled as before a time limit, which test_limits.py has.
-SIGNALLED: Ways = [({"grace": 20, "send_user_signal": True}, "REQUEUED")]
+SIGNALLED: Ways = [({"grace": 20, "send_user_signal": True}, "REQUEUED", StopReason.PREEMPTION)]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ def test_every_kind_of_preemption_in_a_row_costs_nothing(
 ) -> None:
     project.slow()
     job = project.train(*LONG)
-    for number, (changes, _) in enumerate(ways, start=1):
+    for number, (changes, _, _) in enumerate(ways, start=1):
         project.attempt(job, number)
         project.reach(job, max(project.run.committed(), default=0) + 3)
         project.cluster.configure(**{"send_user_signal": False, **changes})
@@ -38,11 +40,13 @@ def test_every_kind_of_preemption_in_a_row_costs_nothing(
     project.attempt(job, len(ways) + 1)
     project.hurry()
     project.end(job)
-    project.assert_states(job, *(state for _, state in ways), "COMPLETED")
+    project.assert_states(job, *(state for _, state, _ in ways), "COMPLETED")
     assert all(event["lost_steps"] == 0 for event in project.events("stopped"))
     said = [event["reason"] for event in project.events("requeued")]
-    assert len(said) == [state for _, state in ways].count("REQUEUED")
+    assert len(said) == [state for _, state, _ in ways].count("REQUEUED")
     assert all("a job of higher priority takes the nodes" in reason for reason in said)
     assert "Slurm puts the job back into the queue itself" in project.log(job)
     assert f"Restart cnt: {len(ways)}" in project.log(job)
+    for number, (_, _, reason) in enumerate(ways, start=1):
+        assert_named(project.run.record, reason, number, 2, project.log(job))
     assert_like(project.run, undisturbed)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kempner.insight.status import gather, read_status
+from kempner.insight.status import gather, read_status, summarise
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.history import RunHistory
@@ -43,3 +44,35 @@ def test_what_the_supervisor_heard_is_what_the_status_says(tmp_path: Path) -> No
     seen = {rank: LastReport(Report(12, Phase.EVAL, 1.0, 2.0), at=0.0) for rank in (1, 0)}
     RankStatusFile(run.ranks(attempt.number)).update(seen)
     assert read_status(run, RunHistory()).ranks == (("ranks 0-1", "step 12, eval"),)
+
+
+STARTED = {"event": "attempt_started", "ranks": 2}
+
+
+def requested(reason: str) -> dict[str, Any]:
+    said = {"sentence": "", "seconds_left": 30.0}
+    return {"event": "stop_requested", "reason": reason, **said}
+
+
+def stopped(reason: str) -> dict[str, Any]:
+    return {"event": "stopped", "reason": reason, "step": 7, "lost_steps": 0}
+
+
+def ended(reason: str) -> dict[str, Any]:
+    said = {"code": 75, "culprit": None, "exits": {}}
+    return {"event": "attempt_ended", "reason": reason, **said}
+
+
+@pytest.mark.parametrize(
+    ("lines", "state"),
+    [
+        ([], "not started"),
+        ([STARTED], "running, or ended without a word"),
+        ([requested("time_limit")], "asked to stop (time limit)"),
+        ([requested("signal"), stopped("cancel")], "stopped (cancel)"),
+        ([stopped("SIGNAL")], "stopped"),
+        ([stopped("signal"), ended("stopped (preemption)")], "stopped (preemption)"),
+    ],
+)
+def test_the_state_names_the_reason_of_a_stop(lines: list[dict[str, Any]], state: str) -> None:
+    assert summarise(RunHistory(lines), [], None).state == state

@@ -7,20 +7,25 @@ from typing import Any
 
 import pytest
 
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.checkpoint import CheckpointCommitted
 from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import REMEMBERED, Durations, SaveSeconds
-from kempner.training.policy.final_save import Action, SaveSituation, decide_final_save, tell_loss
-from kempner.training.rank_link.shutdown import ShutdownHandler, StopReason
+from kempner.training.policy.final_save import (
+    Action,
+    SaveInFlight,
+    SaveSituation,
+    SaveTimes,
+    decide_final_save,
+    tell_loss,
+)
 from kempner.training.vote.vote import Vote, VoteResult
 
 NOW = SaveSituation(
     step=37,
     committed=30,
-    in_flight_step=None,
-    in_flight_for=0.0,
-    save_takes=10.0,
-    save_may_take=10.0,
+    in_flight=None,
+    save_times=SaveTimes(usual=10.0, long=10.0),
     warned_for=1.0,
     seconds_left=60.0,
     tries_left=2,
@@ -37,9 +42,9 @@ NOW = SaveSituation(
         ({"seconds_left": 11.9}, Action.ABANDON, None),
         ({"seconds_left": -3.0}, Action.ABANDON, None),
         ({"seconds_left": None}, Action.SAVE, None),
-        ({"save_may_take": 600.0}, Action.SAVE, None),
-        ({"save_takes": None, "seconds_left": 3.0}, Action.SAVE, None),
-        ({"save_takes": None, "seconds_left": 1.0}, Action.ABANDON, None),
+        ({"save_times": SaveTimes(10.0, 600.0)}, Action.SAVE, None),
+        ({"save_times": None, "seconds_left": 3.0}, Action.SAVE, None),
+        ({"save_times": None, "seconds_left": 1.0}, Action.ABANDON, None),
         ({"committed": 37}, Action.DONE, None),
         ({"committed": 37, "seconds_left": -1.0}, Action.DONE, None),
         ({"step": 0, "committed": None}, Action.DONE, None),
@@ -49,12 +54,12 @@ NOW = SaveSituation(
         ({"suspicious": True}, Action.DISCARD, None),
         ({"suspicious": True, "seconds_left": 1.0}, Action.DISCARD, None),
         ({"suspicious": True, "committed": 37}, Action.DONE, None),
-        ({"suspicious": True, "in_flight_step": 35}, Action.WAIT, 58.0),
-        ({"in_flight_step": 35}, Action.WAIT, 58.0),
-        ({"in_flight_step": 35, "seconds_left": None}, Action.WAIT, None),
-        ({"in_flight_step": 37, "in_flight_for": 99.0}, Action.WAIT, 58.0),
-        ({"in_flight_step": 37, "tries_left": 0}, Action.WAIT, 58.0),
-        ({"in_flight_step": 37, "seconds_left": 2.0}, Action.ABANDON, None),
+        ({"suspicious": True, "in_flight": SaveInFlight(35, 0.0)}, Action.WAIT, 58.0),
+        ({"in_flight": SaveInFlight(35, 0.0)}, Action.WAIT, 58.0),
+        ({"in_flight": SaveInFlight(35, 0.0), "seconds_left": None}, Action.WAIT, None),
+        ({"in_flight": SaveInFlight(37, 99.0)}, Action.WAIT, 58.0),
+        ({"in_flight": SaveInFlight(37, 0.0), "tries_left": 0}, Action.WAIT, 58.0),
+        ({"in_flight": SaveInFlight(37, 0.0), "seconds_left": 2.0}, Action.ABANDON, None),
     ],
 )
 def test_next_move(change: dict[str, object], action: Action, patience: float | None) -> None:
@@ -68,11 +73,11 @@ def test_next_move(change: dict[str, object], action: Action, patience: float | 
     [
         ({"seconds_left": 5.0}, 13.0),
         ({"seconds_left": 1.0}, 13.0),
-        ({"seconds_left": 5.0, "save_may_take": 40.0}, 43.0),
-        ({"seconds_left": 1.0, "save_takes": None, "save_may_take": None}, None),
-        ({"seconds_left": 1.0, "in_flight_step": 37, "in_flight_for": 4.0}, 9.0),
-        ({"seconds_left": 1.0, "in_flight_step": 30, "in_flight_for": 4.0}, 19.0),
-        ({"seconds_left": 1.0, "in_flight_step": 37, "in_flight_for": 14.0}, None),
+        ({"seconds_left": 5.0, "save_times": SaveTimes(10.0, 40.0)}, 43.0),
+        ({"seconds_left": 1.0, "save_times": None}, None),
+        ({"seconds_left": 1.0, "in_flight": SaveInFlight(37, 4.0)}, 9.0),
+        ({"seconds_left": 1.0, "in_flight": SaveInFlight(30, 4.0)}, 19.0),
+        ({"seconds_left": 1.0, "in_flight": SaveInFlight(37, 14.0)}, None),
     ],
 )
 def test_the_warning_that_would_have_been_enough(
@@ -142,6 +147,10 @@ def test_the_ledger_gives_the_durations_back() -> None:
             [Vote(StopReason.SIGNAL, seconds_left=9.5), Vote()],
             VoteResult(StopReason.SIGNAL, seconds_left=9.5),
         ),
+        (
+            [Vote(StopReason.SIGNAL), Vote(StopReason.TIME_LIMIT), Vote(StopReason.PEER_STOPPED)],
+            VoteResult(StopReason.TIME_LIMIT),
+        ),
         ([Vote(seconds_left=90.0), Vote(seconds_left=2.0)], VoteResult(seconds_left=2.0)),
         ([Vote(seconds_left=-1.5), Vote(seconds_left=0.0)], VoteResult(seconds_left=-1.5)),
         ([Vote(failed_saves=2), Vote(void=True)], VoteResult(void=True, failed_saves=2)),
@@ -151,17 +160,3 @@ def test_the_ledger_gives_the_durations_back() -> None:
 def test_the_most_pressing_vote_counts(votes: list[Vote], result: VoteResult) -> None:
     encoded = [vote.encode() for vote in votes]
     assert VoteResult.decode([max(each) for each in zip(*encoded, strict=True)]) == result
-
-
-def test_the_nearest_deadline_counts() -> None:
-    shutdown = ShutdownHandler()
-    assert (shutdown.reason(), shutdown.seconds_left()) == (StopReason.NONE, None)
-    shutdown.stop(StopReason.SIGNAL)
-    assert (shutdown.reason(), shutdown.seconds_left()) == (StopReason.SIGNAL, None)
-    shutdown.stop(StopReason.SIGNAL, seconds_left=1000.0)
-    shutdown.stop(StopReason.SIGNAL, seconds_left=100.0)
-    shutdown.stop(StopReason.SIGNAL, seconds_left=500.0)
-    left = shutdown.seconds_left()
-    assert left is not None
-    assert 0 < left <= 100.0
-    assert shutdown.seconds_since_asked() >= 0

@@ -10,10 +10,12 @@ from kempner.run.record.events.base import LedgerEvent, Sentence
 
 @dataclass(frozen=True)
 class StopRequested(LedgerEvent):
-    """By the supervisor: when it asks the ranks to stop, and again if less time is left."""
+    """By the supervisor: when it asks the ranks to stop, and again if less time is left or the
+    reason is better known."""
 
     name: ClassVar[str] = "stop_requested"
-    reason: Sentence
+    reason: Annotated[str, "why: a `StopReason`, such as `time_limit`"]
+    sentence: Sentence
     seconds_left: Annotated[float, "seconds until the ranks are killed"]
 
 
@@ -34,8 +36,9 @@ class Stopped(LedgerEvent):
 
     name: ClassVar[str] = "stopped"
     step: Annotated[int, "last step that was made"]
-    reason: Annotated[str, "who asked for it"]
+    reason: Annotated[str, "why: a `StopReason`, such as `time_limit`"]
     lost_steps: Annotated[int, "steps made since the last commit, to be made again"]
+    sentence: Annotated[str, "more of the reason, for a person to read"] = ""
 
 
 @dataclass(frozen=True)
@@ -44,5 +47,3 @@ class Completed(LedgerEvent):
 
     name: ClassVar[str] = "completed"
     step: Annotated[int, "last step that was made"]
-    reason: Annotated[str, "NONE: nobody asked for it"]
-    lost_steps: Annotated[int, "0"]

@@ -11,7 +11,7 @@ import pytest
 from callers import LOOPBACK, SIZE, Relay, Stranger, Supervisor
 from harness import wait_until
 
-from kempner.run.control import client, handshake
+from kempner.run.control import client, file_exchange, handshake
 from kempner.run.control.handshake import introduce
 from kempner.run.control.protocol import (
     DumpStacks,
@@ -24,6 +24,7 @@ from kempner.run.control.protocol import (
     encode,
 )
 from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.checkpoint import Resumed, StartedAnew
 from kempner.run.record.events.stop import Signalled
 from kempner.supervisor.control import server as channel_module
@@ -54,13 +55,13 @@ def test_a_rank_joins_reports_and_leaves(supervisor: Supervisor) -> None:
 def test_orders_reach_all_one_and_those_that_come_later(supervisor: Supervisor) -> None:
     first, second = supervisor.link(0), supervisor.link(1)
     supervisor.expect(Connected), supervisor.expect(Connected)
-    supervisor.channel.tell(Stop("only you"), rank=1)
-    assert second.stops.get(timeout=20) == Stop("only you")
-    supervisor.channel.tell(Stop("SIGTERM", 100.0))
-    assert first.stops.get(timeout=20) == Stop("SIGTERM", 100.0)
-    assert second.stops.get(timeout=20) == Stop("SIGTERM", 100.0)
+    supervisor.channel.tell(Stop(StopReason.CANCEL, "only you"), rank=1)
+    assert second.stops.get(timeout=20) == Stop(StopReason.CANCEL, "only you")
+    supervisor.channel.tell(Stop(StopReason.SIGNAL, "SIGTERM", 100.0))
+    assert first.stops.get(timeout=20) == Stop(StopReason.SIGNAL, "SIGTERM", 100.0)
+    assert second.stops.get(timeout=20) == Stop(StopReason.SIGNAL, "SIGTERM", 100.0)
     late = supervisor.link(2).stops.get(timeout=20)
-    assert late.reason == "SIGTERM"
+    assert late.reason is StopReason.SIGNAL
     assert late.seconds_left is not None
     assert late.seconds_left < 100.0
     assert first.stops.empty()
@@ -120,14 +121,14 @@ def test_the_words_of_a_rank_that_is_gone_already_are_all_taken_in(supervisor: S
 def test_an_order_after_the_end_is_for_nobody(tmp_path: Path) -> None:
     supervisor = Supervisor(tmp_path)
     supervisor.close()
-    supervisor.channel.tell(Stop("too late", 1.0))
+    supervisor.channel.tell(Stop(StopReason.SIGNAL, "too late", 1.0))
 
 
 def test_files_take_over_where_no_connection_is_possible(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "ALONE", 0.0)
-    monkeypatch.setattr(client, "FILE_BEAT", 0.1)
+    monkeypatch.setattr(file_exchange, "FILE_BEAT", 0.1)
     with socket.socket() as taken:
         taken.bind((LOOPBACK, 0))  # nobody listens there
         rank = supervisor.link(1, port=taken.getsockname()[1])
@@ -135,10 +136,10 @@ def test_files_take_over_where_no_connection_is_possible(
         rank.progress.step = 9
         rank.link.record(Resumed(9))
         assert supervisor.expect(Heard).message == Event(1, "resumed", {"step": 9})
-        supervisor.channel.tell(Stop("SIGTERM", 30.0))
-        assert rank.stops.get(timeout=20) == Stop("SIGTERM", 30.0)
+        supervisor.channel.tell(Stop(StopReason.SIGNAL, "SIGTERM", 30.0))
+        assert rank.stops.get(timeout=20) == Stop(StopReason.SIGNAL, "SIGTERM", 30.0)
         late = supervisor.link(3, port=taken.getsockname()[1])
-        assert late.stops.get(timeout=20).reason == "SIGTERM"
+        assert late.stops.get(timeout=20).reason is StopReason.SIGNAL
         assert rank.link.leave(75, "bye") == []
         wait_until(lambda: supervisor.channel.last_reports()[1].report.step == 9, "the report")
         wait_until(lambda: said(supervisor, Outcome(2, 75, "bye")), "the last words")
@@ -159,7 +160,7 @@ def test_the_handshake_counts_as_a_word(
     monkeypatch.setattr(channel_module, "TICK", 1000.0)  # nothing else is said
     rank = supervisor.link(0)
     assert supervisor.expect(Connected).rank == 0
-    wait_until(lambda: rank.link._silence.times_broken, "a word")
+    wait_until(lambda: rank.link._deadlines.supervisor.times_broken, "a word")
 
 
 def test_silence_is_noticed_and_ends_when_somebody_speaks(

@@ -42,6 +42,7 @@ from kempner.run.control.protocol import (
 from kempner.run.control.supervisor_timeout import SupervisorTimeout
 from kempner.run.process import awake_clock as awake
 from kempner.run.process.awake_clock import LONGEST_NAP
+from kempner.run.process.stop_reason import StopReason
 
 natural = st.integers(0, 2**53)
 seconds = st.floats(0, 1e9)
@@ -64,7 +65,7 @@ from_supervisor = (
     st.builds(Challenge, nonces)
     | st.builds(Welcome, proofs)
     | st.builds(Noted, natural)
-    | st.builds(Stop, words, st.none() | seconds)
+    | st.builds(Stop, st.sampled_from(list(StopReason)[1:]), words, st.none() | seconds)
     | st.builds(PeerLost, natural, words)
     | st.just(DumpStacks())
     | st.just(Alive())
@@ -130,6 +131,13 @@ def test_one_odd_field_is_enough(message: FromRank, data: st.DataObject) -> None
 def test_neighbouring_types_and_values_out_of_bounds_are_refused(line: str) -> None:
     with pytest.raises(MessageError):
         decode_from_rank(line.encode())
+
+
+def test_the_reason_of_a_stop_travels_by_its_name() -> None:
+    assert b'"reason":"TIME_LIMIT"' in encode(Stop(StopReason.TIME_LIMIT))
+    for odd in ("NONE", "time_limit", "BOREDOM", 7, None, ["CANCEL"], {"name": "CANCEL"}):
+        with pytest.raises(MessageError):
+            decode_from_supervisor(json.dumps({"kind": "stop", "reason": odd}).encode())
 
 
 def test_half_a_surrogate_pair_does_not_cost_the_message() -> None:

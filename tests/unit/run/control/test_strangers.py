@@ -28,6 +28,7 @@ from kempner.run.control.protocol import (
     decode_from_rank,
     encode,
 )
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events.stop import Signalled
 from kempner.supervisor.control import peers
@@ -168,8 +169,8 @@ def test_a_rank_that_does_not_read_is_given_up_and_the_others_hear_all(
     told = 0
     while supervisor.news.empty():
         for _ in range(100):
-            supervisor.channel.tell(Stop(long, float(told)), rank=0)
-        supervisor.channel.tell(Stop("next", float(told)), rank=1)
+            supervisor.channel.tell(Stop(StopReason.SIGNAL, long, float(told)), rank=0)
+        supervisor.channel.tell(Stop(StopReason.SIGNAL, "next", float(told)), rank=1)
         assert rank.stops.get(timeout=20).seconds_left == float(told)
         told += 1
         assert told < 1000
@@ -187,7 +188,7 @@ def test_a_false_supervisor_is_not_obeyed(supervisor: Supervisor) -> None:
                 assert isinstance(hello, Hello)
                 assert supervisor.secret.token not in str(hello)
                 proof = Secret.new().proof_of_supervisor("0" * 32, hello.nonce)
-                victim.sendall(encode(Welcome(proof)) + encode(Stop("obey")))
+                victim.sendall(encode(Welcome(proof)) + encode(Stop(StopReason.SIGNAL, "obey")))
                 assert stream.read() == b""
     assert rank.stops.empty()
 

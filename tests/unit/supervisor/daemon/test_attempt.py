@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
 from harness import Clock
 
+from kempner.cluster.slurm.job import parse_job
 from kempner.config.resilience import ResilienceSection
 from kempner.config.sections import Config, SuperviseSection
 from kempner.run.control.launch_env import Launch
@@ -26,6 +28,7 @@ from kempner.run.control.protocol import (
 )
 from kempner.run.process import awake_clock as awake
 from kempner.run.process.signals import Received
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.attempt import EXIT_GRACE, AttemptEvent, AttemptFollower
@@ -33,7 +36,7 @@ from kempner.supervisor.control.events import Connected, Disconnected, Heard, La
 from kempner.supervisor.control.rank_roster import JOIN, RECONNECT, RankRoster
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome
-from kempner.supervisor.slurm.job_monitor import JobMonitor
+from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen
 from kempner.supervisor.slurm.job_view import JobView
 
 
@@ -128,7 +131,7 @@ def test_the_first_sign_of_an_end_counts_not_its_confirmation(
     clock.now += 0.01
     feed(follower, RankExit(1, -signal.SIGKILL), RankExit(0, 1))
     assert [end.rank for end in follower.ends] == [1, 0]
-    decision = decide_outcome(follower.ends, stop_requested=False)
+    decision = decide_outcome(follower.ends)
     assert (decision.culprit, decision.reason) == (1, "rank 1 was killed by SIGKILL")
     assert len([m for m in hands.told if isinstance(m, PeerLost)]) == 1
 
@@ -158,7 +161,7 @@ def test_a_rank_that_never_joins_is_missed(
     let(follower, clock, JOIN - 1)
     assert follower.ends == []
     let(follower, clock, 2)
-    assert decide_outcome(follower.ends, stop_requested=False).culprit == 2
+    assert decide_outcome(follower.ends).culprit == 2
     assert hands.told == [PeerLost(2, "is gone without a word: it has never joined")]
 
 
@@ -166,7 +169,7 @@ def test_who_stays_after_a_stop_is_killed_in_the_end(
     follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
     feed(follower, Received(signal.SIGTERM, clock.now), Received(signal.SIGTERM, clock.now))
-    assert hands.told == [Stop("SIGTERM", 60.0)]
+    assert hands.told == [Stop(StopReason.SIGNAL, "SIGTERM", 60.0)]
     assert hands.asked_to_stop == 1
     let(follower, clock, 59)
     assert not hands.killed
@@ -221,8 +224,46 @@ def test_a_rank_that_was_stopped_alone_stops_the_others(
     follower: AttemptFollower, hands: Hands
 ) -> None:
     feed(follower, Heard(2, Outcome(1, 75, "stopped before training began")))
-    assert hands.told == [Stop("rank 2 was asked to stop", 60.0)]
+    assert hands.told == [Stop(StopReason.PEER_STOPPED, "rank 2 was asked to stop", 60.0)]
     assert hands.asked_to_stop == 1
+
+
+def test_what_the_ranks_say_of_a_stop_names_it_for_the_supervisor_too(
+    follower: AttemptFollower, hands: Hands, tmp_path: Path
+) -> None:
+    assert follower.stop_reason is StopReason.NONE
+    said = Event(1, "stopped", {"step": 7, "reason": "signal", "lost_steps": 0})
+    feed(follower, Heard(0, said))
+    assert follower.stop_reason is StopReason.NONE  # nobody has left yet
+    feed(follower, Heard(0, Outcome(2, 75, "")))
+    assert follower.stop_reason is StopReason.SIGNAL
+    assert hands.told == [Stop(StopReason.SIGNAL, "rank 0 was asked to stop", 60.0)]
+    decision = decide_outcome([RankExit(0, 75)], follower.stop_reason)
+    assert decision.reason == "stopped (signal); start again to go on"
+    lines = [e for e in read_lines(tmp_path / "ledger.jsonl") if e["event"] == "stop_requested"]
+    assert [(e["reason"], e["sentence"]) for e in lines] == [("signal", "rank 0 was asked to stop")]
+
+
+def test_what_slurm_says_a_moment_after_the_signal_is_told_as_well(
+    hands: Hands, tmp_path: Path, clock: Clock
+) -> None:
+    job = JobMonitor("7", batch=True, arguments=[])
+    ledger, config = Ledger(tmp_path / "ledger.jsonl"), Config()
+    follower = follow(hands, 1, config, ledger, job)
+    running = parse_job({"JobId": "7", "JobState": "RUNNING"})
+    feed(follower, JobSeen(running, None, 30.0), Received(signal.SIGTERM, clock.now))
+    follower.enforce()
+    cancelled = replace(running, state="COMPLETING")
+    feed(follower, JobSeen(cancelled, None, 30.0))
+    follower.enforce()
+    follower.enforce()
+    grace = config.supervise.stop_grace
+    assert hands.told == [
+        Stop(StopReason.SIGNAL, "SIGTERM", grace),
+        Stop(StopReason.CANCEL, "it was cancelled", min(30.0, grace)),
+    ]
+    assert hands.asked_to_stop == 1
+    assert watch.stop_reason is StopReason.CANCEL
 
 
 def test_it_is_over_when_all_have_said_so_even_if_the_launcher_never_does(

@@ -8,9 +8,11 @@ import pytest
 
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import Received
+from kempner.run.process.stop_reason import StopReason
 from kempner.supervisor.daemon import insists
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome, failed
 
+NONE, LIMIT = StopReason.NONE, StopReason.TIME_LIMIT
 KILL, TERM, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
 
 
@@ -21,34 +23,39 @@ def ends(*statuses: int | None, ours: tuple[int, ...] = ()) -> list[RankExit]:
 @pytest.mark.parametrize(
     ("exits", "stop", "code", "words"),
     [
-        (ends(0), False, ExitCode.COMPLETED, "completed"),
-        (ends(0, 0), True, ExitCode.COMPLETED, "completed"),
-        (ends(75, 75), True, ExitCode.STOPPED, "start again"),
-        (ends(75, 75), False, ExitCode.STOPPED, "start again"),
-        (ends(75, 76), True, ExitCode.STOPPED, "start again"),
-        (ends(TERM, 75), True, ExitCode.STOPPED, "start again"),
-        (ends(TERM, 76), False, ExitCode.CRASHED, "rank 0 was killed by SIGTERM"),
-        (ends(1, 76), False, ExitCode.CRASHED, "rank 0 ended with exit code 1 (crashed)"),
-        (ends(76, 1), False, ExitCode.CRASHED, "rank 1 ended with exit code 1 (crashed)"),
-        (ends(76, KILL), False, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
-        (ends(KILL, SEGV, ours=(0,)), False, ExitCode.CRASHED, "rank 1 was killed by SIGSEGV"),
-        (ends(75, 74), True, ExitCode.CHECKPOINT_FAILED, "rank 1 ended with exit code 74"),
-        (ends(65, 65), False, ExitCode.BAD_DATA, "rank 0 ended with exit code 65 (bad_data)"),
-        (ends(2, 76), False, ExitCode.USAGE, "rank 0"),
-        (ends(78, 78), False, ExitCode.DIVERGED, "rank 0"),
-        (ends(99, 76), False, ExitCode.CRASHED, "rank 0 ended with exit code 99"),
-        (ends(76, 76), False, ExitCode.PEERS_LOST, "lost each other"),
-        (ends(KILL, 75, ours=(0,)), True, ExitCode.STOPPED, "start again"),
-        (ends(0, 1), False, ExitCode.CRASHED, "rank 1"),
-        (ends(None, 76), False, ExitCode.CRASHED, "rank 0 is gone without a word"),
-        (ends(None, 75), True, ExitCode.STOPPED, "rank 0 is gone without a word while it stopped"),
-        (ends(76, KILL), True, ExitCode.STOPPED, "rank 1 was killed by SIGKILL while it stopped"),
-        (ends(76, SEGV), True, ExitCode.CRASHED, "rank 1 was killed by SIGSEGV"),
-        (ends(1, 76), True, ExitCode.CRASHED, "rank 0 ended with exit code 1 (crashed)"),
-        (ends(None, KILL, ours=(0,)), False, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
+        (ends(0), NONE, ExitCode.COMPLETED, "completed"),
+        (ends(0, 0), LIMIT, ExitCode.COMPLETED, "completed"),
+        (ends(75, 75), LIMIT, ExitCode.STOPPED, "stopped (time limit); start again"),
+        (ends(75, 75), NONE, ExitCode.STOPPED, "stopped; start again"),
+        (ends(75, 76), LIMIT, ExitCode.STOPPED, "start again"),
+        (ends(TERM, 75), LIMIT, ExitCode.STOPPED, "start again"),
+        (ends(TERM, 76), NONE, ExitCode.CRASHED, "rank 0 was killed by SIGTERM"),
+        (ends(1, 76), NONE, ExitCode.CRASHED, "rank 0 ended with exit code 1 (crashed)"),
+        (ends(76, 1), NONE, ExitCode.CRASHED, "rank 1 ended with exit code 1 (crashed)"),
+        (ends(76, KILL), NONE, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
+        (ends(KILL, SEGV, ours=(0,)), NONE, ExitCode.CRASHED, "rank 1 was killed by SIGSEGV"),
+        (ends(75, 74), LIMIT, ExitCode.CHECKPOINT_FAILED, "rank 1 ended with exit code 74"),
+        (ends(65, 65), NONE, ExitCode.BAD_DATA, "rank 0 ended with exit code 65 (bad_data)"),
+        (ends(2, 76), NONE, ExitCode.USAGE, "rank 0"),
+        (ends(78, 78), NONE, ExitCode.DIVERGED, "rank 0"),
+        (ends(99, 76), NONE, ExitCode.CRASHED, "rank 0 ended with exit code 99"),
+        (ends(76, 76), NONE, ExitCode.PEERS_LOST, "lost each other"),
+        (ends(KILL, 75, ours=(0,)), LIMIT, ExitCode.STOPPED, "start again"),
+        (ends(0, 1), NONE, ExitCode.CRASHED, "rank 1"),
+        (ends(None, 76), NONE, ExitCode.CRASHED, "rank 0 is gone without a word"),
+        (
+            ends(None, 75),
+            LIMIT,
+            ExitCode.STOPPED,
+            "rank 0 is gone without a word while it stopped (time limit)",
+        ),
+        (ends(76, KILL), LIMIT, ExitCode.STOPPED, "rank 1 was killed by SIGKILL while it stopped"),
+        (ends(76, SEGV), LIMIT, ExitCode.CRASHED, "rank 1 was killed by SIGSEGV"),
+        (ends(1, 76), LIMIT, ExitCode.CRASHED, "rank 0 ended with exit code 1 (crashed)"),
+        (ends(None, KILL, ours=(0,)), NONE, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
     ],
 )
-def test_outcome(exits: list[RankExit], stop: bool, code: ExitCode, words: str) -> None:
+def test_outcome(exits: list[RankExit], stop: StopReason, code: ExitCode, words: str) -> None:
     decision = decide_outcome(exits, stop_requested=stop)
     assert decision.code is code
     assert words in decision.reason
@@ -60,7 +67,7 @@ def test_the_last_words_of_the_first_to_fail_are_repeated() -> None:
         RankExit(1, 65, sentence="no checkpoint verifies\nand more"),
         RankExit(0, 1, sentence="KeyError: 0"),
     ]
-    decision = decide_outcome(exits, stop_requested=False)
+    decision = decide_outcome(exits)
     assert decision.reason == "rank 1 ended with exit code 65 (bad_data): no checkpoint verifies"
     assert decision.culprit == 1
 

@@ -9,6 +9,7 @@ import pytest
 
 from kempner.cluster.slurm.job import JobNodes, JobState, JobTimes
 from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.stop_reason import StopReason as R
 from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import Durations, SaveSeconds
 from kempner.supervisor.policy.outcome import Decision
@@ -19,7 +20,13 @@ from kempner.supervisor.policy.requeue import (
     decide_requeue,
     requeues_without_progress,
 )
-from kempner.supervisor.policy.stop import StopOrder, decide_stop, stop_lead
+from kempner.supervisor.policy.stop import (
+    StandingStop,
+    StopOrder,
+    decide_stop,
+    renew,
+    stop_lead,
+)
 
 RUNNING = JobState(
     id="7",
@@ -38,6 +45,8 @@ def job(**changes: Any) -> JobState:
 
 
 PREEMPTED = job(times=replace(RUNNING.times, preempt=100.0))
+TAKEN = "a job of higher priority takes the nodes"
+PUT_BACK = "it was put back into the queue, by an operator, a preemption or a lost node"
 COMPLETING = job(state="COMPLETING")
 
 
@@ -45,25 +54,32 @@ COMPLETING = job(state="COMPLETING")
     ("now", "left", "warned", "advice"),
     [
         (RUNNING, 60.1, False, None),
-        (RUNNING, 60.0, False, StopOrder("60 s are left of the job's time", 60.0)),
-        (RUNNING, -5.0, False, StopOrder("-5 s are left of the job's time", 0.0)),
+        (RUNNING, 60.0, False, StopOrder(R.DEADLINE, "60 s are left of the job's time", 60.0)),
+        (RUNNING, -5.0, False, StopOrder(R.DEADLINE, "-5 s are left of the job's time", 0.0)),
         (RUNNING, None, False, None),
-        (RUNNING, 119.0, True, StopOrder("Slurm gave a warning", 119.0)),
-        (RUNNING, -5.0, True, StopOrder("Slurm gave a warning", 0.0)),
+        (RUNNING, 119.0, True, StopOrder(R.TIME_LIMIT, "Slurm gave a warning", 119.0)),
+        (RUNNING, -5.0, True, StopOrder(R.TIME_LIMIT, "Slurm gave a warning", 0.0)),
         (RUNNING, None, True, None),
-        (PREEMPTED, 20.0, False, StopOrder("a job of higher priority takes the nodes", 50.0)),
-        (PREEMPTED, 20.0, True, StopOrder("a job of higher priority takes the nodes", 50.0)),
-        (PREEMPTED, -3.0, False, StopOrder("a job of higher priority takes the nodes", 30.0)),
-        (PREEMPTED, None, False, StopOrder("a job of higher priority takes the nodes", 30.0)),
+        (RUNNING, 3600.0, True, StopOrder(R.TIME_LIMIT, "Slurm gave a warning", 3600.0)),
+        (RUNNING, 5400.0, True,
+         StopOrder(R.OPERATOR, "a signal came 1.5 h before the end of the job's time", 5400.0)),
+        (replace(PREEMPTED, state="COMPLETING"), 3.0, True,
+         StopOrder(R.PREEMPTION, "it was cancelled", 30.0)),
+        (job(state="NODE_FAIL", reason="NodeDown"), 0.0, False,
+         StopOrder(R.SIGNAL, "it is over", 30.0)),
+        (PREEMPTED, 20.0, False, StopOrder(R.PREEMPTION, TAKEN, 50.0)),
+        (PREEMPTED, 20.0, True, StopOrder(R.PREEMPTION, TAKEN, 50.0)),
+        (PREEMPTED, -3.0, False, StopOrder(R.PREEMPTION, TAKEN, 30.0)),
+        (PREEMPTED, None, False, StopOrder(R.PREEMPTION, TAKEN, 30.0)),
         (replace(PREEMPTED, state="SIGNALING"), 20.0, False,
-         StopOrder("a job of higher priority takes the nodes", 50.0)),
-        (COMPLETING, 0.0, True, StopOrder("it was cancelled", 30.0)),
-        (COMPLETING, 0.0, False, StopOrder("it was cancelled", 30.0)),
-        (job(state="CANCELLED"), 0.0, False, StopOrder("it was cancelled", 30.0)),
+         StopOrder(R.PREEMPTION, TAKEN, 50.0)),
+        (COMPLETING, 0.0, True, StopOrder(R.CANCEL, "it was cancelled", 30.0)),
+        (COMPLETING, 0.0, False, StopOrder(R.CANCEL, "it was cancelled", 30.0)),
+        (job(state="CANCELLED"), 0.0, False, StopOrder(R.CANCEL, "it was cancelled", 30.0)),
         (job(state="COMPLETING", reason="TimeLimit"), 0.0, False,
-         StopOrder("its time is over", 30.0)),
+         StopOrder(R.TIME_LIMIT, "its time is over", 30.0)),
         (job(state="COMPLETING", restarts=2), 3000.0, True,
-         StopOrder("it was put back into the queue, by an operator, a preemption or a lost node",
+         StopOrder(R.REQUEUE, PUT_BACK,
                 30.0)),
         (job(state="SUSPENDED"), 3000.0, False, None),
         (job(state="SUSPENDED"), 3000.0, True, None),
@@ -73,6 +89,30 @@ def test_a_stop_is_advised_with_the_time_that_is_left(
     now: JobState, left: float | None, warned: bool, advice: StopOrder | None
 ) -> None:
     assert decide_stop(RUNNING, now, 30.0, left, lead=60.0, warned=warned) == advice
+
+
+def standing(reason: R, by: float) -> StandingStop:
+    return StandingStop(reason, reason.words, by)
+
+
+@pytest.mark.parametrize(
+    ("known", "reason", "left", "told"),
+    [
+        (None, R.SIGNAL, 60.0, standing(R.SIGNAL, 160.0)),
+        (standing(R.SIGNAL, 160.0), R.SIGNAL, 60.0, None),
+        (standing(R.SIGNAL, 160.0), R.SIGNAL, 59.5, None),
+        (standing(R.SIGNAL, 160.0), R.SIGNAL, 59.0, standing(R.SIGNAL, 159.0)),
+        (standing(R.SIGNAL, 160.0), R.TIME_LIMIT, 119.0, standing(R.TIME_LIMIT, 160.0)),
+        (standing(R.SIGNAL, 160.0), R.TIME_LIMIT, 20.0, standing(R.TIME_LIMIT, 120.0)),
+        (standing(R.CANCEL, 160.0), R.SIGNAL, 60.0, None),
+        (standing(R.CANCEL, 160.0), R.DEADLINE, 20.0, standing(R.CANCEL, 120.0)),
+        (standing(R.TIME_LIMIT, 160.0), R.PREEMPTION, 90.0, standing(R.PREEMPTION, 160.0)),
+    ],
+)
+def test_ranks_are_told_again_when_less_time_is_left_or_the_reason_says_more(
+    known: StandingStop | None, reason: R, left: float, told: StandingStop | None
+) -> None:
+    assert renew(known, StopOrder(reason, reason.words, left), now=100.0) == told
 
 
 def saves(*seconds: float) -> Durations:

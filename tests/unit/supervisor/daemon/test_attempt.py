@@ -263,7 +263,7 @@ def test_what_slurm_says_a_moment_after_the_signal_is_told_as_well(
         Stop(StopReason.CANCEL, "it was cancelled", min(30.0, grace)),
     ]
     assert hands.asked_to_stop == 1
-    assert watch.stop_reason is StopReason.CANCEL
+    assert follower.stop_reason is StopReason.CANCEL
 
 
 def test_it_is_over_when_all_have_said_so_even_if_the_launcher_never_does(

@@ -124,7 +124,11 @@ class Watch:
     @property
     def stop_reason(self) -> StopReason:
         """Why the ranks were asked to stop, or said that they do; NONE if nobody asked them."""
-        return StopReason.NONE if self._stop is None else max(self._stop.reason, self._stopped_for)
+        if self._stop is None:
+            return StopReason.NONE
+        if self._stop.reason is StopReason.PEER_STOPPED and self._stopped_for:
+            return self._stopped_for  # they know why that one was asked
+        return max(self._stop.reason, self._stopped_for)
 
     @property
     def ends(self) -> list[RankExit]:

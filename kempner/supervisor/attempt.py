@@ -76,8 +76,11 @@ class StopSoFar:
     @property
     def reason(self) -> StopReason:
         """Why the ranks were asked to stop, or said that they do; NONE if nobody asked them."""
-        asked = StopReason.NONE if self.standing is None else self.standing.reason
-        return max(asked, self.said) if asked else StopReason.NONE
+        if self.standing is None:
+            return StopReason.NONE
+        if self.standing.reason is StopReason.PEER_STOPPED and self.said:
+            return self.said  # they know why that one was asked
+        return max(self.standing.reason, self.said)
 
 
 class AttemptFollower:

@@ -17,6 +17,7 @@ from kempner.run.control.handshake import introduce, open_wire
 from kempner.run.control.launch_env import Launch
 from kempner.run.control.protocol import (
     LINE_LIMIT,
+    PROTOCOL,
     Challenge,
     Event,
     Hello,
@@ -51,10 +52,13 @@ def test_impostors_are_refused_with_a_reason(supervisor: Supervisor) -> None:
             open_wire(launch, rank)
     stranger = Stranger(supervisor.channel.port)
     hello = introduce(supervisor.launch(), 0, stranger.challenge())
-    stranger.say(replace(hello, version=2))
+    stranger.say(replace(hello, version=PROTOCOL + 1))
     assert stranger.is_hung_up_on()
     wait_until(lambda: len(supervisor.refusals()) == 4, "the reasons")
-    reasons = [*impostors(supervisor), "it speaks version 2 of the protocol, this is 1"]
+    reasons = [
+        *impostors(supervisor),
+        f"it speaks version {PROTOCOL + 1} of the protocol, this is {PROTOCOL}",
+    ]
     assert supervisor.refusals() == reasons
     assert supervisor.news.empty()
 

@@ -26,7 +26,7 @@ _MODULES = {
 
 
 @cache
-def _load(name: str) -> Any:
+def load_command(name: str) -> Any:
     """A command, from its modules."""
     loaded = typer.Typer(rich_markup_mode=None)
     for module in _MODULES[name]:
@@ -40,8 +40,9 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _MODULES:
-            return _load(cmd_name)
-        self.commands.update((name, _load(name)) for name in _MODULES)  # to suggest one of them
+            return load_command(cmd_name)
+        for name in _MODULES:  # to suggest one of them
+            self.add_command(load_command(name), name)
         return None
 
 

@@ -123,7 +123,7 @@ class Transformer(nn.Module):
         self.autocast_dtype: torch.dtype | None = None
         # Its own initial values, on the meta device, would import torch's compiler.
         rows = torch.empty(shape.vocab_size, shape.dim)
-        self.embed = nn.Embedding(shape.vocab_size, shape.dim, _weight=rows)
+        self.embed = nn.Embedding.from_pretrained(rows, freeze=False)  # type: ignore[no-untyped-call]
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.n_layers))
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.output = (

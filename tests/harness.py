@@ -72,7 +72,7 @@ waits leaves the machine to what is waited for."""
 def wait_until(
     condition: Callable[[], Any],
     what: str,
-    deadline: float = 60.0,
+    deadline: float = 120.0,
     job: Job | None = None,
     interval: float = 0.01,
 ) -> Any:
@@ -139,7 +139,7 @@ class Job:
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
-    def wait(self, deadline: float = 60.0) -> int:
+    def wait(self, deadline: float = 120.0) -> int:
         try:
             return self.process.wait(deadline)
         except subprocess.TimeoutExpired:

@@ -78,7 +78,9 @@ def memory(config: Config, world: int) -> str:
     """
     vocabulary = config.model.vocab_size
     if vocabulary is None:
-        raise ConfigError("--world needs model.vocab_size, which is left to the data; set it")
+        raise ConfigError(
+            "--world needs model.vocab_size, which is not set (the data decides it); set it"
+        )
     train = config.train
     estimate = estimate_memory(
         Shape.of(config.model, vocabulary),
@@ -99,5 +101,5 @@ def _gb(size: int) -> str:
 def _parameters(config: Config) -> str:
     vocabulary = config.model.vocab_size
     if vocabulary is None:
-        return "parameter count unknown: model.vocab_size is left to the data"
+        return "parameter count unknown: model.vocab_size is not set (the data decides it)"
     return f"{count_parameters(config.model, vocabulary):,} parameters"

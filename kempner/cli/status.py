@@ -32,7 +32,7 @@ def status(
     run = RunDirectory(Path(target)) if job is None else find_run(job, Path("runs"))
     if not run.ledger.exists():
         raise UsageError(
-            f"{target} is no run: it has no ledger.jsonl; give <run.dir>/<run.name>, or a job's id"
+            f"{target} is not a run: it has no ledger.jsonl; name <run.dir>/<run.name>, or a job id"
         )
     found = read_status(run)
     rows = {

@@ -57,18 +57,19 @@ def supervise(
         typer.Argument(metavar="CONFIG", help="Configuration in TOML; not needed for a COMMAND."),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on this machine (local; 1 when left out).")
+        int | None, typer.Option(min=1, help="Ranks on this machine (local; 1 by default).")
     ] = None,
     launcher: Annotated[
         LauncherName | None,
         typer.Option(
             help="Who starts the ranks: local, as children of this process; srun, as a Slurm step "
-            "with a task per GPU; torchrun, as a step with a torchrun per node. As slurm.launcher "
-            "says when left out."
+            "with a task per GPU; torchrun, as a step with a torchrun per node. By default "
+            "slurm.launcher."
         ),
     ] = None,
     jobid: Annotated[
-        str | None, typer.Option(help="The allocation to train in, if not the one around us.")
+        str | None,
+        typer.Option(help="Slurm allocation to train in; by default the one this command runs in."),
     ] = None,
 ) -> ExitCode:
     """Launch the ranks of CONFIG (then --section.key=value), follow them, and say how it ended.
@@ -107,7 +108,7 @@ def _in_a_job(
     """Find out what the job has, say so, and train in it."""
     per_task = chosen is LauncherName.SRUN
     if not program.ours and not per_task:
-        raise UsageError("a command of your own is started by --launcher local or srun")
+        raise UsageError("a command needs --launcher local or srun")
     if not program.ours and config.slurm.resubmit:
         raise UsageError("slurm.resubmit=true works with a configuration, not with a command")
     job = find_job(os.environ, jobid)

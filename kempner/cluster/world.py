@@ -94,7 +94,9 @@ def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     try:
         return int(environ[name])
     except ValueError as error:
-        raise ValueError(f"{launcher} set {name} to no number: {environ[name]!r}") from error
+        raise ValueError(
+            f"{launcher} set {name} to something that is not a number: {environ[name]!r}"
+        ) from error
 
 
 def _checked(world: World) -> World:

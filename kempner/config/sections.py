@@ -68,7 +68,7 @@ class ModelSection(Section):
             )
         if self.head_dim is None and self.dim % self.n_heads:
             raise ValueError(
-                f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or head_dim be given"
+                f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or set head_dim"
             )
         if (self.head_dim or self.dim // self.n_heads) % 2:
             raise ValueError("the head width must be even: rotary positions turn pairs")
@@ -125,7 +125,7 @@ class OptimizerSection(Section):
         unused = {"adamw": ("momentum", "nesterov"), "sgd": ("betas", "eps"), "muon": ()}
         for option in unused[self.name]:
             if getattr(self, option) is not None:
-                raise ValueError(f'{option} means nothing with name="{self.name}"; leave it out')
+                raise ValueError(f'{option} has no effect with name="{self.name}"; remove it')
         if self.name == "sgd" and self.nesterov and self.momentum == 0:
             raise ValueError("nesterov=true needs a momentum above 0")
         return self
@@ -255,7 +255,7 @@ class SuperviseSection(Section):
         ports = self.ports
         if ports is not None and not (ports and ports[0] > 0 and ports[-1] < 65536):
             raise ValueError(
-                f'control_ports="{self.control_ports}" is no range of ports; '
+                f'control_ports="{self.control_ports}" is not a range of ports; '
                 'write the first and the last, as in "20000-20100"'
             )
         return self

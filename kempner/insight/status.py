@@ -42,7 +42,7 @@ def summarise(
     for event in events:
         last = event["event"]
         if last == "attempt_started":
-            attempts, state = attempts + 1, "running, or ended without a word"
+            attempts, state = attempts + 1, "running, or ended without a message"
         elif last in ("stopped", "completed"):
             state = last
         elif last == "attempt_ended" and event.get("reason"):

@@ -44,7 +44,7 @@ from kempner.supervisor.preflight import choose_nodes, nodes_to_exclude
 from kempner.supervisor.slurm.job_monitor import JobMonitor
 from kempner.supervisor.slurm.requeue_job import facts, requeue_or_explain
 
-LEFT_AT_ONCE = "left at once on the second Ctrl-C; the last commit is intact"
+LEFT_AT_ONCE = "exited at once on the second Ctrl-C; the last commit is intact"
 
 INSIST_WITHIN = 2.0
 """Seconds within which a second Ctrl-C means: now."""

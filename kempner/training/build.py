@@ -153,7 +153,7 @@ def _vocabulary(config: Config, corpus: Corpus) -> int:
     if wanted is not None and wanted < there:
         raise DataError(
             f"model.vocab_size={wanted} is too small for {config.data.dataset_path}, whose tokens "
-            f"go up to {there - 1}; leave it out or set at least {there}"
+            f"go up to {there - 1}; remove it or set at least {there}"
         )
     return wanted or there
 
@@ -239,7 +239,7 @@ def _open_evaluation(config: Config, vocab_size: int) -> Evaluation:
     if corpus.index.vocab_size > vocab_size:
         raise DataError(
             f"eval.dataset_path={config.eval.dataset_path} has {corpus.index.vocab_size} token "
-            f"ids, the model knows {vocab_size}; prepare it with the training data's tokenizer"
+            f"ids, the model has {vocab_size}; prepare it with the training data's tokenizer"
         )
     return Evaluation(config, corpus)
 

@@ -112,7 +112,7 @@ def thread_count(config: Config, world: World) -> int:
         return config.train.threads
     if asked := os.environ.get("OMP_NUM_THREADS", ""):
         if not asked.isdecimal() or int(asked) == 0:
-            raise UsageError(f"OMP_NUM_THREADS={asked} is no number of threads; unset it")
+            raise UsageError(f"OMP_NUM_THREADS={asked} is not a number of threads; unset it")
         return int(asked)
     return max(1, len(os.sched_getaffinity(0)) // world.local_size)
 

@@ -98,7 +98,9 @@ def decode(content: bytes, where: Path) -> tuple[list[TensorSpec], int]:
             raise ValueError(f"format {fields['format']}")
         return [_spec(*entry) for entry in fields["tensors"]], int(fields["world"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{where} is damaged: it is no index of a checkpoint ({error})") from error
+        raise DataError(
+            f"{where} is damaged: it is not an index of a checkpoint ({error})"
+        ) from error
 
 
 def _spec(key: Any, shape: Any, dtype: Any, mesh: Any, placements: Any) -> TensorSpec:

@@ -51,7 +51,7 @@ def leftover_step(leftover: Path) -> int:
     """The step of a folder in progress. Raises `ValueError` for any other name."""
     match = _IN_PROGRESS.fullmatch(leftover.name)
     if match is None:
-        raise ValueError(f"{leftover} is no checkpoint in progress")
+        raise ValueError(f"{leftover} is not a checkpoint in progress")
     return int(match[1])
 
 

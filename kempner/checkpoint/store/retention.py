@@ -137,7 +137,7 @@ class Pruner:
                 error=str(failures[step]),
             )
         for step in sorted(self._failing - failures.keys()):
-            logger().info("deleted an old checkpoint after all", step=step)
+            logger().info("deleted an old checkpoint at a later try", step=step)
         self._failing = set(failures)
 
 

@@ -103,7 +103,7 @@ def _pieces(key: str, tensor: Tensor, contents: Contents) -> Iterable[_Piece]:
             from_chunk, into_local = _slices(low, high, part.offsets), _slices(low, high, offsets)
             found.append(_Piece(part, from_chunk, into_local, key))
     if sum(piece.elements for piece in found) != math.prod(sizes):
-        raise DataError(f"{key}: the checkpoint does not hold every element of it")
+        raise DataError(f"{key}: the checkpoint does not contain every element of it")
     return found
 
 

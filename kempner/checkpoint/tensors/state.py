@@ -30,7 +30,7 @@ def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     if strangers := len(optimizer.state.keys() - set(parameters.values())):
         raise UsageError(
             f"the optimizer has state for {strangers} parameters that the model does not have: "
-            "they were replaced (by load_state_dict(assign=True)?); make the optimizer afterwards"
+            "they were replaced (by load_state_dict(assign=True)?); create the optimizer afterwards"
         )
     for name, parameter in parameters.items():
         for entry, value in optimizer.state.get(parameter, {}).items():

@@ -48,7 +48,7 @@ def find(address: str, salt: str, timeout: float) -> int:
                 return store
         time.sleep(_PAUSE)
     raise TimeoutError(
-        f"no rank 0 was found on {address} within {timeout:g} s, on none of the ports "
+        f"rank 0 was not found on {address} within {timeout:g} s, on none of the ports "
         f"{', '.join(map(str, ports))}"
     )
 

@@ -63,7 +63,7 @@ def build(recipe: Recipe, unit: Unit) -> Built:
     except OSError as error:
         raise DataError(
             f"{recipe.out / unit.shard_file} cannot be written: {error.strerror}; "
-            "what is done is kept: run the same command again when that is solved"
+            "finished files are kept: run the same command again when that is fixed"
         ) from error
 
 

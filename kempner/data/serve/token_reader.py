@@ -103,7 +103,7 @@ class TokenReader:
             worker = ends[cast(int, sentinel)]
             return RunError(
                 f"data loader worker {worker.pid} has died with exit code {worker.exitcode} "
-                "(-9: killed, often for lack of memory: try fewer data.num_dataloader_workers)"
+                "(-9: killed, often out of memory: try fewer data.num_dataloader_workers)"
             )
         return None
 

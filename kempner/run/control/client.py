@@ -171,7 +171,7 @@ class ControlClient:
             try:
                 wire = open_wire(self._launch, self._rank)
             except (OSError, MessageError) as error:
-                logger().debug("no connection to the supervisor", reason=str(error))
+                logger().debug("cannot connect to the supervisor", reason=str(error))
                 self._wait_alone(pause)
                 pause = min(2 * pause, longest)
                 continue
@@ -199,7 +199,7 @@ class ControlClient:
                     selector.modify(wire, selectors.EVENT_READ | writing)
                     self._nap(selector, self._report_at)
             except (OSError, MessageError) as error:
-                logger().info("the connection to the supervisor is lost", reason=str(error))
+                logger().info("lost the connection to the supervisor", reason=str(error))
             finally:
                 wire.close()
 
@@ -232,7 +232,7 @@ class ControlClient:
             try:
                 self._talk_by_file()
             except (OSError, MessageError) as error:
-                logger().debug("no exchange with the supervisor by file", reason=str(error))
+                logger().debug("cannot exchange files with the supervisor", reason=str(error))
 
     def _talk_by_file(self) -> None:
         """One exchange. What is written counts as heard as long as the supervisor answers."""
@@ -269,7 +269,7 @@ class ControlClient:
             with open(self._stacks, "a", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
-            logger().warning("the stacks cannot be written", reason=error.strerror)
+            logger().warning("cannot write the stacks", reason=error.strerror)
 
     def _tell_of_stalled(self) -> None:
         if ends := self._react.stalled():
@@ -289,7 +289,7 @@ class ControlClient:
     def _give_up(self) -> None:
         """End the process, although the main thread may wait for that peer for ever."""
         assert self.peer_lost is not None  # or nobody would have set the time
-        sentence = f"left, because rank {self.peer_lost.rank} {self.peer_lost.words}"
+        sentence = f"exited, because rank {self.peer_lost.rank} {self.peer_lost.words}"
         logger().error(sentence)
         self.leave(ExitCode.PEERS_LOST, sentence)
         os._exit(ExitCode.PEERS_LOST)

@@ -55,7 +55,7 @@ def _open(wire: Connection, launch: Launch, rank: int) -> None:
     wire.send(hello)
     proof = launch.control.secret.proof_of_supervisor(challenge.nonce, hello.nonce)
     if not same_proof(_expect(wire, Welcome).proof, proof):
-        raise MessageError("whoever listens there does not know the token")
+        raise MessageError("the server there does not know the token")
 
 
 def _expect(wire: Connection, kind: type[T]) -> T:

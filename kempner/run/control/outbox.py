@@ -32,7 +32,7 @@ class Outbox:
             try:
                 decode_from_rank(encode(message))
             except MessageError as error:
-                logger().warning("left out of the ledger", reason=str(error))
+                logger().warning("ledger event dropped", reason=str(error))
                 return
             self._added += 1
             self._unheard.append(message)

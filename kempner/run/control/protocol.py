@@ -57,7 +57,7 @@ STALLED = "stalled"
 
 
 class MessageError(ValueError):
-    """What came, or was to be sent, is no message of this protocol."""
+    """What came, or was to be sent, is not a message of this protocol."""
 
 
 class Phase(StrEnum):
@@ -247,7 +247,9 @@ def _decode(adapter: TypeAdapter[T], line: bytes) -> T:
         return adapter.validate_json(line)
     except ValidationError as error:
         # The kind of mistake only: what came may be anything, and this goes into logs.
-        raise MessageError(f"no message of this protocol ({error.errors()[0]['type']})") from None
+        raise MessageError(
+            f"not a message of this protocol ({error.errors()[0]['type']})"
+        ) from None
 
 
 def shorten(words: str) -> str:

@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
     CHECKPOINT_FAILED = 74
     """A checkpoint could not be written."""
     STOPPED = 75
-    """Stopped on request, with as much committed as there was time for: start again to go on."""
+    """Stopped on request, with as much committed as there was time for: start again to continue."""
     PEERS_LOST = 76
     """Another rank is gone."""
     HUNG = 77

@@ -99,7 +99,7 @@ def refuse_if_given_up(run: RunDirectory) -> None:
     """Raise `GaveUpError` as long as the mark is there."""
     if (gave_up := read(run)) is not None:
         raise GaveUpError(
-            f"nothing was started: this run was given up before, and {run.gave_up} says why; when "
-            "that is mended, delete the file and start again",
+            f"nothing was started: kempner gave up on this run before, and {run.gave_up} says why; "
+            "when that is fixed, delete the file and start again",
             gave_up.code,
         )

@@ -28,8 +28,8 @@ class JsonlWriter:
         except OSError as error:
             self._missed += 1
             if self._missed == 1:
-                logger().warning("cannot be written to", file=str(self._path), error=error.strerror)
+                logger().warning("cannot write to file", file=str(self._path), error=error.strerror)
             return
         if self._missed:
-            logger().warning("can be written to again", file=str(self._path), missed=self._missed)
+            logger().warning("can write to file again", file=str(self._path), missed=self._missed)
             self._missed = 0

@@ -45,7 +45,7 @@ class FileTransport:
         try:
             self._own.append(message)
         except OSError as error:
-            logger().warning("ranks cannot be told by file", error=error.strerror)
+            logger().warning("cannot write messages to the ranks", error=error.strerror)
 
     def news(self) -> Iterator[tuple[int, FromRank]]:
         """What ranks have written since the last call."""
@@ -64,5 +64,5 @@ def _read(file: MessageFile) -> list[bytes]:
     try:
         return file.news()
     except (OSError, MessageError) as error:
-        logger().warning("the messages of a rank cannot be read", error=str(error))
+        logger().warning("cannot read a rank's messages", error=str(error))
         return []

@@ -138,7 +138,7 @@ class ControlServer:
         self._selector.close()
         os.close(self._alarm)
         if self._refusals > REFUSALS_LOGGED:
-            logger().info("connections refused in all", count=self._refusals)
+            logger().info("total connections refused", count=self._refusals)
 
     def _serve(self) -> None:
         tick_at = time.monotonic()
@@ -165,7 +165,7 @@ class ControlServer:
         except (BlockingIOError, ConnectionAbortedError):
             return  # it has gone again
         except OSError as error:  # out of descriptors, say: try again at the next tick
-            logger().warning("a connection could not be accepted", error=error.strerror)
+            logger().warning("cannot accept a connection", error=error.strerror)
             self._selector.unregister(self._listener)
             self._accepting = False
             return
@@ -193,7 +193,7 @@ class ControlServer:
         elif isinstance(message, Hello):
             self._admit(peer, message)
         else:
-            raise MessageError("it does not say who it is")
+            raise MessageError("it did not authenticate")
 
     def _answer(self, peer: _Peer) -> None:
         """Confirm what has come, and send what had to wait."""
@@ -226,7 +226,7 @@ class ControlServer:
         elif isinstance(message, Usage):
             self._usage[rank] = message
         elif isinstance(message, Hello):
-            raise MessageError("it says hello twice")
+            raise MessageError("it sent hello twice")
         elif message.number > self._noted.get(rank, 0):  # not one that is sent again
             self._noted[rank] = message.number
             self._post(Heard(rank, message))
@@ -266,7 +266,7 @@ class ControlServer:
                 self._send(peer, Alive())
         too_old = time.monotonic() - OPENING_TIME
         for peer in [p for p in self._strangers if p.opened_at < too_old]:
-            self._drop(peer, "it did not say who it is")
+            self._drop(peer, "it did not authenticate in time")
         if len(self._ranks) < self._members.size:
             self._read_files()
 

@@ -103,7 +103,7 @@ def _trouble_with(folder: Path, node: str, nonce: str) -> str:
     question, content = folder / "supervisor", nonce.encode()
     try:
         if not await_entry(question, SHARED_WITHIN) or not holds(question, content):
-            return f"{folder.parent} is not the folder of that name on the supervisor's node"
+            return f"{folder.parent} is not the same folder as on the supervisor's node"
         (folder / node).write_bytes(content)
     except OSError as error:
         return f"{folder.parent} cannot be used: {error.strerror}"

@@ -25,7 +25,7 @@ class RankExit:
 
     @property
     def raised(self) -> str:
-        """The first line of what the rank itself said; empty if it is gone without a word."""
+        """The first line of what the rank itself said; empty if it said nothing."""
         return "" if self.status is None else self.sentence.partition("\n")[0]
 
 
@@ -46,20 +46,19 @@ def decide_outcome(exits: Sequence[RankExit], stop_requested: bool) -> Decision:
     """Turn the ranks' exits, in the order in which they were heard of, into the run's outcome."""
     causes = [e for e in exits if not _harmless(e, stop_requested)]
     if not exits:
-        return Decision(ExitCode.CRASHED, "no rank was ever there")
+        return Decision(ExitCode.CRASHED, "no rank was ever started")
     if all(e.status == ExitCode.COMPLETED for e in exits):
         return Decision(ExitCode.COMPLETED, "completed")
     if causes:
         first = causes[0]
         if stop_requested and _from_outside(first):
-            said = (
-                f"rank {first.rank} {describe_exit(first)} while it stopped; start again to go on"
-            )
+            ended = f"rank {first.rank} {describe_exit(first)}"
+            said = f"{ended} while it stopped; start again to continue"
             return Decision(ExitCode.STOPPED, said, first.rank)
         return Decision(_code(first), f"rank {first.rank} {describe_exit(first)}", first.rank)
     if any(e.status == ExitCode.STOPPED for e in exits) or stop_requested:
-        return Decision(ExitCode.STOPPED, "stopped on request; start again to go on")
-    return Decision(ExitCode.PEERS_LOST, "the ranks lost each other")
+        return Decision(ExitCode.STOPPED, "stopped on request; start again to continue")
+    return Decision(ExitCode.PEERS_LOST, "every rank lost a peer; cause unknown")
 
 
 def failed(exit_: RankExit) -> bool:
@@ -75,13 +74,13 @@ def describe_exit(exit_: RankExit) -> str:
 
 def _describe_status(status: int | None) -> str:
     if status is None:
-        return "is gone without a word"
+        return "disappeared without a message"
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     try:
-        return f"ended with exit code {status} ({ExitCode(status).name.lower()})"
+        return f"exited with code {status} ({ExitCode(status).name.lower()})"
     except ValueError:
-        return f"ended with exit code {status}"
+        return f"exited with code {status}"
 
 
 def _harmless(exit_: RankExit, stop_requested: bool) -> bool:

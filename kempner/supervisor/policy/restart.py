@@ -70,16 +70,16 @@ def decide_restart(
     if any(failure.is_like(other) for other in fruitless):
         return RestartDecision(
             False,
-            f"{decision.reason}. It fails {here} every time: starting again would not help",
+            f"{decision.reason}. It fails {here} every time: a restart would not help",
         )
     if len(fruitless) >= budget:
         return RestartDecision(
             False,
-            f"{decision.reason}. {len(fruitless) + 1} attempts have saved nothing new: giving up",
+            f"{decision.reason}. {len(fruitless) + 1} attempts saved nothing new: giving up",
         )
     start = "from the beginning" if failure.committed is None else f"from step {failure.committed}"
     last = len(fruitless) + 1 >= budget
-    return RestartDecision(True, f"{decision.reason} {here}; starting again {start}", last)
+    return RestartDecision(True, f"{decision.reason} {here}; restarting {start}", last)
 
 
 def failures(events: Iterable[Mapping[str, Any]]) -> list[Failure]:

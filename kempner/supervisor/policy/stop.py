@@ -22,7 +22,7 @@ EXIT_MARGIN = 10.0
 """Seconds for the processes to leave, and for the job to be put back into the queue."""
 
 
-PREEMPTED = "a job of higher priority takes the nodes"
+PREEMPTED = "preempted by a job of higher priority"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def decide_stop(
                 return StopOrder(f"{left:.0f} s are left of the job's time", max(0.0, left))
             return None
         case Event.TIME_LIMIT:
-            return None if left is None else StopOrder("Slurm gave a warning", max(0.0, left))
+            return None if left is None else StopOrder("Slurm sent a warning", max(0.0, left))
         case Event.PREEMPTION:
             grace = 0.0 if left is None else max(0.0, left)
             return StopOrder(PREEMPTED, grace + kill_wait)

@@ -67,10 +67,10 @@ def _go_on(
         try:
             new = resubmit(job.id, job.arguments, run.attempt(attempt), without)
         except (SlurmError, ValueError) as error:
-            return f"slurm.resubmit does not help: {error}; submit the same command again to go on"
+            return f"slurm.resubmit failed: {error}; submit the same command again to continue"
         ledger.record("resubmitted", attempt=attempt, job=job.id, as_job=new)
-        return f"the run goes on as job {new}"
-    return "submit the same command again to go on, or set slurm.resubmit=true"
+        return f"the run continues as job {new}"
+    return "submit the same command again to continue, or set slurm.resubmit=true"
 
 
 def facts(job: JobMonitor | None) -> dict[str, object]:

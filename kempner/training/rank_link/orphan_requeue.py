@@ -46,16 +46,16 @@ def decide_orphan_requeue(job: JobState, restarts: int) -> OrphanDecision:
     outlive its launch, and must leave the next one alone.
     """
     if not job.running:
-        return OrphanDecision(
-            False, f"the job is {job.state}: Slurm itself decides what becomes of it"
-        )
+        return OrphanDecision(False, f"the job is {job.state}: Slurm decides what happens to it")
     if job.restarts != restarts:
-        return OrphanDecision(False, "the job was started again meanwhile: it goes on there")
+        return OrphanDecision(
+            False, "the job was started again in the meantime: it continues there"
+        )
     if not job.may_requeue:
         return OrphanDecision(
-            False, "the job was submitted with --no-requeue: submit it again to go on"
+            False, "the job was submitted with --no-requeue: submit it again to continue"
         )
-    return OrphanDecision(True, "the supervisor is gone: the job goes back into the queue")
+    return OrphanDecision(True, "the supervisor is gone: requeueing the job")
 
 
 def hand_back(job: str, run: RunDirectory, attempt: Attempt, rank: int) -> None:
@@ -72,7 +72,7 @@ def hand_back(job: str, run: RunDirectory, attempt: Attempt, rank: int) -> None:
             _record(job, run, attempt, rank, state)
             scontrol.requeue(job)
     except (SlurmError, ValueError) as error:
-        logger().error(f"{error}; to go on, submit the same command again")
+        logger().error(f"{error}; submit the same command again to continue")
 
 
 def _claim(run: RunDirectory, attempt: Attempt, rank: int) -> bool:

@@ -123,7 +123,7 @@ def _dead_connections() -> list[tuple[str, str]]:
     try:
         return dead_connections()
     except (OSError, psutil.Error) as error:
-        logger().warning("the connections cannot be looked at", reason=str(error))
+        logger().warning("cannot inspect the connections", reason=str(error))
         return []
 
 
@@ -132,7 +132,7 @@ def _measure() -> Usage | None:
     try:
         return measure()
     except (OSError, psutil.Error) as error:
-        logger().debug("no measurement of memory", reason=str(error))
+        logger().debug("cannot measure memory", reason=str(error))
         return None
 
 
@@ -174,13 +174,15 @@ def _stop(shutdown: ShutdownHandler, message: Stop) -> None:
 
 
 def _stop_in_silence(seconds: float) -> None:
-    logger().warning(f"nothing heard from the supervisor for {seconds:.0f} s: committing, leaving")
+    logger().warning(
+        f"no heartbeat from the supervisor for {seconds:.0f} s: committing and exiting"
+    )
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _leave_in_silence(rank_link: RankLink, seconds: float) -> None:
     """End the process from a thread: the main one waits for a peer that may be gone for good."""
-    sentence = f"nothing moved for {seconds:.0f} s, and no supervisor says which rank is gone"
+    sentence = f"no progress for {seconds:.0f} s, and no supervisor to say which rank is gone"
     logger().error(sentence)
 
     def leave() -> None:

@@ -59,7 +59,7 @@ def finish(run: StoppableLoop, agreed: VoteResult) -> tuple[ExitCode, str]:
         run.checkpoints.close(timeout=time_to_spare(run.shutdown.seconds_left()))
     name, words = "completed", f"completed {step} steps"
     if agreed.stop or last.lost:
-        name, words = "stopped", f"stopped after step {step}; start again to go on"
+        name, words = "stopped", f"stopped after step {step}; start again to continue"
     if last.lost and run.ranks.world.rank == 0:
         logger().warning(f"stopped after step {step}: {tell_loss(last)}")
     logger().info(name, step=step, reason=agreed.stop.name, lost_steps=last.lost)

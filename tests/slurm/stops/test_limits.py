@@ -51,7 +51,7 @@ def test_the_time_limit_costs_nothing(
         project.cluster.scontrol("update", f"jobid={job}", "TimeLimit=60")
     project.hurry()
     for side, job, reasons in (
-        (project, warned, ["SIGTERM", "Slurm gave a warning"]),
+        (project, warned, ["SIGTERM", "Slurm sent a warning"]),
         (unwarned, silent, ["left of the job's time"]),
     ):
         side.attempt(job, 2)

@@ -36,7 +36,7 @@ def test_every_kind_of_preemption_in_a_row_costs_nothing(
     assert all(event["lost_steps"] == 0 for event in project.events("stopped"))
     said = [event["reason"] for event in project.events("requeued")]
     assert len(said) == [state for _, state in WAYS].count("REQUEUED")
-    assert all("a job of higher priority takes the nodes" in reason for reason in said)
-    assert "Slurm puts the job back into the queue itself" in project.log(job)
+    assert all("preempted by a job of higher priority" in reason for reason in said)
+    assert "Slurm requeues the job itself" in project.log(job)
     assert f"Restart cnt: {len(WAYS)}" in project.log(job)
     assert_like(project.run, undisturbed)

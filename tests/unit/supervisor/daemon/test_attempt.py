@@ -134,7 +134,7 @@ def test_a_connection_that_comes_back_is_no_end(watch: Watch, hands: Hands, cloc
     feed(watch, Disconnected(1, "reset"))
     let(watch, clock, RECONNECT + 0.1)
     assert watch.ends == [RankExit(1, None)]
-    assert hands.told == [PeerLost(1, "is gone without a word")]
+    assert hands.told == [PeerLost(1, "disappeared without a message")]
 
 
 def test_a_rank_that_never_joins_is_missed(watch: Watch, hands: Hands, clock: Clock) -> None:
@@ -146,7 +146,7 @@ def test_a_rank_that_never_joins_is_missed(watch: Watch, hands: Hands, clock: Cl
     assert watch.ends == []
     let(watch, clock, 2)
     assert decide_outcome(watch.ends, stop_requested=False).culprit == 2
-    assert hands.told == [PeerLost(2, "is gone without a word: it has never joined")]
+    assert hands.told == [PeerLost(2, "disappeared without a message: it has never joined")]
 
 
 def test_who_stays_after_a_stop_is_killed_in_the_end(

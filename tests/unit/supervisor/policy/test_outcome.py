@@ -28,23 +28,28 @@ def ends(*statuses: int | None, ours: tuple[int, ...] = ()) -> list[RankExit]:
         (ends(75, 76), True, ExitCode.STOPPED, "start again"),
         (ends(TERM, 75), True, ExitCode.STOPPED, "start again"),
         (ends(TERM, 76), False, ExitCode.CRASHED, "rank 0 was killed by SIGTERM"),
-        (ends(1, 76), False, ExitCode.CRASHED, "rank 0 ended with exit code 1 (crashed)"),
-        (ends(76, 1), False, ExitCode.CRASHED, "rank 1 ended with exit code 1 (crashed)"),
+        (ends(1, 76), False, ExitCode.CRASHED, "rank 0 exited with code 1 (crashed)"),
+        (ends(76, 1), False, ExitCode.CRASHED, "rank 1 exited with code 1 (crashed)"),
         (ends(76, KILL), False, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
         (ends(KILL, SEGV, ours=(0,)), False, ExitCode.CRASHED, "rank 1 was killed by SIGSEGV"),
-        (ends(75, 74), True, ExitCode.CHECKPOINT_FAILED, "rank 1 ended with exit code 74"),
-        (ends(65, 65), False, ExitCode.BAD_DATA, "rank 0 ended with exit code 65 (bad_data)"),
+        (ends(75, 74), True, ExitCode.CHECKPOINT_FAILED, "rank 1 exited with code 74"),
+        (ends(65, 65), False, ExitCode.BAD_DATA, "rank 0 exited with code 65 (bad_data)"),
         (ends(2, 76), False, ExitCode.USAGE, "rank 0"),
         (ends(78, 78), False, ExitCode.DIVERGED, "rank 0"),
-        (ends(99, 76), False, ExitCode.CRASHED, "rank 0 ended with exit code 99"),
-        (ends(76, 76), False, ExitCode.PEERS_LOST, "lost each other"),
+        (ends(99, 76), False, ExitCode.CRASHED, "rank 0 exited with code 99"),
+        (ends(76, 76), False, ExitCode.PEERS_LOST, "every rank lost a peer"),
         (ends(KILL, 75, ours=(0,)), True, ExitCode.STOPPED, "start again"),
         (ends(0, 1), False, ExitCode.CRASHED, "rank 1"),
-        (ends(None, 76), False, ExitCode.CRASHED, "rank 0 is gone without a word"),
-        (ends(None, 75), True, ExitCode.STOPPED, "rank 0 is gone without a word while it stopped"),
+        (ends(None, 76), False, ExitCode.CRASHED, "rank 0 disappeared without a message"),
+        (
+            ends(None, 75),
+            True,
+            ExitCode.STOPPED,
+            "rank 0 disappeared without a message while it stopped",
+        ),
         (ends(76, KILL), True, ExitCode.STOPPED, "rank 1 was killed by SIGKILL while it stopped"),
         (ends(76, SEGV), True, ExitCode.CRASHED, "rank 1 was killed by SIGSEGV"),
-        (ends(1, 76), True, ExitCode.CRASHED, "rank 0 ended with exit code 1 (crashed)"),
+        (ends(1, 76), True, ExitCode.CRASHED, "rank 0 exited with code 1 (crashed)"),
         (ends(None, KILL, ours=(0,)), False, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
     ],
 )
@@ -61,7 +66,7 @@ def test_the_last_words_of_the_first_to_fail_are_repeated() -> None:
         RankExit(0, 1, sentence="KeyError: 0"),
     ]
     decision = decide_outcome(exits, stop_requested=False)
-    assert decision.reason == "rank 1 ended with exit code 65 (bad_data): no checkpoint verifies"
+    assert decision.reason == "rank 1 exited with code 65 (bad_data): no checkpoint verifies"
     assert decision.culprit == 1
 
 

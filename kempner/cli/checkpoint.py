@@ -1,4 +1,4 @@
-"""`kempner checkpoint`: look at checkpoints, without torch, and delete old ones."""
+"""`kempner checkpoint`: list and verify checkpoints, without torch, and delete old ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
 
 @commands.command("list")
 def list_(directory: Folder) -> None:
-    """Print step, age, size and world of every checkpoint, and what is known of its health."""
+    """List step, age, size, world size and verification of every checkpoint."""
     folder, only = locate(directory)
     now = time.time()
     typer.echo(f"{'step':>10}  {'age':>7}  {'size':>10}  {'world':>5}  {'verified':<10}  note")
@@ -63,7 +63,7 @@ def verify(
         list[int] | None, typer.Argument(metavar="[STEP]...", help="Verify only these steps.")
     ] = None,
 ) -> ExitCode:
-    """Read every byte of every checkpoint; exit 65 if anything is not as it was committed."""
+    """Read every byte of every checkpoint; exit 65 if anything differs from what was committed."""
     folder, only = locate(directory)
     wanted = [at_step(folder, step) for step in steps or folder.committed()]
     paths = [only] if only and not steps else wanted
@@ -91,7 +91,7 @@ def prune(
         bool, typer.Option("--dry-run", help="Only show what would be deleted.")
     ] = False,
 ) -> None:
-    """Delete old checkpoints; never `latest`, and nothing beyond it or set aside."""
+    """Delete old checkpoints; never `latest`, later ones, or those that were set aside."""
     folder, only = locate(directory)
     if only is not None:
         raise UsageError(f"{directory} is one checkpoint; name the folder that contains it")

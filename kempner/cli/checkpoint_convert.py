@@ -1,4 +1,4 @@
-"""`kempner checkpoint export` and `import`: checkpoints for others, and from others."""
+"""`kempner checkpoint export` and `import`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def export(
     out: Annotated[Path, typer.Option(help="File or folder to create; it must not exist.")],
     step: Annotated[int | None, typer.Option(help="Which checkpoint; `latest` by default.")] = None,
 ) -> None:
-    """Write a checkpoint in another format, checking every block that it reads."""
+    """Write a checkpoint in another format, verifying every block."""
     chosen = pick(*locate(directory), step)
 
     from kempner.checkpoint.convert.export import export_dcp, export_safetensors, export_torch
@@ -86,7 +86,7 @@ def import_(
         int, typer.Option(min=0, help="The next sample, in the order of the run's data.")
     ] = 0,
 ) -> None:
-    """Make a checkpoint of the stock torch.distributed.checkpoint one that a run resumes from."""
+    """Import a stock torch.distributed.checkpoint as the first commit of a run."""
     from kempner.checkpoint.convert.import_dcp import Foreign, take_over
     from kempner.checkpoint.convert.key_map import listed
     from kempner.checkpoint.convert.tensor_copy import total

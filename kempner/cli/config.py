@@ -1,4 +1,4 @@
-"""`kempner config`: what a configuration file means, and which keys there are."""
+"""`kempner config`: show or check a configuration, or list all keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """`context_settings` of such a command; `load(path, context.args)` then reads the overrides."""
 
 commands = typer.Typer(
-    help="Show, check or explain a configuration.", rich_markup_mode=None, add_completion=False
+    help="Show or check a configuration, or list all keys.",
+    rich_markup_mode=None,
+    add_completion=False,
 )
 
 
@@ -45,7 +47,7 @@ def check(
         int | None, typer.Option(min=1, help="Estimate the memory of one of this many ranks.")
     ] = None,
 ) -> None:
-    """Say whether a run would accept it: CONFIG, then --section.key=value."""
+    """Check a configuration: CONFIG, then --section.key=value."""
     config = load(file, context.args)
     typer.echo(f"ok: {file}: {summary(config)}")
     if world is not None:

@@ -1,4 +1,4 @@
-"""`kempner prepare`: text to the token files that training reads."""
+"""`kempner prepare`: turns text into token files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _prepare(
         typer.Option(metavar="TOKEN", help="The tokenizer's end-of-document token."),
     ] = None,
 ) -> ExitCode:
-    """Turn text into token files; started again after an interruption, go on."""
+    """Turn text into token files; after an interruption, run it again to continue."""
     from kempner.data.prepare.pipeline import prepare
 
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""Faults on demand, for tests and rehearsals: what breaks, on which rank, and when, in plain words.
+"""Parses faults on demand: what fails, on which rank, and when.
 
     kill rank 3 at step 20
     hang rank 0 at step 5 in save

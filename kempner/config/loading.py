@@ -1,4 +1,4 @@
-"""From a TOML file and overrides to a `Config`, and back to TOML."""
+"""Loads a `Config` from a TOML file and overrides, and writes it as TOML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Slurm job and its run: which run it trains, how it stands, how often it was restarted."""
+"""Finds the run of a Slurm job, its state, and how often it was restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run stands, from what it left on disk."""
+"""State of a run, from its files on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon: starts an attempt, follows it, passes stop requests on, and tells how it ended."""
+"""The daemon: runs one attempt after another, passes stops on, decides how the run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a run that only a person can bring any further: a verdict, and a mark that stays."""
+"""Gives up on a run: writes the reason to the ledger and to the file `GAVE_UP`."""
 
 from __future__ import annotations
 

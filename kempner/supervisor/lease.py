@@ -1,4 +1,4 @@
-"""One supervisor per run: a lease that is held by being renewed, and lost by being overtaken.
+"""One supervisor per run: a lease that its holder keeps renewing.
 
 Each supervisor makes a file of its own, numbered by exclusive creation; the highest number owns the
 run. The owner changes a counter in its file all the time. Who comes later looks twice: a counter

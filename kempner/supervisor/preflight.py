@@ -1,4 +1,4 @@
-"""Before an attempt: which nodes are fit for ranks, and which have earned some distrust."""
+"""Preflight: checks the nodes before an attempt, and chooses those to use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts a rank together: everything that the step loop needs, with the state of a checkpoint."""
+"""Builds everything that the step loop of a rank needs, and loads the checkpoint."""
 
 from __future__ import annotations
 

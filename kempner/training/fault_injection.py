@@ -1,4 +1,4 @@
-"""Breaks this rank where it was asked to: off unless asked for, and loud when it happens."""
+"""Injects the configured faults into this rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of a rank: find its place, build everything, train, leave with the right code."""
+"""Runs one rank: find its place, build everything, train, exit with the right code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`survive`: a training loop of the user's own outlives stops, crashes and hangs.
+"""`survive`: lets your own training loop stop, save and resume.
 
     for step in survive(model, optimizer, steps=1000, save_every=50):
         ...

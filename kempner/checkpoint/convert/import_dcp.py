@@ -1,4 +1,4 @@
-"""A checkpoint of the stock `torch.distributed.checkpoint`, made into one that a run resumes from.
+"""Imports a stock `torch.distributed.checkpoint` as the first commit of a run.
 
 Every tensor is read without running what is in its container, checked against what `.metadata` says
 of it, and written anew: in kempner's own containers, with checksums, and committed like any save.

@@ -1,4 +1,4 @@
-"""How the keys of a checkpoint that others wrote become ours: a pure mapping, with reasons.
+"""Maps the keys of a foreign checkpoint to those of kempner: pure, with reasons for refusals.
 
 DCP flattens a nested state into keys joined by dots. What is obvious is taken: `model.<parameter>`
 as it is; `optimizer` or `optim`, with or without `state` between (as `get_state_dict` of

@@ -1,4 +1,4 @@
-"""The compact index: what a checkpoint of thousands of ranks holds, in a few hundred kilobytes.
+"""The compact index: a few hundred kilobytes instead of `.metadata` for thousands of ranks.
 
 DCP's `.metadata` lists every part of every tensor, and would be gigabytes there. Where the parts
 are follows from how each tensor is cut (`plan`), so the index says only that:

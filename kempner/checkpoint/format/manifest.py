@@ -1,4 +1,4 @@
-"""The manifest: a checkpoint exists if and only if this file does and is whole.
+"""The manifest: a checkpoint exists if and only if this file exists and is intact.
 
 `manifest.json` says where the run stood and lists every other file of the checkpoint. Small files
 carry one xxh3_128 of their bytes. A data file names its rank's sidecar (`sums-<rank>.json`), which

@@ -1,4 +1,4 @@
-"""Names in the checkpoint folder, and what each of them means.
+"""Names of files and folders in the checkpoint folder.
 
     step-00000120                      committed, if its manifest says so
     latest -> step-00000120            the newest commit of the live branch

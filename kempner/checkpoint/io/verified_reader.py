@@ -1,4 +1,4 @@
-"""Reads ranges of a data file, checking every block that they touch before handing it out."""
+"""Reads ranges of a data file, verifying the checksum of every block that they touch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a checkpoint what was written? Reads every byte, and needs no torch."""
+"""Verifies a checkpoint by reading every byte; needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""May this run go on from that checkpoint? A pure comparison, with reasons."""
+"""Checks whether this run may resume from a checkpoint: a pure comparison, with reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint folder, as far as it can be known without reading it all."""
+"""Lists the contents of a checkpoint folder without reading files in full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints may go, and how they go.
+"""Retention: which checkpoints to delete, and how.
 
 A deletion has three acts: the manifest is renamed to `manifest.withdrawn.json` (from then on there
 is no checkpoint), the folder is renamed to a name that says it is dying, and its content is

@@ -1,4 +1,4 @@
-"""Reads DCP's files without running what is in them.
+"""Reads DCP's files without executing their pickles.
 
 `.metadata` is a pickle, which the stock reader loads as it is: whoever can write to a checkpoint
 could run code in every job that resumes from it. Here only the classes that DCP itself writes are

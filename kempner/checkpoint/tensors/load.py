@@ -1,4 +1,4 @@
-"""Fills a rank's tensors from a checkpoint of any world: only what it needs, checked as it comes.
+"""Loads a rank's tensors from a checkpoint of any world size, verifying what it reads.
 
 What to read follows from the checkpoint's own metadata and the rank's own shards, so no rank asks
 another. Every block that is read is checked against its checksum first, and every element of every

@@ -1,4 +1,4 @@
-"""The state as a flat table of tensors, and back.
+"""Converts model and optimizer state to a flat table of tensors, and back.
 
 Keys are `model.<parameter>` and `optimizer.<parameter>.<entry>`. Hyper-parameters are not among
 them: they follow from the configuration and the step.

@@ -1,4 +1,4 @@
-"""Which network interface Gloo and NCCL are to use.
+"""Chooses the network interface for Gloo and NCCL.
 
 Decided on each node by its own ranks: interfaces are named differently on different nodes. Gloo
 would otherwise bind to whatever address the host's name resolves to, which on most clusters is the

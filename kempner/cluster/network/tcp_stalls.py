@@ -1,4 +1,4 @@
-"""Connections of this node through which nothing passes any more."""
+"""Finds TCP connections of this node that no longer deliver data."""
 
 from __future__ import annotations
 

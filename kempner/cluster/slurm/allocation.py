@@ -1,4 +1,4 @@
-"""What of a Slurm job the ranks get: nodes, tasks per node, CPUs per task."""
+"""The part of a Slurm job that the ranks use: nodes, tasks per node, CPUs per task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Slurm says about our job, and what that means."""
+"""State of a Slurm job, parsed and classified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this job has on this node: CPUs, memory, GPUs, each with where the number comes from.
+"""CPUs, memory and GPUs of this node in the job, each with its source.
 
 What is configured wins; then the variables that Slurm sets, which depend on how the job was asked
 for; then `scontrol show job` and `scontrol show node`, as the caller has them.

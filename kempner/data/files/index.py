@@ -1,4 +1,4 @@
-"""The index of a prepared directory: what its token files hold, and in which order.
+"""The index of a prepared directory: its token files and their order.
 
 `index.json` is written last; a directory without one is unfinished. The token stream of the
 directory is the concatenation of the shards in the index's order.

@@ -1,4 +1,4 @@
-"""Text to token files, in parallel, and resumable at any point.
+"""Prepares token files from text, in parallel, resumable at any point.
 
     OUT/index.json                   written last; what it lists is complete
     OUT/shard-00000.tokens           renamed to this name when it is durable

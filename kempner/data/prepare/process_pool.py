@@ -1,4 +1,4 @@
-"""Work in several processes, which leave nothing behind however it ends."""
+"""Runs work in several processes that never outlive it."""
 
 from __future__ import annotations
 

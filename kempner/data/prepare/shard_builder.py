@@ -1,4 +1,4 @@
-"""One unit of text to one token file: written once, recorded when it is in place."""
+"""Builds one token file from one unit of text, and records it when it is in place."""
 
 from __future__ import annotations
 

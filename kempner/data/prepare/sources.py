@@ -1,4 +1,4 @@
-"""From what the user named to units of work: which bytes of which files make which token file.
+"""Splits the input files into units of work: which bytes make which token file.
 
 The units depend on the files and on the tokenizer, never on the number of workers.
 """

@@ -1,4 +1,4 @@
-"""Text to tokens: plain bytes, or any `tokenizer.json` of the Hugging Face tokenizers library."""
+"""Tokenizers: plain bytes, or any `tokenizer.json` of the Hugging Face tokenizers library."""
 
 from __future__ import annotations
 

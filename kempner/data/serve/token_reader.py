@@ -1,4 +1,4 @@
-"""Tokens by position through a torch DataLoader, whose workers can be left at any moment.
+"""Reads tokens by position through a torch DataLoader that can be stopped at any moment.
 
 Workers hand over tokens, as compact as they are on disk, through a pipe; shared memory, whose
 limit shows as a SIGBUS, is not involved.

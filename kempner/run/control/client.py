@@ -1,4 +1,4 @@
-"""The control channel, a rank's side: one thread that keeps the line to the supervisor.
+"""A rank's side of the control channel: one thread that keeps the connection.
 
 It sends the rank's progress once a second, and acts at once on what the supervisor says, even while
 the main thread sits in a collective that will never end: collectives, files and sockets release

@@ -1,4 +1,4 @@
-"""How a rank opens the control channel: connect, prove who it is, and have that proved back."""
+"""Opens the control channel from a rank: connect, and mutual authentication."""
 
 from __future__ import annotations
 

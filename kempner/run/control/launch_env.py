@@ -1,4 +1,4 @@
-"""What a supervisor tells the ranks it launches, as environment variables.
+"""Environment variables with which the supervisor configures its ranks.
 
 The rank's place in the world travels under torch's own names (RANK, WORLD_SIZE, ...); these are
 the rest.

@@ -1,4 +1,4 @@
-"""What a rank has said and must not be lost: kept until the supervisor has it."""
+"""The outbox: messages that must not be lost, kept until the supervisor confirms them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this process still moves: makes a step, or enters another phase."""
+"""Progress watchdog: whether this process still completes steps or changes phase."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank and its supervisor say to each other: the control protocol, as values and bytes.
+"""The control protocol: messages between a rank and its supervisor, encoded and decoded.
 
 A message is one JSON object on one line, of at most `LINE_LIMIT` bytes. The supervisor speaks first
 (`Challenge`), the rank proves that it knows the attempt's token (`Hello`), the supervisor proves

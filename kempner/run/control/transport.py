@@ -1,4 +1,4 @@
-"""How messages travel: over a TCP connection, or through files where none is possible."""
+"""Transport of messages: over TCP, or through files where no connection is possible."""
 
 from __future__ import annotations
 

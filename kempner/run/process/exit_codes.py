@@ -1,4 +1,4 @@
-"""How a rank or a supervisor ends: the one table of exit codes, and the errors that carry them."""
+"""Exit codes of ranks and supervisor, and the errors that carry them."""
 
 from __future__ import annotations
 

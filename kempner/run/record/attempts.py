@@ -1,4 +1,4 @@
-"""Attempts and their fence: at most one launch of the ranks may change what the run has committed.
+"""Attempts and fencing: at most one launch of the ranks may commit.
 
 An attempt is numbered by the exclusive creation of its folder, and live while `attempts/CURRENT`
 holds its number and nonce. Whoever starts a new attempt thereby fences off all earlier ones,

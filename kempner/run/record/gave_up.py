@@ -1,4 +1,4 @@
-"""`GAVE_UP`: the file that says why a run was given up, and keeps it from being started again.
+"""`GAVE_UP`: the file that says why kempner gave up, and prevents another start.
 
 A chain of jobs would otherwise spend its nodes, one after the other, on what only a person can
 mend. Whoever has mended it deletes the file. An option of the command line would not do: it would

@@ -1,4 +1,4 @@
-"""Lines that are worth having, but never worth the run: metrics, sample ids, events.
+"""Appends JSON lines (metrics, sample ids, events); a failed write never fails the run.
 
 A full disk must not end a training whose state is intact. A line that cannot be written is counted
 instead, said once, and the count is said when lines can be written again.

@@ -1,4 +1,4 @@
-"""Where everything of one run lies on disk."""
+"""Paths of the files of a run."""
 
 from __future__ import annotations
 

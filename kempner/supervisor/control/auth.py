@@ -1,4 +1,4 @@
-"""Where the supervisor listens, and whom it lets in."""
+"""Where the supervisor listens, and how a rank authenticates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The control channel where ranks cannot connect: files in the attempt's folder.
+"""The control channel through files in the attempt's folder, where ranks cannot connect.
 
 A firewall between the nodes of a job must not make a run unwatchable. Each rank appends its
 messages to a file of its own and reads the supervisor's.

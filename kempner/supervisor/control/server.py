@@ -1,4 +1,4 @@
-"""The control channel, the supervisor's side: one thread that listens to all ranks.
+"""The supervisor's side of the control channel: one thread that serves all ranks.
 
 Whoever connects has `OPENING_TIME` to prove that it knows the attempt's token; anything odd ends
 the connection, with a reason in the log, and nothing else. A rank may connect again at any time:

@@ -1,4 +1,4 @@
-"""Ranks as the tasks of a Slurm step, one per GPU."""
+"""srun launcher: ranks are the tasks of a Slurm step, one per GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a node, by what it said of itself: pure functions over its vitals."""
+"""Judges the nodes' health by what their probes measured: pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node says of itself before ranks are started on it: measured there, judged elsewhere.
+"""Health probe that runs on each node before ranks start; measures only.
 
 `python -m kempner.supervisor.nodes.probe QUESTION` prints one line of JSON. It imports neither
 torch nor the configuration, so that it takes a moment where a rank takes seconds to start.

@@ -1,4 +1,4 @@
-"""What the supervisor asks of the job's nodes, one by one, and which it gives back to Slurm."""
+"""Probes nodes of the job with srun, and releases lost ones to Slurm."""
 
 from __future__ import annotations
 

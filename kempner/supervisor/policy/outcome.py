@@ -1,4 +1,4 @@
-"""What the end of an attempt means: a pure function of how its ranks ended."""
+"""Outcome of an attempt: a pure function of how its ranks exited."""
 
 from __future__ import annotations
 

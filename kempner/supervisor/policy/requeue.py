@@ -1,4 +1,4 @@
-"""Whether the job goes back into the queue, from what Slurm says: pure functions, with reasons."""
+"""Decides whether to requeue the job, from what Slurm says: pure functions, with reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether to start the ranks again after they failed: a pure function of what happened so far.
+"""Decides whether to restart the ranks after a failure: a pure function of the history.
 
 Progress is what counts. A run that commits a new step between two failures may fail as often as it
 likes; one that commits nothing is given up soon.

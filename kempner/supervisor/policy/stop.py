@@ -1,4 +1,4 @@
-"""When to stop, from what Slurm says: pure functions, with reasons."""
+"""Decides when to stop, from what Slurm says: pure functions, with reasons."""
 
 from __future__ import annotations
 

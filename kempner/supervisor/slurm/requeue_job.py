@@ -1,4 +1,4 @@
-"""What becomes of the Slurm job when the ranks have left."""
+"""Requeues the Slurm job after the ranks have exited, or says why not."""
 
 from __future__ import annotations
 

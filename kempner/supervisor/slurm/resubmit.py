@@ -1,4 +1,4 @@
-"""Where users may not requeue: the batch script, submitted again as it was the first time."""
+"""Submits the batch script again, where users may not requeue."""
 
 from __future__ import annotations
 

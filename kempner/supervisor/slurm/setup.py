@@ -1,4 +1,4 @@
-"""Finds the Slurm job to train in, and says what it has."""
+"""Finds the Slurm job to train in, and prints its resources."""
 
 from __future__ import annotations
 

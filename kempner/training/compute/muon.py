@@ -1,4 +1,4 @@
-"""Muon for the matrices inside the blocks, whole or sharded, and AdamW for everything else.
+"""Muon for the matrices inside the blocks, sharded or not, and AdamW for the rest.
 
 Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) makes the momentum of a matrix
 orthogonal, which takes the whole matrix. `torch.optim.Muon` refuses the shards of FSDP2, so a step

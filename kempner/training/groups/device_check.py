@@ -1,4 +1,4 @@
-"""A small computation whose result is known: does this device compute at all, and right?"""
+"""Device check: a small computation with a known result."""
 
 from __future__ import annotations
 

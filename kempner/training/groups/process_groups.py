@@ -1,4 +1,4 @@
-"""The process groups of a rank, from the first connection to the last goodbye."""
+"""Process groups of a rank, from rendezvous to the final barrier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to do with the last steps when the ranks leave: a pure choice, made after each move."""
+"""Decides whether to make the final save before exiting: a pure choice, after each action."""
 
 from __future__ import annotations
 

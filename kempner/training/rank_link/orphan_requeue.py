@@ -1,4 +1,4 @@
-"""What a rank does whose supervisor is gone: put the job back into the queue.
+"""Requeues the job from a rank whose supervisor is gone.
 
 When the node of the batch script dies, a job submitted with --no-kill stays RUNNING on its other
 nodes, with nobody left to requeue it (seen on Slurm 22.05). Its ranks leave, with a checkpoint if

@@ -1,4 +1,4 @@
-"""Who this process is, and its line to the supervisor: up before torch is imported.
+"""Connects a rank to its supervisor, before torch is imported.
 
 On a cold file system that import takes minutes, and a rank that is stuck there should be seen.
 """

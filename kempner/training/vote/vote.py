@@ -1,4 +1,4 @@
-"""One vote per step: whatever changes the control flow, all ranks decide together.
+"""The vote: once per step all ranks agree on stop, void and rollback.
 
 The ballot is an asynchronous all-reduce (MAX) of a handful of integers on a Gloo group of its own.
 It is under way while the step computes, so that reading it afterwards costs next to nothing.

@@ -80,7 +80,7 @@ def classify(error: BaseException, rank_link: RankLink) -> ExitCode:
 
 
 def run_rank(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> ExitCode:
-    """Connect, build, resume, train. Raises `RunError` for what a person can mend."""
+    """Connect, build, resume, train. Raises `RunError` for problems that a person can fix."""
     world, run, progress = rank_link.world, rank_link.run, rank_link.progress
     torch.set_num_threads(thread_count(config, world))
     torch.use_deterministic_algorithms(config.train.deterministic)

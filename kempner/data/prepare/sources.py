@@ -135,7 +135,7 @@ def _below(folder: Path) -> tuple[list[SourceFile], list[Path]]:
 
 
 def _refuse_to_skip(error: OSError) -> None:
-    raise error  # os.walk would leave the folder out without a word
+    raise error  # os.walk would silently skip the folder
 
 
 def _source(path: Path, name: str) -> SourceFile:

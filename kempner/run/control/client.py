@@ -75,7 +75,7 @@ _LISTEN = 0.1
 
 @dataclass(frozen=True)
 class Reactions:
-    """What a rank does when it is told to stop, and after `patience` seconds without a word; and
+    """What a rank does when it is told to stop, and after `patience` seconds of silence; and
     what if it then does not move any more, with nobody left to say why. Called from the link's
     thread, and must not wait.
 

@@ -38,7 +38,7 @@ class Control:
 @dataclass(frozen=True)
 class LaunchTerms:
     """What a rank must know that is not told by a configuration: the run's directory, after how
-    many seconds without a word it leaves, and how many it has after a stop was asked for.
+    many seconds without a heartbeat it exits, and how many it has after a stop request.
     """
 
     run: Path

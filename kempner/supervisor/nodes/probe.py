@@ -31,7 +31,7 @@ SHM = "/dev/shm"
 
 @dataclass(frozen=True)
 class ProbeQuestion:
-    """What to look at: `folders` that all nodes share, in each of which the supervisor has written
+    """What to check: `folders` that all nodes share; in each of them the supervisor has written
     `nonce`; `interface` as configured; `on_one_node` if the ranks need no network.
     """
 

@@ -1,7 +1,7 @@
 """Decides whether to restart the ranks after a failure: a pure function of the history.
 
-Progress is what counts. A run that commits a new step between two failures may fail as often as it
-likes; one that commits nothing is given up soon.
+Progress is what counts. A run that commits a new step between two failures may fail any number of
+times; kempner soon gives up on one that commits nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kempner.run.process.exit_codes import ExitCode
 from kempner.supervisor.policy.outcome import Decision
 
 HEALED_BY_A_RESTART = (ExitCode.CRASHED, ExitCode.PEERS_LOST, ExitCode.HUNG)
-"""The other codes say what a person has to mend, or that all is well."""
+"""Failures that a restart can help with; the other codes need a person, or are no failure."""
 
 FAILURES = (
     *HEALED_BY_A_RESTART,
@@ -23,8 +23,8 @@ FAILURES = (
     ExitCode.CHECKPOINT_FAILED,
     ExitCode.DIVERGED,
 )
-"""The ends after which the run is started again here, or given up for good. A wrong command line is
-none: it has trained nothing, and whoever mends it starts again."""
+"""The ends after which the ranks are restarted, or kempner gives up. A wrong command line is not
+one: it has trained nothing, and whoever corrects it starts again."""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def orthogonalise(
     ranks: dist.ProcessGroup | None,
     iterate: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
-    """Apply `iterate` to whole matrices, of which each rank of a group has some rows.
+    """Apply `iterate` to whole matrices whose rows are spread over the ranks of a group.
 
     Matrix i is put together on rank i, and there are no more matrices than ranks. They travel as
     bfloat16, the type in which `iterate` works.

@@ -1,5 +1,4 @@
-"""How ranks leave together: the state of the last step is committed if there is time, and why the
-run ends is said."""
+"""The final save: commits the last step if there is time, and says why the run ends."""
 
 from __future__ import annotations
 

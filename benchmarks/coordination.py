@@ -134,7 +134,7 @@ def simulate(world: int, saves: int, folder: Path) -> None:
     size = len(described) / 1e6
     print(
         f"{world:>6} ranks: own plan {own:.2f} s, first plan {first:.1f} s, {size:.1f} MB; "
-        f"a save {statistics.median(seconds):.3f} s, of which busy {statistics.median(busy):.3f} s",
+        f"a save {statistics.median(seconds):.3f} s, busy {statistics.median(busy):.3f} s",
         flush=True,
     )
 

@@ -8,7 +8,7 @@ them by hardware ("The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.4,
 than 90% of effective training time). The rate is taken to grow with the number of GPUs, failures to
 be independent. Hardware takes its node out for ten minutes; software kills a rank.
 
-`in place`: ranks are started again in the job, without a lost node, of which two are in reserve.
+`in place`: ranks are started again in the job, without a lost node; two nodes are spare.
 `requeue`: every failure sends the job back into the queue, where Slurm keeps it for 121 s (its
 default) and finds nodes at once: a lower bound. A start takes 40 s and a load 20 s (NVRx reports
 about a minute for a restart within a job). Training stops for `--stall` seconds per save (0.78 s

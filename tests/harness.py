@@ -262,11 +262,11 @@ def assert_named(
     until = [e for e in read_lines(record.ledger) if e["attempt"] <= attempt]
     (stopped,) = [e for e in until if (e["event"], e["attempt"]) == ("stopped", attempt)]
     assert stopped["reason"] == reason.label
-    last_line = f"stopped after step {stopped['step']} ({reason.words}); start again to go on"
+    last_line = f"stopped after step {stopped['step']} ({reason.words}); start again to continue"
     assert last_line in output
     ended = [e for e in until if (e["event"], e["attempt"]) == ("attempt_ended", attempt)]
     if ended:
-        assert [e["reason"] for e in ended] == [f"stopped ({reason.words}); start again to go on"]
+        assert [e["reason"] for e in ended] == [f"stopped ({reason.words}); start again to continue"]
         asked = [e for e in until if (e["event"], e["attempt"]) == ("stop_requested", attempt)]
         # When ranks stop by themselves, the news that one has left may come before the reason.
         assert asked[-1]["reason"] in (reason.label, StopReason.PEER_STOPPED.label)

@@ -88,7 +88,7 @@ def assert_on_demand(run: Run, kills: Iterable[Kill], output: str) -> None:
     """Each of these was a fault on demand, and happened."""
     said = output + "".join(path.read_text() for path in run.record.attempts.glob("*/rank-*.out"))
     for kill in kills:
-        assert f"happens now (fault {kill.fault}" in said
+        assert f"injecting fault (fault {kill.fault}" in said
 
 
 def assert_healed(run: Run, reference: Run, kills: Sequence[Kill]) -> None:

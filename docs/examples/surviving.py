@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from kempner.training.survive import survive
+from kempner import survive
 
 STEPS = 200
 BATCH = 64

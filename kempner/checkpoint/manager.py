@@ -88,7 +88,7 @@ class CheckpointManager:
         if train_state is None:
             raise DataError(
                 f"no checkpoint in {self._folder.path} verifies, so that there is none to go back "
-                "to after the loss left the rails"
+                "to after the loss diverged"
             )
         return train_state
 

@@ -1,4 +1,4 @@
-"""The commands: one module each, which is imported when its command is asked for.
+"""The command-line application: one module per subcommand, imported when its command is asked for.
 
 A rank, or `kempner status` in a shell's prompt, is spared what the other commands import.
 """
@@ -51,7 +51,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Train with PyTorch on a shared cluster, whatever happens to the job.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Fault-tolerant PyTorch training on a laptop or a Slurm cluster.",
 )
 
 
@@ -61,12 +62,15 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
-) -> None: ...
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

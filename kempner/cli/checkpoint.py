@@ -1,4 +1,4 @@
-"""`kempner checkpoint`: look at checkpoints, without torch, and delete old ones."""
+"""`kempner checkpoint`: list and verify checkpoints, without torch, and delete old ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kempner.run.process.exit_codes import CheckpointWriteError, DataError, Exit
 Folder = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN_DIR|DIR", help="A run's directory, its checkpoints, or one of those."
+        metavar="RUN_DIR|DIR", help="A run's directory, its checkpoint folder, or one checkpoint."
     ),
 ]
 
@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
 
 @commands.command("list")
 def list_(directory: Folder) -> None:
-    """Print step, age, size and world of every checkpoint, and what is known of its health."""
+    """List step, age, size, world size and verification of every checkpoint."""
     folder, only = locate(directory)
     now = time.time()
     typer.echo(f"{'step':>10}  {'age':>7}  {'size':>10}  {'world':>5}  {'verified':<10}  note")
@@ -53,17 +53,17 @@ def list_(directory: Folder) -> None:
         if only in (None, item.path):
             typer.echo(_row(item, now).rstrip())
     if (latest := folder.latest()) is not None and latest not in folder.committed():
-        typer.echo(f"latest names step {latest}, which is not there")
+        typer.echo(f"`latest` names step {latest}, which does not exist")
 
 
 @commands.command()
 def verify(
     directory: Folder,
     steps: Annotated[
-        list[int] | None, typer.Argument(metavar="[STEP]...", help="Only these checkpoints.")
+        list[int] | None, typer.Argument(metavar="[STEP]...", help="Verify only these steps.")
     ] = None,
 ) -> ExitCode:
-    """Read every byte of every checkpoint; exit 65 if anything is not as it was committed."""
+    """Read every byte of every checkpoint; exit 65 if anything differs from what was committed."""
     folder, only = locate(directory)
     wanted = [at_step(folder, step) for step in steps or folder.committed()]
     paths = [only] if only and not steps else wanted
@@ -82,19 +82,24 @@ def verify(
 @commands.command()
 def prune(
     directory: Folder,
-    keep_last: Annotated[int, typer.Option(min=1, help="How many of the newest stay.")],
+    keep_last: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")],
     keep_every: Annotated[
-        int | None, typer.Option(min=1, metavar="STEPS", help="Multiples of this stay as well.")
+        int | None,
+        typer.Option(min=1, metavar="STEPS", help="Also keep steps that are multiples of this."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be deleted.")
+    ] = False,
 ) -> None:
-    """Delete old checkpoints; never `latest`, and nothing beyond it or set aside."""
+    """Delete old checkpoints; never `latest`, later ones, or those that were set aside."""
     folder, only = locate(directory)
     if only is not None:
-        raise UsageError(f"{directory} is one checkpoint; give the folder in which it is")
+        raise UsageError(f"{directory} is one checkpoint; name the folder that contains it")
     latest = folder.latest()
     if latest is None:
-        raise UsageError(f"{folder.path} has no `latest`, so it is not clear what is old")
+        raise UsageError(
+            f"{folder.path} has no `latest`, so kempner cannot tell which checkpoints are old"
+        )
     keep = Keep(keep_last, keep_every)
     going = {folder.step(step) for step in expendable(folder.committed(), latest, keep)}
     items = survey(folder)
@@ -104,7 +109,7 @@ def prune(
         typer.echo(f"{verb:<8}  {item.path.name}  {item.note}".rstrip())
     if failed:
         told = ", ".join(f"step {step} ({error.strerror})" for step, error in failed.items())
-        raise CheckpointWriteError(f"these could not be deleted: {told}")
+        raise CheckpointWriteError(f"could not delete: {told}")
 
 
 def _fate(item: Item, dry_run: bool, failed: Collection[int]) -> str:
@@ -145,7 +150,7 @@ def _report(path: Path, damages: list[Damage]) -> None:
     try:
         record(path.parent, manifest, damages, time.time())
     except OSError as error:
-        typer.echo(f"kempner: this finding is not kept for `list`: {error}", err=True)
+        typer.echo(f"kempner: the result could not be stored for `list`: {error}", err=True)
 
 
 def _by_rank(manifest: Manifest, damages: Iterable[Damage]) -> Iterator[str]:

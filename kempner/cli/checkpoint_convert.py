@@ -1,4 +1,4 @@
-"""`kempner checkpoint export` and `import`: checkpoints for others, and from others."""
+"""`kempner checkpoint export` and `import`."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def export(
         typer.Option(
             "--format",
             help="dcp: a folder for torch.distributed.checkpoint. safetensors: a folder with the "
-            "model's weights, as Hugging Face has them. torch: one file for torch.load.",
+            "model's weights, in Hugging Face's format. torch: one file for torch.load.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="File or folder to make; it must not be there.")],
-    step: Annotated[int | None, typer.Option(help="Which one; `latest` by default.")] = None,
+    out: Annotated[Path, typer.Option(help="File or folder to create; it must not exist.")],
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; `latest` by default.")] = None,
 ) -> None:
-    """Write a checkpoint in another format, checking every block that it reads."""
+    """Write a checkpoint in another format, verifying every block."""
     chosen = pick(*locate(directory), step)
 
     from kempner.checkpoint.convert.export import export_dcp, export_safetensors, export_torch
@@ -76,14 +76,17 @@ def import_(
         typer.Argument(metavar="SRC", help="A folder that torch.distributed.checkpoint wrote."),
     ],
     into: Annotated[
-        Path, typer.Option(metavar="RUN_DIR|DIR", help="A run, or its checkpoints; none yet.")
+        Path,
+        typer.Option(
+            metavar="RUN_DIR|DIR", help="A run without checkpoints, or its checkpoint folder."
+        ),
     ],
-    step: Annotated[int, typer.Option(min=0, help="Optimizer steps that are done.")] = 0,
+    step: Annotated[int, typer.Option(min=0, help="Number of optimizer steps already done.")] = 0,
     cursor: Annotated[
         int, typer.Option(min=0, help="The next sample, in the order of the run's data.")
     ] = 0,
 ) -> None:
-    """Make a checkpoint of the stock torch.distributed.checkpoint one that a run resumes from."""
+    """Import a stock torch.distributed.checkpoint as the first commit of a run."""
     from kempner.checkpoint.convert.import_dcp import Foreign, take_over
     from kempner.checkpoint.convert.key_map import listed
     from kempner.checkpoint.convert.tensor_copy import total
@@ -97,7 +100,7 @@ def import_(
         path = take_over(foreign, folder, TrainState(step, cursor), on_bytes)
     typer.echo(f"{path}: committed, {len(tensors):,} tensors, step {step}, cursor {cursor}")
     if foreign.fit.left_out:
-        typer.echo(f"left out, because a run makes it anew: {listed(foreign.fit.left_out)}")
+        typer.echo(f"not imported, because a run creates it: {listed(foreign.fit.left_out)}")
 
 
 def _as_hugging_face(source: Source) -> tuple[dict[str, str], dict[str, bytes]]:
@@ -124,7 +127,7 @@ def _into(out: Path) -> Iterator[None]:
     try:
         yield
     except FileExistsError as error:
-        raise UsageError(f"{error.filename} is there already; name what is not there") from error
+        raise UsageError(f"{error.filename} exists already; choose another name") from error
     except OSError as error:
         raise CheckpointWriteError(f"{out} cannot be written: {error.strerror}") from error
 

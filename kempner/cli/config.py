@@ -1,4 +1,4 @@
-"""`kempner config`: what a configuration file means, and which keys there are."""
+"""`kempner config`: show or check a configuration, or list all keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """`context_settings` of such a command; `load(path, context.args)` then reads the overrides."""
 
 commands = typer.Typer(
-    help="Show, check or explain a configuration.", rich_markup_mode=None, add_completion=False
+    help="Show or check a configuration, or list all keys.",
+    rich_markup_mode=None,
+    add_completion=False,
 )
 
 
@@ -45,7 +47,7 @@ def check(
         int | None, typer.Option(min=1, help="Estimate the memory of one of this many ranks.")
     ] = None,
 ) -> None:
-    """Say whether a run would accept it: CONFIG, then --section.key=value."""
+    """Check a configuration: CONFIG, then --section.key=value."""
     config = load(file, context.args)
     typer.echo(f"ok: {file}: {summary(config)}")
     if world is not None:
@@ -78,7 +80,9 @@ def memory(config: Config, world: int) -> str:
     """
     vocabulary = config.model.vocab_size
     if vocabulary is None:
-        raise ConfigError("--world needs model.vocab_size, which is left to the data; set it")
+        raise ConfigError(
+            "--world needs model.vocab_size, which is not set (the data decides it); set it"
+        )
     train = config.train
     estimate = estimate_memory(
         Shape.of(config.model, vocabulary),
@@ -99,5 +103,5 @@ def _gb(size: int) -> str:
 def _parameters(config: Config) -> str:
     vocabulary = config.model.vocab_size
     if vocabulary is None:
-        return "parameter count unknown: model.vocab_size is left to the data"
+        return "parameter count unknown: model.vocab_size is not set (the data decides it)"
     return f"{count_parameters(config.model, vocabulary):,} parameters"

@@ -1,4 +1,4 @@
-"""The `kempner` command: arms the signals, runs the command, turns its outcome into an exit code.
+"""Entry point of `kempner`: installs signal handlers, runs the command, sets the exit code.
 
 Nothing but the standard library is imported before the signals are armed: a stop that is asked for
 while a rank still imports is noticed as well.

@@ -1,4 +1,4 @@
-"""`kempner prepare`: text to the token files that training reads."""
+"""`kempner prepare`: turns text into token files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def _prepare(
         list[Path],
         typer.Argument(metavar="FILE...", help="Texts, .jsonl files, or folders of them."),
     ],
-    out: Annotated[Path, typer.Option(help="Directory to write; new, or of an earlier try.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="Directory to write; new, or from an interrupted run of this command."),
+    ],
     tokenizer: Annotated[
         str, typer.Option(metavar="byte|PATH", help="Plain bytes, or a tokenizer.json.")
     ] = "byte",
@@ -36,14 +39,14 @@ def _prepare(
         int | None, typer.Option(min=1, help="Processes; one per available core by default.")
     ] = None,
     text_key: Annotated[
-        str, typer.Option(metavar="KEY", help="Where a line of .jsonl has its text.")
+        str, typer.Option(metavar="KEY", help="Key of the text in each line of a .jsonl file.")
     ] = "text",
     eot: Annotated[
         str | None,
-        typer.Option(metavar="TOKEN", help="The token of PATH that ends a document."),
+        typer.Option(metavar="TOKEN", help="The tokenizer's end-of-document token."),
     ] = None,
 ) -> ExitCode:
-    """Turn text into token files; started again after an interruption, go on."""
+    """Turn text into token files; after an interruption, run it again to continue."""
     from kempner.data.prepare.pipeline import prepare
 
     console = Console(stderr=True)
@@ -60,7 +63,7 @@ def _prepare(
             )
     except KeyboardInterrupt:
         typer.echo(
-            "kempner: interrupted; what is done is kept: run the same command again", err=True
+            "kempner: interrupted; finished files are kept: run the same command again", err=True
         )
         return ExitCode.INTERRUPTED
     typer.echo(_summary(out, prepared))
@@ -103,8 +106,10 @@ def _summary(out: Path, prepared: Prepared) -> str:
     left_out = prepared.left_out
     notes = [
         f"kept from before: {kept:,}" if kept else "",
-        f"empty documents left out: {empty:,}" if empty else "",
-        f"files left out as no text: {len(left_out):,}, {left_out[0]} first" if left_out else "",
+        f"empty documents skipped: {empty:,}" if empty else "",
+        f"files skipped because they are not text: {len(left_out):,}, {left_out[0]} first"
+        if left_out
+        else "",
     ]
     head = "was prepared before, and is intact" if prepared.was_finished else "prepared"
     return "; ".join([f"{out} {head}: {', '.join(facts)}", *filter(None, notes)])

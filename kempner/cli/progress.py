@@ -1,4 +1,4 @@
-"""How much of a long piece of work is done, on a terminal."""
+"""Progress bars of the commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kempner status`: where a run, or the run of a Slurm job, stands."""
+"""`kempner status`: state of a run, or of the run of a Slurm job."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def status(
         str, typer.Argument(metavar="RUN_DIR|JOBID", help="A run's directory, or a Slurm job.")
     ],
 ) -> None:
-    """Say where a run stands: state, step, loss, newest checkpoint, and each rank's place.
+    """Show the state of a run: step, loss, newest checkpoint, and step and phase of each rank.
 
-    Of a Slurm job also how often it was put back into the queue, by all that keep count.
+    For a Slurm job also how often it was requeued, by launch, scontrol and sacct.
     """
     job = target if re.fullmatch(r"\d+(_\d+)?", target) and not Path(target).exists() else None
     run = RunDirectory(Path(target)) if job is None else find_run(job, Path("runs"))
     if not run.ledger.exists():
         raise UsageError(
-            f"{target} is no run: it has no ledger.jsonl; give <run.dir>/<run.name>, or a job's id"
+            f"{target} is not a run: it has no ledger.jsonl; name <run.dir>/<run.name>, or a job id"
         )
     history = RunHistory.read(run.ledger)
     found = read_status(run, history)

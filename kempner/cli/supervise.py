@@ -1,4 +1,4 @@
-"""`kempner supervise`: the daemon."""
+"""`kempner supervise`: the daemon that launches, supervises and restarts the ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LauncherName(StrEnum):
 
 
 class _TakesCommand(TyperCommand):
-    """What follows `--` is a command, and none of its words is an option of ours."""
+    """Everything after `--` is a command; its arguments are not options of kempner."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
@@ -57,28 +57,28 @@ def supervise(
         typer.Argument(metavar="CONFIG", help="Configuration in TOML; not needed for a COMMAND."),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on this machine (local; 1 when left out).")
+        int | None, typer.Option(min=1, help="Ranks on this machine (local; 1 by default).")
     ] = None,
     launcher: Annotated[
         LauncherName | None,
         typer.Option(
             help="Who starts the ranks: local, as children of this process; srun, as a Slurm step "
-            "with a task per GPU; torchrun, as a step with a torchrun per node. As slurm.launcher "
-            "says when left out."
+            "with a task per GPU; torchrun, as a step with a torchrun per node. By default "
+            "slurm.launcher."
         ),
     ] = None,
     jobid: Annotated[
-        str | None, typer.Option(help="The allocation to train in, if not the one around us.")
+        str | None,
+        typer.Option(help="Slurm allocation to train in; by default the one this command runs in."),
     ] = None,
 ) -> ExitCode:
-    """Launch the ranks of CONFIG (then --section.key=value), follow them, and say how it ended.
+    """Launch and supervise the ranks of CONFIG; then --section.key=value.
 
-    `kempner supervise --run.name=NAME -- COMMAND...` does so for a program of your own, whose ranks
-    find their place in torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+    `kempner supervise --run.name=NAME -- COMMAND...` does so for a program of your own. Its ranks
+    get torch's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
 
-    Ctrl-C or SIGTERM stops after the current step with a checkpoint; the same command goes on from
-    there. A second Ctrl-C within two seconds leaves at once. In a Slurm job the job goes back into
-    the queue.
+    Ctrl-C or SIGTERM stops after the current step with a checkpoint; the same command continues
+    from there. A second Ctrl-C within two seconds exits at once. A Slurm job is requeued.
     """
     inbox().install()
     logs.configure()
@@ -104,10 +104,10 @@ def _in_a_job(
     given: Sequence[str],
     chosen: LauncherName,
 ) -> ExitCode:
-    """Find out what the job has, say so, and train in it."""
+    """Find and print the resources of the Slurm job, then train in it."""
     per_task = chosen is LauncherName.SRUN
     if not program.ours and not per_task:
-        raise UsageError("a command of your own is started by --launcher local or srun")
+        raise UsageError("a command needs --launcher local or srun")
     if not program.ours and config.slurm.resubmit:
         raise UsageError("slurm.resubmit=true works with a configuration, not with a command")
     job = find_job(os.environ, jobid)

@@ -19,8 +19,8 @@ def register(app: typer.Typer) -> None:
 def train(context: typer.Context, file: ConfigFile) -> None:
     """Train as one rank: CONFIG, then --section.key=value.
 
-    The world comes from torchrun or `kempner supervise`, or is this process alone. Started again,
-    the run goes on from its newest checkpoint.
+    Its world comes from torchrun, a Slurm step or `kempner supervise`; otherwise it is one process.
+    Started again, the run continues from its newest checkpoint.
     """
     shutdown = ShutdownHandler()
     shutdown.install()

@@ -1,4 +1,4 @@
-"""Which rank am I, of how many: read from the launcher that really started this process.
+"""Finds this process's rank and world size, from the launcher that really started it.
 
 A login shell's stale `RANK=0 WORLD_SIZE=99` must not make a lone process wait for phantom peers:
 torch's variables count only if torchrun or a kempner supervisor set them. Nor do Slurm's outside of
@@ -94,7 +94,9 @@ def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     try:
         return int(environ[name])
     except ValueError as error:
-        raise ValueError(f"{launcher} set {name} to no number: {environ[name]!r}") from error
+        raise ValueError(
+            f"{launcher} set {name} to something that is not a number: {environ[name]!r}"
+        ) from error
 
 
 def _checked(world: World) -> World:

@@ -1,4 +1,4 @@
-"""What is said about a wrong configuration: one sentence with the place, the key and the remedy."""
+"""Error messages for a wrong configuration: place, key and remedy in one sentence."""
 
 from __future__ import annotations
 

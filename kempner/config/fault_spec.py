@@ -1,4 +1,4 @@
-"""Faults on demand, for tests and rehearsals: what breaks, on which rank, and when, in plain words.
+"""Parses faults on demand: what fails, on which rank, and when.
 
     kill rank 3 at step 20
     hang rank 0 at step 5 in save
@@ -97,20 +97,20 @@ def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:
 def _parse(text: str) -> Fault:
     found = _SENTENCE.fullmatch(text)
     if found is None:
-        raise ValueError(f'"{text}" is no fault; write {_FORM}')
+        raise ValueError(f'"{text}" is not a fault; write {_FORM}')
     kind, step = found["kind"], found["step"]
     if kind not in KINDS:
-        raise ValueError(f'"{text}" is no fault; the kinds are {", ".join(KINDS)}')
+        raise ValueError(f'"{text}" is not a fault; the kinds are {", ".join(KINDS)}')
     phase = found["phase"] or KINDS[kind][0]
     if phase not in KINDS[kind]:
         raise ValueError(f'"{text}": {kind} can happen in {", ".join(KINDS[kind])} only')
     if (step is None) != (phase in _BEFORE_STEPS):
-        remedy = "leave the step out" if step else "name one, as in `at step 20`"
+        remedy = "remove the step" if step else "name one, as in `at step 20`"
         raise ValueError(
             f'"{text}": {phase} {"comes before any" if step else "needs a"} step; {remedy}'
         )
     if found["factor"] and kind not in ("slow", "spike"):
-        raise ValueError(f'"{text}": `by` means nothing to {kind}; leave it out')
+        raise ValueError(f'"{text}": `by` has no effect on {kind}; remove it')
     return Fault(
         text=text,
         kind=kind,

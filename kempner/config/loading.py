@@ -1,4 +1,4 @@
-"""From a TOML file and overrides to a `Config`, and back to TOML."""
+"""Loads a `Config` from a TOML file and overrides, and writes it as TOML."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _read(path: Path) -> bytes:
 
 def _missing(path: Path) -> str:
     if str(path).startswith("-"):
-        return f"{path} stands where the configuration file belongs; put the file first"
+        return f"{path} comes where the configuration file is expected; put the file first"
     return f"{path} does not exist; name a configuration in TOML"
 
 
@@ -117,14 +117,14 @@ def _parse_toml(path: Path, content: bytes) -> dict[str, Any]:
         raise ConfigError(f"{path}, {_syntax(error)}") from None
     except (ValueError, RecursionError) as error:  # a number or a nesting beyond all bounds
         reason = str(error).partition(";")[0]
-        raise ConfigError(f"{path}: no valid TOML: {reason}") from None
+        raise ConfigError(f"{path}: not valid TOML: {reason}") from None
 
 
 def _syntax(error: tomli.TOMLDecodeError) -> str:
     line = error.doc.split("\n")[error.lineno - 1].strip()
     hint = f" ({_SYNTAX_HINTS[error.msg]})" if error.msg in _SYNTAX_HINTS else ""
     place_in_file = f"line {error.lineno}, column {error.colno}"
-    return f"{place_in_file}: no valid TOML: {error.msg}{hint}: {shorten(line)}"
+    return f"{place_in_file}: not valid TOML: {error.msg}{hint}: {shorten(line)}"
 
 
 def _named_after(path: Path, config: Config) -> Config:
@@ -133,7 +133,8 @@ def _named_after(path: Path, config: Config) -> Config:
         run = RunSection.model_validate({**config.run.model_dump(), "name": path.stem})
     except ValidationError:
         raise ConfigError(
-            f"{path}: the file's name cannot name the run; set run.name, such as --run.name=my-run"
+            f"{path}: the run cannot be named after this file; set run.name, "
+            "such as --run.name=my-run"
         ) from None
     return config.model_copy(update={"run": run})
 
@@ -176,7 +177,7 @@ def _explain(
     hint = ""
     if first["type"] == "string_type" and origin.startswith("--"):
         name, _, text = origin.partition("=")
-        hint = f"; with the shell's quotes around TOML's: {name}='\"{text}\"'"
+        hint = f"; put shell quotes around TOML's: {name}='\"{text}\"'"
     more = f" (and {len(others)} more)" if others else ""
     return f"{origin}: {describe_error(first, known)}{hint}{more}"
 

@@ -67,7 +67,7 @@ def _value(name: str, text: str, where: str) -> object:
         return _toml_value(text)
     except (ValueError, RecursionError) as error:
         if text.startswith(('"', "'")):
-            raise ConfigError(f"{where}: {name} has quotes that do not close: {error}") from None
+            raise ConfigError(f"{where}: {name} has an unclosed quote: {error}") from None
         return text
 
 

@@ -1,4 +1,4 @@
-"""What all sections of the configuration are made of."""
+"""Base class and field types of all configuration sections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run can be asked to do: one typed, strict, frozen section per TOML table.
+"""The configuration: one typed, strict, frozen section per TOML table.
 
 A field's docstring is its documentation: `kempner config schema` prints it, and an error that
 names the key quotes the bound. A field exists only if code obeys it.
@@ -24,10 +24,10 @@ from kempner.config.section import (
 
 
 class RunSection(Section):
-    """Where the run's record lives: `<dir>/<name>/`."""
+    """Where the files of the run are: `<dir>/<name>/`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
-    """Name of the run's directory; the configuration file's stem when left out."""
+    """Name of the run's directory; the configuration file's stem by default."""
     dir: Text = "runs"
     """Folder that holds the runs; relative to the working directory."""
 
@@ -42,13 +42,13 @@ class ModelSection(Section):
     n_heads: PositiveInt = 4
     """Number of query heads."""
     n_kv_heads: PositiveInt | None = None
-    """Number of key and value heads (grouped-query attention); n_heads when left out."""
+    """Number of key and value heads (grouped-query attention); n_heads by default."""
     head_dim: PositiveInt | None = None
-    """Width of one head; dim / n_heads when left out."""
+    """Width of one head; dim / n_heads by default."""
     ffn_dim: PositiveInt | None = None
-    """Width of the SwiGLU layer; when left out, 8/3 of dim rounded up to a multiple of 256."""
+    """Width of the SwiGLU layer; by default 8/3 of dim rounded up to a multiple of 256."""
     vocab_size: PositiveInt | None = None
-    """Number of token ids; the vocabulary of data.dataset_path's index when left out."""
+    """Number of token ids; by default the vocabulary of data.dataset_path's index."""
     max_seq_len: PositiveInt = 4096
     """Longest sequence that the rotary position table covers."""
     rope_theta: PositiveFloat = 10_000.0
@@ -56,7 +56,7 @@ class ModelSection(Section):
     norm_eps: PositiveFloat = 1e-5
     """Epsilon of RMSNorm."""
     tie_embeddings: bool = False
-    """Use the token embedding as the output projection, too."""
+    """Use the token embedding as the output projection as well."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability of dropping an element of each residual branch."""
 
@@ -68,7 +68,7 @@ class ModelSection(Section):
             )
         if self.head_dim is None and self.dim % self.n_heads:
             raise ValueError(
-                f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or head_dim be given"
+                f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or set head_dim"
             )
         if (self.head_dim or self.dim // self.n_heads) % 2:
             raise ValueError("the head width must be even: rotary positions turn pairs")
@@ -76,14 +76,14 @@ class ModelSection(Section):
 
 
 class TrainSection(Section):
-    """The step: how much data, how long, in which precision."""
+    """Number of steps, batch sizes, precision."""
 
     max_steps: PositiveInt = 1000
     """Number of optimizer steps in the whole run."""
     global_batch_size: PositiveInt = 8
     """Sequences per step over all ranks; fixed whatever the world size."""
     micro_batch_size: PositiveInt = 1
-    """Sequences per forward and backward on one rank; accumulation follows from it."""
+    """Sequences per forward and backward pass on one rank; determines gradient accumulation."""
     seq_len: PositiveInt = 1024
     """Tokens per sequence."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -95,37 +95,37 @@ class TrainSection(Section):
     deterministic: bool = False
     """Allow only deterministic kernels (CUDA; on CPU they are deterministic anyway)."""
     log_samples: bool = False
-    """Write the global ids of every consumed sample to samples/, one line a step and rank."""
+    """Write the global ids of all consumed samples to samples/, one line per step and rank."""
     threads: PositiveInt | None = None
     """Threads for one rank's CPU kernels; results are bit-identical only for the same number.
-    OMP_NUM_THREADS, or the rank's share of the machine's cores, when left out."""
+    Default: OMP_NUM_THREADS, or the rank's share of the machine's cores."""
 
 
 class OptimizerSection(Section):
-    """The optimizer; its learning rate is the schedule's peak, for all of its parameters."""
+    """The optimizer; its learning rate is the peak of the schedule."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """Which optimizer; muon is for the matrices inside the blocks, the rest has AdamW then."""
+    """Which optimizer; muon updates the matrices inside the blocks, and AdamW everything else."""
     lr: PositiveFloat = 3e-4
-    """Peak learning rate; with muon, too, of AdamW's magnitude."""
+    """Peak learning rate; with muon on AdamW's scale as well."""
     weight_decay: NonNegativeFloat | None = None
-    """Weight decay of matrices, not of norms; decoupled, but with sgd added to the gradient.
-    0.1 when left out, 0 with sgd."""
+    """Weight decay of matrices, not of norms; decoupled, except that sgd adds it to the gradient.
+    Default: 0.1, or 0 with sgd."""
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] | None = None
-    """adamw, muon: decay rates of AdamW's two moments; [0.9, 0.95] when left out."""
+    """adamw, muon: decay rates of AdamW's two moments; [0.9, 0.95] by default."""
     eps: PositiveFloat | None = None
-    """adamw, muon: AdamW's epsilon; 1e-8 when left out."""
+    """adamw, muon: AdamW's epsilon; 1e-8 by default."""
     momentum: Beta | None = None
-    """muon, sgd: decay rate of the momentum; when left out 0.95 with muon, 0.9 with sgd."""
+    """muon, sgd: decay rate of the momentum; by default 0.95 with muon, 0.9 with sgd."""
     nesterov: bool | None = None
-    """muon, sgd: look ahead along the momentum; when left out true with muon, false with sgd."""
+    """muon, sgd: Nesterov momentum; by default true with muon, false with sgd."""
 
     @model_validator(mode="after")
     def _obeys_what_is_set(self) -> Self:
         unused = {"adamw": ("momentum", "nesterov"), "sgd": ("betas", "eps"), "muon": ()}
         for option in unused[self.name]:
             if getattr(self, option) is not None:
-                raise ValueError(f'{option} means nothing with name="{self.name}"; leave it out')
+                raise ValueError(f'{option} has no effect with name="{self.name}"; remove it')
         if self.name == "sgd" and self.nesterov and self.momentum == 0:
             raise ValueError("nesterov=true needs a momentum above 0")
         return self
@@ -139,7 +139,7 @@ class SchedulerSection(Section):
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from 0 to the peak; a shorter run does not reach it."""
     decay_steps: PositiveInt | None = None
-    """wsd: steps of linear decay at the end; a tenth of train.max_steps when left out."""
+    """wsd: steps of linear decay at the end; a tenth of train.max_steps by default."""
     min_lr_ratio: Fraction = 0.0
     """Final learning rate as a fraction of the peak (cosine, linear, wsd)."""
 
@@ -156,7 +156,7 @@ class DataSection(Section):
 
 
 class NcclSection(Section):
-    """Settings of NCCL, as variables; a variable that is exported already wins."""
+    """NCCL's environment variables; one that is already exported takes precedence."""
 
     ib_disable: bool | None = None
     """NCCL_IB_DISABLE: keep NCCL off InfiniBand."""
@@ -176,32 +176,33 @@ class DistributedSection(Section):
     """How the ranks reach each other."""
 
     interface: Text | None = None
-    """Network interface for Gloo and NCCL. When left out: loopback on one node; on several the
-    InfiniBand or other fabric interface of each, or with a warning the way to rank 0."""
+    """Network interface for Gloo and NCCL. Default: loopback on one node; on several nodes the
+    InfiniBand or other fabric interface of each, or with a warning the one that leads to rank 0."""
     nccl: NcclSection = NcclSection()
-    """Settings of NCCL; left to NCCL when left out."""
+    """NCCL settings; NCCL's own defaults where not set."""
     timeout: PositiveFloat = 1800.0
     """Seconds after which a collective that waits for a peer fails."""
 
 
 class CheckpointSection(Section):
-    """Where, how often and how many."""
+    """Where checkpoints are written, how often, and how many are kept."""
 
     dir: Text | None = None
-    """Folder of the checkpoints; checkpoints/ in the run's directory when left out."""
+    """Folder of the checkpoints; checkpoints/ in the run's directory by default."""
     interval: PositiveInt = 500
     """Steps between checkpoints."""
     async_save: bool = True
     """Write in the background while training goes on."""
     keep_last: Annotated[int, Field(ge=2)] = 3
-    """Newest checkpoints to keep; at least 2, since the last may turn out to be damaged."""
+    """Number of newest checkpoints to keep; at least 2, since the last may be damaged."""
     keep_every: PositiveInt | None = None
-    """Steps that are multiples of this are kept for good; a multiple of interval. None when left
-    out."""
+    """Keep steps that are multiples of this forever; must be a multiple of interval. Off by
+    default."""
     max_failures: PositiveInt = 3
     """Saves that may fail in a row before the run ends with exit code 74."""
     accept_changes: list[Literal["data", "seed"]] = []  # noqa: RUF012 - pydantic copies it
-    """What may differ from the checkpoint at a resume; anything else that differs is refused."""
+    """What may differ from the checkpoint at a resume; otherwise other data or another seed is
+    refused."""
 
     @model_validator(mode="after")
     def _keeps_what_is_saved(self) -> Self:
@@ -214,37 +215,36 @@ class CheckpointSection(Section):
 
 
 class SuperviseSection(Section):
-    """The daemon that launches and follows the ranks."""
+    """The daemon that launches and supervises the ranks."""
 
     stop_grace: PositiveFloat = 600.0
-    """Seconds that ranks get to commit and leave after a stop was asked for, then they are killed.
-    A second Ctrl-C within two seconds does not wait for it."""
+    """Seconds that ranks have to commit and exit after a stop was requested; then they are killed.
+    A second Ctrl-C within two seconds does not wait for this."""
     crash_grace: NonNegativeFloat = 5.0
-    """Seconds that the others get to leave by themselves after one rank failed."""
+    """Seconds that the other ranks have to exit by themselves after one rank failed."""
     control_interface: Text | None = None
-    """Interface at whose address the supervisor of a Slurm job listens to the ranks; the way to
-    their nodes when left out. Ranks of this machine use its loopback."""
+    """Network interface on which the supervisor of a Slurm job listens to the ranks; by default the
+    one that leads to their nodes. Ranks on the same machine use loopback."""
     control_ports: Annotated[str, Field(pattern=r"^[0-9]{1,5}-[0-9]{1,5}$")] | None = None
-    """First and last port, as in "20000-20100", of which the supervisor takes a free one to listen
-    to the ranks; any free port when left out."""
+    """First and last port, as in "20000-20100", between which the supervisor listens on a free one;
+    any free port by default."""
     supervisor_timeout: Annotated[float, Field(ge=10, allow_inf_nan=False)] = 60.0
-    """Seconds without a word from the supervisor, who says one every two seconds, after which ranks
-    commit and leave."""
+    """Seconds without a heartbeat from the supervisor after which ranks checkpoint and exit."""
     lease: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 45.0
-    """Seconds without a sign of life after which a supervisor on another machine counts as dead,
-    and may be replaced by one that is started now."""
+    """Seconds without a renewed lease after which a supervisor on another machine counts as dead,
+    and a new one may replace it."""
     max_restarts_without_progress: NonNegativeInt = 3
-    """Times in a row that failed ranks are started again without a new checkpoint in between; as
-    long as each start saves something new, there is no limit. 0: never start again."""
+    """Restarts in a row without a new checkpoint before kempner gives up. As long as each restart
+    commits something new, there is no limit. 0: never restart."""
     spare_nodes: NonNegativeInt = 0
-    """Nodes of a Slurm job that wait to take the place of one that is lost."""
+    """Nodes of a Slurm job that stay without ranks, to replace lost ones."""
     min_nodes: PositiveInt | None = None
-    """Nodes with which to go on when others are lost and no spare one is left. When left out, all
-    are needed: a job that has lost one goes back into the queue, and asks for another."""
+    """Smallest number of nodes to continue with when others are lost and no spare one is left. By
+    default all are needed: a job that has lost one is requeued, and asks for another."""
 
     @property
     def ports(self) -> range | None:
-        """`control_ports`, or None when left out."""
+        """`control_ports` as a range; None if not set."""
         if self.control_ports is None:
             return None
         first, last = map(int, self.control_ports.split("-"))
@@ -255,31 +255,31 @@ class SuperviseSection(Section):
         ports = self.ports
         if ports is not None and not (ports and ports[0] > 0 and ports[-1] < 65536):
             raise ValueError(
-                f'control_ports="{self.control_ports}" is no range of ports; '
+                f'control_ports="{self.control_ports}" is not a range of ports; '
                 'write the first and the last, as in "20000-20100"'
             )
         return self
 
 
 class SlurmSection(Section):
-    """What to take of a Slurm job, where that is not what Slurm says the job has."""
+    """How to use a Slurm job; the defaults are what Slurm says about it."""
 
     launcher: Literal["local", "srun", "torchrun"] = "local"
-    """Who starts the ranks when `kempner supervise` is not told: children of the supervisor, a step
-    with a task per GPU, or a step with a torchrun per node."""
+    """Launcher of `kempner supervise` without --launcher: children of the supervisor, a Slurm step
+    with one task per GPU, or a Slurm step with one torchrun per node."""
     procs: PositiveInt | None = None
-    """Ranks per node; one per GPU when left out, or one per task where there are no GPUs."""
+    """Ranks per node; by default one per GPU, or one per task if there are no GPUs."""
     hosts: PositiveInt | None = None
-    """Nodes to use; all of the job's when left out."""
+    """Number of nodes to use; by default all of the job's."""
     cpus: PositiveInt | None = None
-    """CPUs per node, shared by its ranks; as allocated when left out."""
+    """CPUs per node, shared by its ranks; as allocated by default."""
     memory_mb: PositiveInt | None = None
-    """MiB of memory per node; as allocated when left out."""
+    """MiB of memory per node; as allocated by default."""
     gpus_per_node: NonNegativeInt | None = None
-    """GPUs per node; as allocated when left out."""
+    """GPUs per node; as allocated by default."""
     resubmit: bool = False
-    """Submit the batch script again where Slurm refuses to put the job back into the queue; with
-    the options that the accounting (sacct) keeps, so that there must be one."""
+    """Submit the batch script again if Slurm refuses to requeue the job. Needs Slurm's accounting
+    (sacct), from which the submit options are read."""
 
 
 class MetricsSection(Section):
@@ -293,11 +293,11 @@ class EvalSection(Section):
     """Loss on held-out data."""
 
     interval: PositiveInt | None = None
-    """Steps between evaluations; never when left out. The last step is always evaluated then."""
+    """Steps between evaluations; none by default. If set, the last step is always evaluated."""
     dataset_path: Text | None = None
     """Directory of the held-out tokens, as written by `kempner prepare`."""
     max_batches: PositiveInt = 8
-    """Global batches per evaluation; fewer if the data has fewer."""
+    """Global batches per evaluation, or as many as the data has."""
 
     @model_validator(mode="after")
     def _needs_data(self) -> Self:

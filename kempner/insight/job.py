@@ -1,4 +1,4 @@
-"""A Slurm job and its run: which run it trains, how it stands, how often it was restarted."""
+"""Finds the run of a Slurm job, its state, and how often it was restarted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class JobStatus:
         counts = str(self.restarts)
         return {
             "job": f"{self.job} {self.state} {self.nodes}".rstrip(),
-            "restarts": counts if agree else f"{counts}: THEY DO NOT AGREE",
+            "restarts": counts if agree else f"{counts}: THEY DISAGREE",
         }
 
 
@@ -71,7 +71,7 @@ def find_run(job: str, runs: Path) -> RunDirectory:
         lines = output.read_text(errors="replace").splitlines()
     except (SlurmError, OSError) as error:
         raise UsageError(
-            f"no run below {runs} is of job {job}, and its output cannot be read ({error}); "
+            f"no run below {runs} belongs to job {job}, and its output cannot be read ({error}); "
             "give <run.dir>/<run.name>"
         ) from error
     named = [line.removeprefix(RUN_LINE) for line in lines if line.startswith(RUN_LINE)]

@@ -1,4 +1,4 @@
-"""Where a run stands, from what it left on disk."""
+"""State of a run, from its files on disk."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def summarise(
         last = event.name
         match event:
             case AttemptStarted():
-                attempts, state = attempts + 1, "running, or ended without a word"
+                attempts, state = attempts + 1, "running, or ended without a message"
             case StopRequested():
                 state = f"asked to stop{_why(event)}"
             case Stopped():

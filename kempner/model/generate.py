@@ -1,4 +1,4 @@
-"""Text out of a model, one token at a time."""
+"""Generates text from a model, one token at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial weights that are the same, bit for bit, whatever the world and its sharding.
+"""Initial weights, bit-identical for every world size and sharding.
 
 Every parameter is cut into blocks of rows. The numbers of a block come from a generator of its
 own, seeded by (seed, parameter name, block), so that a rank makes only the blocks that its shard

@@ -1,4 +1,4 @@
-"""From a configuration to a model that is ready to train: sharded, materialised, filled."""
+"""Builds a model ready to train: sharded, materialised, initialised."""
 
 from __future__ import annotations
 

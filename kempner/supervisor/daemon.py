@@ -1,4 +1,4 @@
-"""The daemon: starts an attempt, follows it, passes stop requests on, and tells how it ended."""
+"""The daemon: runs one attempt after another, passes stops on, decides how the run ends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from kempner.supervisor.slurm.job_monitor import JobMonitor
 from kempner.supervisor.slurm.job_view import JobView
 from kempner.supervisor.slurm.requeue_job import job_facts, requeue_or_explain
 
-LEFT_AT_ONCE = "left at once on the second Ctrl-C; the last commit is intact"
+LEFT_AT_ONCE = "exited at once on the second Ctrl-C; the last commit is intact"
 
 INSIST_WITHIN = 2.0
 """Seconds within which a second Ctrl-C means: now."""

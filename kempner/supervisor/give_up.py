@@ -1,4 +1,4 @@
-"""The end of a run that only a person can bring any further: a verdict, and a mark that stays."""
+"""Gives up on a run: writes the reason to the ledger and to the file `GAVE_UP`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.restart import Failure
 
 _ADVICE: Mapping[ExitCode, str] = {
-    ExitCode.CRASHED: "mend what the exception or the signal says",
+    ExitCode.CRASHED: "fix what the exception or the signal points to",
     ExitCode.PEERS_LOST: "look at the nodes and at the network between them",
-    ExitCode.HUNG: "see in the stacks what each rank was waiting for",
-    ExitCode.BAD_DATA: "mend or replace the data or checkpoint that is named",
-    ExitCode.CHECKPOINT_FAILED: "make room, or set checkpoint.dir to a folder that can be written",
-    ExitCode.DIVERGED: "lower optimizer.lr, or look at the data that is named",
+    ExitCode.HUNG: "look in the stacks for what each rank was waiting for",
+    ExitCode.BAD_DATA: "repair or replace the data or checkpoint named above",
+    ExitCode.CHECKPOINT_FAILED: "free disk space, or set checkpoint.dir to a writable folder",
+    ExitCode.DIVERGED: "lower optimizer.lr, or look at the data named above",
 }
 
 

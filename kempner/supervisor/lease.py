@@ -1,4 +1,4 @@
-"""One supervisor per run: a lease that is held by being renewed, and lost by being overtaken.
+"""One supervisor per run: a lease that its holder keeps renewing.
 
 Each supervisor makes a file of its own, numbered by exclusive creation; the highest number owns the
 run. The owner changes a counter in its file all the time. Who comes later looks twice: a counter
@@ -91,13 +91,13 @@ def reason_to_take(seen: Seen, me: Holder, process_lives: bool) -> str:
     """
     holder = seen.holder
     if seen.beat == RELEASED:
-        return "its supervisor has left"
+        return "its supervisor has exited"
     if holder is None:
         return ""
     if holder.machine == me.machine and not process_lives:
         return f"its supervisor, {holder}, is dead"
     if me.job is not None and holder.job == me.job and holder.restarts < me.restarts:
-        return f"job {me.job}, in which {holder} had it, was started again"
+        return f"job {me.job}, in which {holder} owned it, was started again"
     return ""
 
 
@@ -124,7 +124,7 @@ class Lease:
         except OSError as error:
             raise UsageError(
                 f"the run's directory {run.path} cannot be written ({error.strerror}); "
-                "set run.dir to a folder that can"
+                "set run.dir to a writable folder"
             ) from error
 
     @classmethod
@@ -149,8 +149,8 @@ class Lease:
         if self.lost:
             who = f" by {newest.holder}" if newest is not None and newest.holder else ""
             raise SupersededError(
-                f"this run was taken over{who}, since this supervisor gave no sign of life for "
-                f"{self._lasts:g} s; its ranks are ended, and the last commit is intact"
+                f"this run was taken over{who}, since this supervisor did not renew its lease for "
+                f"{self._lasts:g} s; its ranks were killed, and the last commit is intact"
             )
 
     def release(self) -> None:
@@ -169,7 +169,7 @@ class Lease:
                 self._write(str(self._beats))
                 newest = look(self._folder)
             except OSError as error:
-                logger().info("the lease cannot be renewed", error=error.strerror)
+                logger().info("cannot renew the lease", error=error.strerror)
                 continue
             if newest is not None and newest.number > self._number:
                 self.lost = True
@@ -194,18 +194,18 @@ def wait_until_free(
         if seen != first:
             raise UsageError(
                 f"this run has a supervisor: {seen.holder or 'one that has just begun'}; stop that "
-                "one first, or leave it alone"
+                "one first, or let it run"
             )
         if clock.now() > lasts:
-            reason = f"{seen.holder or 'its supervisor'} gave no sign of life for {lasts:g} s"
+            reason = f"{seen.holder or 'its supervisor'} did not renew its lease for {lasts:g} s"
             break
         if not told:
             told = True
-            logger().warning(f"looking for {lasts:g} s whether {seen.holder} is still there")
+            logger().warning(f"run is owned by {seen.holder}; waiting {lasts:g} s for its lease")
         pause(min(1.0, lasts / RENEWALS / 2))
         seen = look(folder) or seen
     if seen.beat != RELEASED:
-        logger().warning(f"taking the run over: {reason}")
+        logger().warning(f"taking over the run: {reason}")
 
 
 def look(folder: Path) -> Seen | None:

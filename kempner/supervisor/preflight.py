@@ -1,4 +1,4 @@
-"""Before an attempt: which nodes are fit for ranks, and which have earned some distrust."""
+"""Preflight: checks the nodes before an attempt, and chooses those to use."""
 
 from __future__ import annotations
 
@@ -102,5 +102,7 @@ def _unseen(folders: list[Path], node: str, nonce: str) -> str:
         if not await_entry(folder / node, SHARED_WITHIN) or not holds(
             folder / node, nonce.encode()
         ):
-            return f"what it writes to {folder.parent} is not seen on the supervisor's node"
+            return (
+                f"files that it writes to {folder.parent} are not visible on the supervisor's node"
+            )
     return ""

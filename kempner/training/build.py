@@ -1,4 +1,4 @@
-"""Puts a rank together: everything that the step loop needs, with the state of a checkpoint."""
+"""Builds everything that the step loop of a rank needs, and loads the checkpoint."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _vocabulary(config: Config, corpus: Corpus) -> int:
     if wanted is not None and wanted < there:
         raise DataError(
             f"model.vocab_size={wanted} is too small for {config.data.dataset_path}, whose tokens "
-            f"go up to {there - 1}; leave it out or set at least {there}"
+            f"go up to {there - 1}; remove it or set at least {there}"
         )
     return wanted or there
 
@@ -233,7 +233,7 @@ def _open_evaluation(config: Config, vocab_size: int) -> Evaluation:
     if corpus.index.vocab_size > vocab_size:
         raise DataError(
             f"eval.dataset_path={config.eval.dataset_path} has {corpus.index.vocab_size} token "
-            f"ids, the model knows {vocab_size}; prepare it with the training data's tokenizer"
+            f"ids, the model has {vocab_size}; prepare it with the training data's tokenizer"
         )
     return Evaluation(config, corpus)
 

@@ -1,4 +1,4 @@
-"""Breaks this rank where it was asked to: off unless asked for, and loud when it happens."""
+"""Injects the configured faults into this rank."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def arm(config: Config, rank_link: RankLink) -> FaultInjector:
         current = read_current(rank_link.run.attempts)
         attempt = 1 + (current.number if current else 0)
     if planned and rank_link.world.rank == 0:
-        logger().warning("faults are asked for", faults=[fault.text for fault in planned])
+        logger().warning("faults will be injected", faults=[fault.text for fault in planned])
     injector = FaultInjector(planned, rank_link.world.rank, attempt)
     injector.set_fail_points()
     return injector
@@ -87,7 +87,7 @@ class FaultInjector:
                 case "strand":
                     dist.recv(torch.empty(1))
                 case "crash":
-                    raise RuntimeError(f"the fault that was asked for: {fault.text}")
+                    raise RuntimeError(f"injected fault: {fault.text}")
                 case "oom":
                     _ask_for_too_much()
                 case "hog":
@@ -128,7 +128,7 @@ class FaultInjector:
             due = [f for f in self._armed if f.kind in kinds and f.covers(phase, step)]
             self._armed = [f for f in self._armed if f not in due or f.lasting]
         for fault in due:
-            logger().warning("a fault that was asked for happens now", fault=fault.text, step=step)
+            logger().warning("injecting fault", fault=fault.text, step=step)
         return due
 
 

@@ -257,7 +257,7 @@ def agree_on_rollback(run: Training, trouble: TrainState) -> int:
     run.record(Diverged(trouble.step, plan.reason))
     kept = f"`latest` is step {committed[-1]}, from before" if committed else "nothing was saved"
     raise DivergedError(
-        f"the loss left the rails at step {trouble.step}, and {plan.reason}; {kept}. See the "
+        f"the loss diverged at step {trouble.step}, and {plan.reason}; {kept}. See the "
         f"warnings above; lower optimizer.lr, or look at the data that ends with sample "
         f"{trouble.cursor}, then start again"
     )

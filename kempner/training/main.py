@@ -1,4 +1,4 @@
-"""The life of a rank: find its place, build everything, train, leave with the right code."""
+"""Runs one rank: find its place, build everything, train, exit with the right code."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def classify(error: BaseException, rank_link: RankLink) -> ExitCode:
 
 
 def run_rank(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> ExitCode:
-    """Connect, build, resume, train. Raises `RunError` for what a person can mend."""
+    """Connect, build, resume, train. Raises `RunError` for problems that a person can fix."""
     world, run, progress = rank_link.world, rank_link.run, rank_link.progress
     torch.set_num_threads(thread_count(config, world))
     # The same as use_deterministic_algorithms(), which imports the compiler to tell it, too.
@@ -116,7 +116,7 @@ def thread_count(config: Config, world: World) -> int:
         return config.train.threads
     if asked := os.environ.get("OMP_NUM_THREADS", ""):
         if not asked.isdecimal() or int(asked) == 0:
-            raise UsageError(f"OMP_NUM_THREADS={asked} is no number of threads; unset it")
+            raise UsageError(f"OMP_NUM_THREADS={asked} is not a number of threads; unset it")
         return int(asked)
     return max(1, len(os.sched_getaffinity(0)) // world.local_size)
 

@@ -1,4 +1,4 @@
-"""Out of memory, told with the numbers that a person needs to mend it."""
+"""Error message for running out of memory, with the relevant numbers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""`survive`: a training loop of the user's own outlives stops, crashes and hangs.
+"""`survive`: lets your own training loop stop, save and resume.
 
     for step in survive(model, optimizer, steps=1000, save_every=50):
         ...
 
-Iterating goes on where the newest checkpoint is, votes on every step, saves, and stops on the same
-step on all ranks. Under `kempner supervise -- COMMAND` the ranks report to the supervisor, too.
+Iterating resumes from the newest checkpoint, votes in every step, saves, and stops all ranks after
+the same step. Under `kempner supervise -- COMMAND` the ranks also report to the supervisor.
 """
 
 from __future__ import annotations
@@ -58,19 +58,18 @@ def survive(
     seed: int = 0,
     run_dir: str | Path | None = None,
 ) -> Survivor:
-    """What to iterate over in place of `range(1, steps + 1)`: the steps that are not done yet.
+    """Iterate over this instead of `range(1, steps + 1)`: it yields the steps not done yet.
 
-    Called once, on every rank, when `model` and `optimizer` are as they will be trained, after
-    `init_process_group`; both are filled from the newest checkpoint, if there is one. A state is
-    saved every `save_every` steps, of which the last `keep_last` stay. Each step begins with
-    torch's generators seeded by `seed`, the step and the rank, so that a resumed step draws what
-    the undisturbed one would have.
+    Call it once on every rank, after `init_process_group`, when `model` and `optimizer` are final;
+    both are loaded from the newest checkpoint, if there is one. A checkpoint is saved every
+    `save_every` steps, and the last `keep_last` are kept. Each step begins with torch's generators
+    seeded by `seed`, the step and the rank, so that a resumed step draws the same numbers.
 
-    `run_dir` is where everything is kept: as the supervisor says, or else `runs/<script>`.
+    `run_dir` is the run directory; by default the supervisor's, or else `runs/<script>`.
 
-    When the ranks were asked to stop, the state is committed, and iterating raises `SystemExit`
-    with 75. Raises `UsageError`, `DataError` or `CheckpointWriteError` with a sentence, which is
-    printed without a traceback.
+    After a stop the state is committed, and iterating raises `SystemExit` with 75. Raises
+    `UsageError`, `DataError` or `CheckpointWriteError` with a sentence, which is printed without a
+    traceback.
     """
     logs.configure()
     shutdown = ShutdownHandler()
@@ -107,7 +106,7 @@ class Todo:
 
 
 class Survivor:
-    """The steps of a loop, to be iterated over once, on every rank alike."""
+    """The steps of a loop, to be iterated over once, on every rank."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class Survivor:
         self.train_state = checkpoints.restore() or TrainState()
         """How many steps are done."""
         self.suspicious = False
-        """What a loss means, only its loop knows."""
+        """Always False: only the loop itself could judge its losses."""
 
     def __iter__(self) -> Iterator[int]:
         self._progress.step = self.train_state.step
@@ -150,7 +149,7 @@ class Survivor:
         self._leave(agreed)
 
     def vote(self) -> Vote:
-        """What this rank wants at this moment."""
+        """This rank's vote at this moment."""
         self.checkpoints.poll()
         return Vote(
             stop=self.shutdown.reason(),
@@ -159,7 +158,7 @@ class Survivor:
         )
 
     def record(self, event: LedgerEvent) -> None:
-        """A line for the run's ledger."""
+        """Record an event in the run's ledger."""
         self._rank_link.record(self._attempt, event)
 
     def _save_is_due(self, agreed: VoteResult) -> bool:
@@ -224,7 +223,7 @@ def _as_told(terms: LaunchTerms | None) -> SuperviseSection:
 
 
 def _beside(script: str) -> Path:
-    """Where a run is kept of which nobody says where: as `kempner supervise` would name it."""
+    """The default run directory: as `kempner supervise` would name it."""
     return Path("runs") / (Path(script).stem or "run")
 
 

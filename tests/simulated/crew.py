@@ -75,7 +75,7 @@ class Crew(ABC):
         self.deadline = by if self.deadline is None else min(by, self.deadline)
 
     def die(self, rank: int, heard_after: float = BROKEN_AFTER) -> None:
-        """A rank is gone without a word, by SIGKILL or with its machine."""
+        """A rank disappeared without a message, by SIGKILL or with its machine."""
         if rank in self.gone:
             return
         self._lose(rank)

@@ -1,4 +1,4 @@
-"""A checkpoint in formats that others read: DCP's own, safetensors, and one file of `torch.save`.
+"""Exports a checkpoint to DCP, safetensors or one `torch.save` file.
 
 Every block is checked against its checksum on the way. The result appears under its name when it
 is complete and durable; whatever goes wrong before leaves nothing.

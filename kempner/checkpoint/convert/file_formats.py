@@ -1,4 +1,4 @@
-"""Files of other formats with room for tensors that are poured in later."""
+"""Creates files of other formats with space for tensors that are written later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint of the stock `torch.distributed.checkpoint`, made into one that a run resumes from.
+"""Imports a stock `torch.distributed.checkpoint` as the first commit of a run.
 
 Every tensor is read without running what is in its container, checked against what `.metadata` says
 of it, and written anew: in kempner's own containers, with checksums, and committed like any save.
@@ -76,7 +76,7 @@ class Foreign:
             metadata = RestrictedReader(path).read_metadata()
         except OSError as error:
             raise DataError(
-                f"{path / METADATA} cannot be read ({error.strerror}); give the folder that "
+                f"{path / METADATA} cannot be read ({error.strerror}); name the folder that "
                 "torch.distributed.checkpoint wrote"
             ) from error
         entries = metadata.state_dict_metadata
@@ -101,7 +101,7 @@ class Foreign:
             for number, chunk in enumerate(entry.chunks):
                 stored = self.metadata.storage_data.get(MetadataIndex(key, chunk.offsets, number))
                 if stored is None or Path(stored.relative_path).name != stored.relative_path:
-                    raise DataError(f"{self.path}: {key} is stored nowhere in this folder")
+                    raise DataError(f"{self.path}: {key} is not stored in this folder")
                 part = Chunk(ours, tuple(chunk.offsets), tuple(chunk.sizes), _dtype_name(entry))
                 found.setdefault(stored.relative_path, {})[part] = stored
                 elements += math.prod(chunk.sizes)
@@ -133,7 +133,7 @@ class _Unclaimed:
 def take_over(foreign: Foreign, into: Path, train_state: TrainState, on_bytes: OnBytes) -> Path:
     """Commit a stock checkpoint as the first one of the folder `into`; return its path.
 
-    Raises `DataError` if something in it is no plain tensor, `UsageError` if `into` has a
+    Raises `DataError` if something in it is not a plain tensor, `UsageError` if `into` has a
     checkpoint, and `OSError` for what cannot be written.
     """
     folder = CheckpointFolder(into)
@@ -227,11 +227,11 @@ def _tensor(content: io.BytesIO, chunk: Chunk, where: str) -> Tensor:
     try:
         tensor = torch.load(content, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise DataError(f"{where}: {chunk.key} is refused: it is no plain tensor") from error
+        raise DataError(f"{where}: {chunk.key} is refused: it is not a plain tensor") from error
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
-        raise DataError(f"{where}: {chunk.key} is refused: it is no plain tensor")
+        raise DataError(f"{where}: {chunk.key} is refused: it is not a plain tensor")
     if (f"torch.{chunk.dtype}", chunk.sizes) != (str(tensor.dtype), tuple(tensor.shape)):
-        raise DataError(f"{where}: {chunk.key} is not of the dtype and shape that it should be")
+        raise DataError(f"{where}: {chunk.key} does not have the expected dtype and shape")
     return tensor.contiguous()
 
 

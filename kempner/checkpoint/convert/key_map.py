@@ -1,4 +1,4 @@
-"""How the keys of a checkpoint that others wrote become ours: a pure mapping, with reasons.
+"""Maps the keys of a foreign checkpoint to those of kempner: pure, with reasons for refusals.
 
 DCP flattens a nested state into keys joined by dots. What is obvious is taken: `model.<parameter>`
 as it is; `optimizer` or `optim`, with or without `state` between (as `get_state_dict` of
@@ -51,7 +51,7 @@ def fit(tensors: Collection[str], others: Collection[str]) -> Fit:
             taken.add(ours)
     if misfits:
         raise DataError(
-            f"{listed(misfits)} cannot be taken over: what belongs to the model must be a tensor, "
+            f"{listed(misfits)} cannot be imported: what belongs to the model must be a tensor, "
             "and what belongs to the optimizer a tensor that is called "
             "optimizer.state.<parameter>.<entry>, as get_state_dict of "
             "torch.distributed.checkpoint.state_dict calls it"

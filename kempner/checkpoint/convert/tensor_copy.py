@@ -1,4 +1,4 @@
-"""Whole tensors of a checkpoint, poured into files of other formats a few at a time.
+"""Copies whole tensors of a checkpoint into other files, a few at a time.
 
 A format says which bytes go before, between and after the tensors; the tensors' own bytes are read,
 checked and written in batches, so that memory holds one batch, or one tensor if that is larger.

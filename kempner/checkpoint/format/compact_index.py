@@ -1,4 +1,4 @@
-"""The compact index: what a checkpoint of thousands of ranks holds, in a few hundred kilobytes.
+"""The compact index: a few hundred kilobytes instead of `.metadata` for thousands of ranks.
 
 DCP's `.metadata` lists every part of every tensor, and would be gigabytes there. Where the parts
 are follows from how each tensor is cut (`plan`), so the index says only that:
@@ -98,7 +98,9 @@ def decode(content: bytes, where: Path) -> tuple[list[TensorSpec], int]:
             raise ValueError(f"format {fields['format']}")
         return [_spec(*entry) for entry in fields["tensors"]], int(fields["world"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{where} is damaged: it is no index of a checkpoint ({error})") from error
+        raise DataError(
+            f"{where} is damaged: it is not an index of a checkpoint ({error})"
+        ) from error
 
 
 def _spec(key: Any, shape: Any, dtype: Any, mesh: Any, placements: Any) -> TensorSpec:

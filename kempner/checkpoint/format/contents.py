@@ -1,4 +1,4 @@
-"""What a checkpoint holds and where: one view of DCP's `.metadata` and of the compact index."""
+"""What a checkpoint contains and where: one view of DCP's `.metadata` and the compact index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest: a checkpoint exists if and only if this file does and is whole.
+"""The manifest: a checkpoint exists if and only if this file exists and is intact.
 
 `manifest.json` says where the run stood and lists every other file of the checkpoint. Small files
 carry one xxh3_128 of their bytes. A data file names its rank's sidecar (`sums-<rank>.json`), which
@@ -119,12 +119,12 @@ def decode(content: bytes, where: Path) -> Manifest:
             files={_plain(name): FileEntry(**e) for name, e in fields["files"].items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{where} is damaged: it is no manifest ({error})") from error
+        raise DataError(f"{where} is damaged: it is not a manifest ({error})") from error
 
 
 def _plain(name: str) -> str:
     if name != Path(name).name:
-        raise ValueError(f"{name!r} is no file of this folder")
+        raise ValueError(f"{name!r} is not a file of this folder")
     return name
 
 
@@ -169,7 +169,7 @@ def decode_sidecar(content: bytes, where: Path) -> tuple[int, dict[str, FileSums
         }
         return int(fields["block_bytes"]), files
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{where} is damaged: it holds no block sums ({error})") from error
+        raise DataError(f"{where} is damaged: it contains no block checksums ({error})") from error
 
 
 def sum_file(path: Path) -> FileSums:

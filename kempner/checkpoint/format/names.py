@@ -1,4 +1,4 @@
-"""Names in the checkpoint folder, and what each of them means.
+"""Names of files and folders in the checkpoint folder.
 
     step-00000120                      committed, if its manifest says so
     latest -> step-00000120            the newest commit of the live branch
@@ -54,7 +54,7 @@ def leftover_step(leftover: Path) -> int:
     """The step of a folder in progress. Raises `ValueError` for any other name."""
     match = _IN_PROGRESS.fullmatch(leftover.name)
     if match is None:
-        raise ValueError(f"{leftover} is no checkpoint in progress")
+        raise ValueError(f"{leftover} is not a checkpoint in progress")
     return int(match[1])
 
 

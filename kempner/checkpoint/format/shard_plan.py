@@ -1,4 +1,4 @@
-"""Which rank writes what, and where in its file: a pure function of the sharding.
+"""Plans which rank writes what, and where in its file: a pure function of the sharding.
 
 No rank needs to ask another. What several ranks hold is written by one of them. Within a file the
 small come first, so that a reader of a counter need not read a block of weights.

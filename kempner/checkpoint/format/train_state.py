@@ -9,7 +9,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class Rollback:
-    """The loss left the rails, at step `at` for good; the run went back to step `to`.
+    """The loss diverged, last at step `at`; the run rolled back to step `to`.
 
     The samples [`start`, `end`) of the endless order, from that checkpoint to the trouble, are left
     out from then on.

@@ -1,4 +1,4 @@
-"""Pours a buffer into a file: reserved first, checksummed on the way, durable at the end.
+"""Writes a buffer to a file: space reserved first, checksums on the way, fsync at the end.
 
 Everything happens in large calls that release the interpreter, so that training goes on beside it.
 The page cache is bypassed (O_DIRECT) where buffer and file system allow it: another copy, and the

@@ -1,4 +1,4 @@
-"""Reads ranges of a data file, checking every block that they touch before handing it out."""
+"""Reads ranges of a data file, verifying the checksum of every block that they touch."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Cursor:
 
 def _sums_of(path: Path, entry: FileEntry, files: Mapping[str, FileEntry]) -> tuple[int, FileSums]:
     if entry.sums is None or entry.sums not in files:
-        raise DataError(f"{path.name} has no block sums in the manifest")
+        raise DataError(f"{path.name} has no block checksums in the manifest")
     sidecar = path.with_name(entry.sums)
     try:
         content = sidecar.read_bytes()
@@ -113,5 +113,5 @@ def _sums_of(path: Path, entry: FileEntry, files: Mapping[str, FileEntry]) -> tu
         raise DataError(f"{sidecar.name}: checksum does not match")
     block_bytes, sums = decode_sidecar(content, sidecar)
     if path.name not in sums or sums[path.name].bytes != entry.bytes:
-        raise DataError(f"{sidecar.name} does not speak of {path.name}")
+        raise DataError(f"{sidecar.name} does not list {path.name}")
     return block_bytes, sums[path.name]

@@ -1,4 +1,4 @@
-"""Is a checkpoint what was written? Reads every byte, and needs no torch."""
+"""Verifies a checkpoint by reading every byte; needs no torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def verify(checkpoint: Path, on_read: OnRead = lambda count: None) -> list[Damag
 
     def count(length: int) -> None:
         if interrupted.is_set():
-            raise DataError("was not read to its end")
+            raise DataError("was not read completely")
         on_read(length)
 
     with ThreadPoolExecutor(READERS, "verifier") as pool:
@@ -94,11 +94,11 @@ def _load_sidecar(
     checkpoint: Path, files: Mapping[str, FileEntry], name: str
 ) -> tuple[int, dict[str, FileSums]]:
     if name not in files:
-        raise DataError(f"its block sums {name} are not in the manifest")
+        raise DataError(f"its block checksums, {name}, are not in the manifest")
     try:
         content = _check_whole(checkpoint / name, files[name])
     except DataError as error:
-        raise DataError(f"its block sums, {name}: {error}") from error
+        raise DataError(f"its block checksums, {name}: {error}") from error
     return decode_sidecar(content, checkpoint / name)
 
 
@@ -120,7 +120,7 @@ def _check_blocks(
     """Read a file to its end. Raises `DataError` that names the first block that is not right."""
     expected = sums.get(path.name)
     if expected is None or expected.bytes != entry.bytes:
-        raise DataError("its block sums do not speak of this file")
+        raise DataError("its block checksums do not list this file")
     with open(path, "rb") as file:
         _check_length(os.fstat(file.fileno()).st_size, entry)
         damaged = _damaged_blocks(file, expected, block_bytes, on_read)

@@ -1,4 +1,4 @@
-"""What verifications found, kept beside the checkpoints: a commit is never written to again.
+"""Stores results of `verify` beside the checkpoints, since a commit never changes.
 
 One JSON object a line. A checkpoint is known by the digest of its manifest, so that a finding
 follows it through a rename and never speaks of another one that came to have its name.

@@ -1,4 +1,4 @@
-"""The sequence that makes a written folder a checkpoint. Its order is the promise:
+"""Commits a written folder as a checkpoint. The order of its operations is the promise:
 
     all ranks' files seen -> manifest written and fsynced -> folder fsynced -> fence
     -> step-<s> by rename -> parent fsynced -> fence -> `latest` swapped by rename -> parent fsynced

@@ -1,4 +1,4 @@
-"""May this run go on from that checkpoint? A pure comparison, with reasons."""
+"""Checks whether this run may resume from a checkpoint: a pure comparison, with reasons."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
         ("seed", "train.seed", saved.seed, now.seed),
     ):
         if was is None:
-            remarks.append(f"the checkpoint was imported: its {what} is taken to be this run's")
+            remarks.append(f"the checkpoint was imported: assuming that its {what} is this run's")
         if was is None or was == is_now:
             continue
         if what in accept:
-            remarks.append(f"going on with another {what} than the checkpoint's, as asked")
+            remarks.append(f"continuing with another {what} than the checkpoint's, as requested")
         else:
             refusals.append(
                 f"{key} differs from the checkpoint's ({is_now} instead of {was}), so samples "
-                f"would repeat or be missed; if that is meant, "
+                f"would repeat or be missed; if that is intended, "
                 f'add --checkpoint.accept_changes=["{what}"]'
             )
     if saved.world != now.world:

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint folder, as far as it can be known without reading it all."""
+"""Lists the contents of a checkpoint folder without reading files in full."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def locate(directory: Path) -> tuple[CheckpointFolder, Path | None]:
     if (single / MANIFEST).is_file():
         return CheckpointFolder(single.parent), single
     raise UsageError(
-        f"{directory} holds no checkpoint; give a run's directory, the folder in which its "
-        "step-... folders are, or one of those"
+        f"{directory} contains no checkpoint; name a run's directory, the folder that contains its "
+        "step-... folders, or one of those"
     )
 
 
@@ -64,7 +64,7 @@ def pick(folder: CheckpointFolder, only: Path | None, step: int | None) -> Path:
     """
     if only is not None:
         if step is not None and parse_step(only.name) != step:
-            raise UsageError(f"{only} is not the checkpoint of step {step}; leave --step out")
+            raise UsageError(f"{only} is not the checkpoint of step {step}; remove --step")
         return only
     wanted = folder.latest() if step is None else step
     if wanted is None:
@@ -98,7 +98,7 @@ def _ours(folder: CheckpointFolder) -> Iterator[tuple[Path, int]]:
 def _examine(path: Path, step: int, latest: int | None, findings: dict[str, Finding]) -> Item:
     note = _note(path.name, step, latest)
     if not (path / MANIFEST).exists():
-        return Item(path, step, None, "no manifest: never committed, or half deleted", None, note)
+        return Item(path, step, None, "no manifest: never committed, or partly deleted", None, note)
     try:
         manifest = read(path)
     except DataError:
@@ -113,7 +113,7 @@ def _note(name: str, step: int, latest: int | None) -> str:
         return f"{aside.why}: {what} by attempt {aside.attempt}"
     if latest is None or step < latest:
         return ""
-    return "latest" if step == latest else "beyond latest: of a branch that was left"
+    return "latest" if step == latest else "beyond latest: from an abandoned branch"
 
 
 def _wrong_lengths(path: Path, manifest: Manifest) -> Iterator[str]:

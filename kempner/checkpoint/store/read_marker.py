@@ -1,4 +1,4 @@
-"""Readers say which checkpoint they read, so that it is not deleted under them.
+"""Markers that say which checkpoint is being read, so that retention does not delete it.
 
 A reader puts a marker, `.reading-step-<s>.<nonce>`, beside the checkpoint (a commit is never
 written to) *before* it opens the manifest, and changes its content every few seconds. Whoever wants

@@ -1,4 +1,4 @@
-"""Which checkpoints may go, and how they go.
+"""Retention: which checkpoints to delete, and how.
 
 A deletion has three acts: the manifest is renamed to `manifest.withdrawn.json` (from then on there
 is no checkpoint), the folder is renamed to a name that says it is dying, and its content is
@@ -137,7 +137,7 @@ class Pruner:
                 error=str(failures[step]),
             )
         for step in sorted(self._failing - failures.keys()):
-            logger().info("deleted an old checkpoint after all", step=step)
+            logger().info("deleted an old checkpoint at a later try", step=step)
         self._failing = set(failures)
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and which it leaves behind: pure choices of rank 0."""
+"""Selects the checkpoint to resume from, and those to abandon: pure choices of rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DCP's `.metadata`, made from the specs of a state: for a large world in a process of its own.
+"""Creates DCP's `.metadata` from a state's specs; for a large world in a separate process.
 
 At 512 ranks it lists more than a million chunks. Making it is Python under the interpreter's lock,
 and would hold up training for as long as it takes.

@@ -1,4 +1,4 @@
-"""Reads DCP's files without running what is in them.
+"""Reads DCP's files without executing their pickles.
 
 `.metadata` is a pickle, which the stock reader loads as it is: whoever can write to a checkpoint
 could run code in every job that resumes from it. Here only the classes that DCP itself writes are
@@ -58,7 +58,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) in _LET_THROUGH or is_dtype:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed there")
 
 
 class RestrictedReader(FileSystemReader):
@@ -73,7 +73,7 @@ class RestrictedReader(FileSystemReader):
         except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
             raise DataError(f"{path} is refused: {error}") from error
         if not isinstance(metadata, Metadata):
-            raise DataError(f"{path} is refused: it describes no checkpoint")
+            raise DataError(f"{path} is refused: it does not describe a checkpoint")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -114,7 +114,7 @@ class StockContents:
                 continue
             stored = self._storage.get(MetadataIndex(key, chunk.offsets, number))
             if stored is None:
-                raise DataError(f"{key}: the part at {tuple(chunk.offsets)} is stored nowhere")
+                raise DataError(f"{key}: the part at {tuple(chunk.offsets)} is not stored")
             yield Part(
                 tuple(chunk.offsets),
                 tuple(chunk.sizes),
@@ -132,7 +132,7 @@ def open_contents(checkpoint: Path, manifest: Manifest) -> Contents:
     """
     if not await_entry(checkpoint):
         raise NotSharedError(
-            f"{checkpoint} is not seen from {platform.node()}, although rank 0 has chosen it: is "
+            f"{checkpoint} is not visible on {platform.node()}, although rank 0 has chosen it: is "
             "it on a file system that all nodes share?"
         )
     name = INDEX if INDEX in manifest.files else METADATA
@@ -147,5 +147,5 @@ def _read_index(path: Path) -> CompactIndex:
     specs, world = decode(path.read_bytes(), path)
     for spec in specs:
         if not isinstance(getattr(torch, spec.dtype, None), torch.dtype):
-            raise DataError(f"{path} is damaged: {spec.key} is {spec.dtype}, which is no dtype")
+            raise DataError(f"{path} is damaged: {spec.key} is {spec.dtype}, which is not a dtype")
     return CompactIndex(specs, world, container)

@@ -1,4 +1,4 @@
-"""Fills a rank's tensors from a checkpoint of any world: only what it needs, checked as it comes.
+"""Loads a rank's tensors from a checkpoint of any world size, verifying what it reads.
 
 What to read follows from the checkpoint's own metadata and the rank's own shards, so no rank asks
 another. Every block that is read is checked against its checksum first, and every element of every
@@ -102,7 +102,7 @@ def _pieces(key: str, tensor: Tensor, contents: Contents) -> Iterable[_Piece]:
             from_chunk, into_local = _slices(low, high, part.offsets), _slices(low, high, offsets)
             found.append(_Piece(part, from_chunk, into_local, key))
     if sum(piece.elements for piece in found) != math.prod(sizes):
-        raise DataError(f"{key}: the checkpoint does not hold every element of it")
+        raise DataError(f"{key}: the checkpoint does not contain every element of it")
     return found
 
 

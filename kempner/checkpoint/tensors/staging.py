@@ -1,4 +1,4 @@
-"""Copies the state out of training's way, beside the next forward and backward pass."""
+"""Staging: copies the state to host memory during the next forward and backward pass."""
 
 from __future__ import annotations
 

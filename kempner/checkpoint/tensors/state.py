@@ -1,4 +1,4 @@
-"""The state as a flat table of tensors, and back.
+"""Converts model and optimizer state to a flat table of tensors, and back.
 
 Keys are `model.<parameter>` and `optimizer.<parameter>.<entry>`. Hyper-parameters are not among
 them: they follow from the configuration and the step.
@@ -44,7 +44,7 @@ def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     if strangers := len(optimizer.state.keys() - set(parameters.values())):
         raise UsageError(
             f"the optimizer has state for {strangers} parameters that the model does not have: "
-            "they were replaced (by load_state_dict(assign=True)?); make the optimizer afterwards"
+            "they were replaced (by load_state_dict(assign=True)?); create the optimizer afterwards"
         )
     for name, parameter in parameters.items():
         for entry, value in optimizer.state.get(parameter, {}).items():

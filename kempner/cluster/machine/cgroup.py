@@ -1,4 +1,4 @@
-"""The control group that limits the memory of a process, in either version of cgroups.
+"""The cgroup (v1 or v2) that limits a process's memory.
 
 Files and keys: the kernel's admin-guide/cgroup-v2 ("Memory") and cgroup-v1/memory.
 """

@@ -1,4 +1,4 @@
-"""What the machine allows a process."""
+"""Resource limits of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which network interface Gloo and NCCL are to use.
+"""Chooses the network interface for Gloo and NCCL.
 
 Decided on each node by its own ranks: interfaces are named differently on different nodes. Gloo
 would otherwise bind to whatever address the host's name resolves to, which on most clusters is the
@@ -143,7 +143,7 @@ def disagreement(bound: Mapping[str, Interface | None]) -> str:
         return ""
     listed = "; ".join(f"{node}: {_described(interface)}" for node, interface in bound.items())
     return (
-        f"the nodes would not all use the same network ({listed}): mend the interface of "
+        f"the nodes would not all use the same network ({listed}): fix the interface of "
         f"{', '.join(odd)}, leave {'it' if len(odd) == 1 else 'them'} out with "
         "`sbatch --exclude`, or set distributed.interface"
     )

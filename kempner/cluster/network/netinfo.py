@@ -1,4 +1,4 @@
-"""What this node's network looks like, read from the kernel."""
+"""Network interfaces of this node, read from the kernel."""
 
 from __future__ import annotations
 

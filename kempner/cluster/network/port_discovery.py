@@ -1,4 +1,4 @@
-"""How the ranks of a launch learn on which port rank 0 hosts their store.
+"""Lets the ranks of a launch find the port on which rank 0 hosts their store.
 
 All ranks compute the same short list of ports. On the first that is free on its node rank 0 answers
 every connection with one line, which names the launch and the store's port; the others try the
@@ -48,7 +48,7 @@ def find(address: str, salt: str, timeout: float) -> int:
                 return store
         time.sleep(_PAUSE)
     raise TimeoutError(
-        f"no rank 0 was found on {address} within {timeout:g} s, on none of the ports "
+        f"rank 0 was not found on {address} within {timeout:g} s, on none of the ports "
         f"{', '.join(map(str, ports))}"
     )
 

@@ -1,4 +1,4 @@
-"""Ports for what a launch hosts on rank 0's node."""
+"""Chooses ports for what a launch hosts on rank 0's node."""
 
 from __future__ import annotations
 

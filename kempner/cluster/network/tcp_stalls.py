@@ -1,4 +1,4 @@
-"""Connections of this node through which nothing passes any more."""
+"""Finds TCP connections of this node that no longer deliver data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 
 _TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
 _RETRIES = 2
-"""Times that the same data was sent again in vain; a single loss is everyday."""
+"""Unsuccessful retransmissions that count as a stall; a single loss is common."""
 
 ANSWER = 1.0
 """Seconds that a host gets to answer a call: its kernel does that, however busy its processes."""

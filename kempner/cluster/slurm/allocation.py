@@ -1,4 +1,4 @@
-"""What of a Slurm job the ranks get: nodes, tasks per node, CPUs per task."""
+"""The part of a Slurm job that the ranks use: nodes, tasks per node, CPUs per task."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _tasks(environ: Mapping[str, str], job: str, gpus: int) -> int:
 
 
 def _cpus(environ: Mapping[str, str], on_node: int | None, tasks: int) -> int | None:
-    """srun does not take SLURM_CPUS_PER_TASK over from sbatch: without a word it gives one CPU."""
+    """srun ignores the SLURM_CPUS_PER_TASK of sbatch, and silently gives one CPU."""
     if asked := environ.get("SLURM_CPUS_PER_TASK"):
         return int(asked)
     return max(1, on_node // tasks) if on_node else None

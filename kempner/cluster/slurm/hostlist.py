@@ -24,7 +24,7 @@ def expand_hosts(text: str) -> list[str]:
         # Every second piece was in brackets.
         pieces = _BRACKETS.split(pattern.strip())
         if not pattern.strip() or any(c in "[]" for piece in pieces[::2] for c in piece):
-            raise ValueError(f"{text!r} is no host list of Slurm")
+            raise ValueError(f"{text!r} is not a Slurm host list")
         choices = [
             list(_numbers(piece, text)) if place % 2 else [piece]
             for place, piece in enumerate(pieces)
@@ -39,7 +39,7 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         found = _COUNT.fullmatch(part.strip())
         if found is None:
-            raise ValueError(f"{text!r} is no list of counts per node of Slurm")
+            raise ValueError(f"{text!r} is not a Slurm list of counts per node")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -59,6 +59,6 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
     for part in ranges.split(","):
         found = _RANGE.fullmatch(part)
         if found is None or (found[2] is not None and int(found[2]) < int(found[1])):
-            raise ValueError(f"{text!r} is no host list of Slurm: {part!r} is no range")
+            raise ValueError(f"{text!r} is not a Slurm host list: {part!r} is not a range")
         for number in range(int(found[1]), int(found[2] or found[1]) + 1):
             yield f"{number:0{len(found[1])}d}"

@@ -1,4 +1,4 @@
-"""What Slurm says about our job, and what that means."""
+"""State of a Slurm job, parsed and classified."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Event(Enum):
     NOTHING = "it runs"
     TIME_LIMIT = "its time is nearly over"
     TIME_LIMIT_REACHED = "its time is over"
-    PREEMPTION = "a job of higher priority takes its nodes"
+    PREEMPTION = "a job of higher priority preempts it"
     REQUEUE = "it was put back into the queue, by an operator, a preemption or a lost node"
     CANCEL = "it was cancelled"
     ENDED = "it is over"

@@ -1,4 +1,4 @@
-"""What this job has on this node: CPUs, memory, GPUs, each with where the number comes from.
+"""CPUs, memory and GPUs of this node in the job, each with its source.
 
 What is configured wins; then the variables that Slurm sets, which depend on how the job was asked
 for; then `scontrol show job` and `scontrol show node`, as the caller has them.
@@ -68,7 +68,7 @@ def parse_memory(text: str) -> int:
     """MiB of `4000`, `4000M`, `4G`, `1T` or `512K`, rounded down. Raises `ValueError`."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.strip(), re.IGNORECASE)
     if found is None:
-        raise ValueError(f"{text!r} is no amount of memory of Slurm")
+        raise ValueError(f"{text!r} is not a Slurm amount of memory")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
@@ -152,7 +152,7 @@ def _first(found: Iterable[tuple[str, int | None]]) -> Amount:
     for source, value in found:
         if value is not None:
             return Amount(value, source)
-    return Amount(None, "neither Slurm nor the configuration says")
+    return Amount(None, "not set by Slurm or the configuration")
 
 
 def _variable(
@@ -176,5 +176,5 @@ def _count(part: str, text: str) -> int:
     """`h100:4` is 4, and `gpu` alone is 1."""
     found = re.fullmatch(r"(?:[A-Za-z][\w./-]*[:=])*(\d+)", part)
     if found is None and not re.fullmatch(r"(?:gres[:/])?gpu(?::[A-Za-z][\w.-]*)?", part):
-        raise ValueError(f"{text!r} is no number of GPUs in a spelling of Slurm")
+        raise ValueError(f"{text!r} is not a Slurm number of GPUs")
     return int(found[1]) if found else 1

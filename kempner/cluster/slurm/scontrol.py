@@ -1,4 +1,4 @@
-"""The commands of Slurm that kempner runs: ask about a job, signal it, put it back in the queue.
+"""Runs Slurm's commands: query, signal and requeue a job.
 
 Each has a time limit and is tried again while the controller does not answer. Never to be called
 from a signal handler.

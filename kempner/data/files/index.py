@@ -1,4 +1,4 @@
-"""The index of a prepared directory: what its token files hold, and in which order.
+"""The index of a prepared directory: its token files and their order.
 
 `index.json` is written last; a directory without one is unfinished. The token stream of the
 directory is the concatenation of the shards in the index's order.
@@ -111,7 +111,7 @@ def read_index(directory: Path) -> Index:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(
-            f"{directory} is no prepared data: it has no {INDEX_FILE}; "
+            f"{directory} is not prepared data: it has no {INDEX_FILE}; "
             f"run (again, if it was interrupted) kempner prepare --out {directory} FILE..."
         ) from error
     except OSError as error:
@@ -122,7 +122,7 @@ def read_index(directory: Path) -> Index:
         first = error.errors()[0]
         place = f"{dotted(first['loc'])}: " if first["loc"] else ""
         raise DataError(
-            f"{path} is no index that this version of kempner can read: {place}{first['msg']}"
+            f"{path} is not an index that this version of kempner can read: {place}{first['msg']}"
         ) from error
 
 

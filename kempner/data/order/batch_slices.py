@@ -1,4 +1,4 @@
-"""Which positions a rank takes in a step: arithmetic on the cursor, the same on every rank.
+"""Computes each rank's positions in a step from the cursor; the same on every rank.
 
 A step over a global batch of G sequences consumes the positions [cursor, cursor + G). Ranks take
 contiguous slices, which may differ by one in length. All ranks run the same number of micro

@@ -1,4 +1,4 @@
-"""The order in which samples are drawn: a keyed permutation per epoch, computed index by index.
+"""Shuffles samples: a keyed permutation per epoch, computed per index.
 
 Position i of the endless order is sample `permuted(i % n)` of epoch `i // n`. Nothing is stored:
 the state of a sampler is the one integer i, whatever the world, worker count or prefetch depth.

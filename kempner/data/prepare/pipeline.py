@@ -1,4 +1,4 @@
-"""Text to token files, in parallel, and resumable at any point.
+"""Prepares token files from text, in parallel, resumable at any point.
 
     OUT/index.json                   written last; what it lists is complete
     OUT/shard-00000.tokens           renamed to this name when it is durable
@@ -136,7 +136,7 @@ def _claim(recipe: Recipe, files: Sequence[SourceFile]) -> None:
         return
     if before is not None:
         raise UsageError(
-            f"{recipe.out} holds an unfinished preparation of other files ({before.files}, the "
+            f"{recipe.out} contains an unfinished preparation of other files ({before.files}, the "
             f"first is {before.first}): name the same, choose another --out, or remove it first"
         )
     try:
@@ -158,7 +158,7 @@ def _read_inputs(recipe: Recipe) -> _Inputs | None:
         return None
     except ValidationError as error:
         raise UsageError(
-            f"{recipe.progress / _INPUTS_FILE} makes no sense: remove {recipe.out} first"
+            f"{recipe.progress / _INPUTS_FILE} is damaged: remove {recipe.out} first"
         ) from error
 
 
@@ -188,6 +188,6 @@ def _finish(recipe: Recipe, shards: Sequence[Shard]) -> Index:
     except OSError as error:
         raise DataError(
             f"{recipe.out / INDEX_FILE} cannot be written: {error.strerror}; "
-            "run the same command again when that is solved"
+            "run the same command again when that is fixed"
         ) from error
     return index

@@ -1,4 +1,4 @@
-"""Work in several processes, which leave nothing behind however it ends."""
+"""Runs work in several processes that never outlive it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def run_all(
             return _together(pool, items, on_done)
     except BrokenProcessPool as error:
         raise RunError(
-            "a worker process was killed, perhaps for lack of memory: "
-            "run the same command again with fewer --workers; what is done is kept"
+            "a worker process was killed, perhaps out of memory: "
+            "run the same command again with fewer --workers; finished files are kept"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""One unit of text to one token file: written once, recorded when it is in place."""
+"""Builds one token file from one unit of text, and records it when it is in place."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def build(recipe: Recipe, unit: Unit) -> Built:
     except OSError as error:
         raise DataError(
             f"{recipe.out / unit.shard_file} cannot be written: {error.strerror}; "
-            "what is done is kept: run the same command again when that is solved"
+            "finished files are kept: run the same command again when that is fixed"
         ) from error
 
 

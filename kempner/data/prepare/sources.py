@@ -1,4 +1,4 @@
-"""From what the user named to units of work: which bytes of which files make which token file.
+"""Splits the input files into units of work: which bytes make which token file.
 
 The units depend on the files and on the tokenizer, never on the number of workers.
 """
@@ -113,7 +113,7 @@ def _named_file(path: Path) -> SourceFile:
     if not path.is_file():
         raise UsageError(f"{path} is neither a file nor a folder")
     if path.suffix in _NOT_TEXT:
-        raise UsageError(f"{path} is no plain text: unpack or convert it first")
+        raise UsageError(f"{path} is not plain text: unpack or convert it first")
     return _source(path, path.name)
 
 
@@ -130,12 +130,12 @@ def _below(folder: Path) -> tuple[list[SourceFile], list[Path]]:
                 left_out.append(path)
     if not wanted:
         endings = ", ".join(sorted(_TEXT | _JSONL))
-        raise UsageError(f"folder {folder} holds no text file ({endings}): name the files")
+        raise UsageError(f"folder {folder} contains no text file ({endings}): name the files")
     return [_source(path, name) for name, path in sorted(wanted)], sorted(left_out)
 
 
 def _refuse_to_skip(error: OSError) -> None:
-    raise error  # os.walk would leave the folder out without a word
+    raise error  # os.walk would silently skip the folder
 
 
 def _source(path: Path, name: str) -> SourceFile:
@@ -260,9 +260,9 @@ def _text_of(line: bytes, text_key: str) -> bytes:
     except UnicodeDecodeError as error:
         raise ValueError(f"the line is not UTF-8 (at its byte {error.start + 1})") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"the line is no JSON ({error.msg}, column {error.colno})") from error
+        raise ValueError(f"the line is not JSON ({error.msg}, column {error.colno})") from error
     except RecursionError as error:
-        raise ValueError("the line is JSON of too many levels") from error
+        raise ValueError("the line is nested too deeply") from error
     if not isinstance(record, dict):
         raise ValueError(f"the line is a JSON {type(record).__name__}, not an object")
     if text_key not in record:
@@ -270,11 +270,11 @@ def _text_of(line: bytes, text_key: str) -> bytes:
         raise ValueError(f'the object has no key "{text_key}" (it has: {keys}); see --text-key')
     text = record[text_key]
     if not isinstance(text, str):
-        raise ValueError(f'the value of "{text_key}" is no string')
+        raise ValueError(f'the value of "{text_key}" is not a string')
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f'"{text_key}" has half a surrogate pair, which is no text') from error
+        raise ValueError(f'"{text_key}" has half a surrogate pair, which is not text') from error
 
 
 def _line_number(path: Path, offset: int) -> int:

@@ -1,4 +1,4 @@
-"""Text to tokens: plain bytes, or any `tokenizer.json` of the Hugging Face tokenizers library."""
+"""Tokenizers: plain bytes, or any `tokenizer.json` of the Hugging Face tokenizers library."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _from_file(path: Path, eot: str | None) -> TokenizerSpec:
     except OSError as error:
         raise UsageError(
             f"tokenizer {path} cannot be read: {error.strerror}; "
-            f"give a tokenizer.json or the word {BYTE}"
+            f"name a tokenizer.json or the word {BYTE}"
         ) from error
     vocabulary = _vocabulary(path, content)
     identity = TokenizerIdentity(
@@ -108,7 +108,7 @@ def _vocabulary(path: Path, content: bytes) -> dict[str, int]:
     except Exception as error:
         if type(error) is not Exception and not isinstance(error, UnicodeDecodeError):
             raise  # the library raises the bare class for a definition that it refuses
-        raise DataError(f"{path} is no tokenizer.json: {error}") from error
+        raise DataError(f"{path} is not a tokenizer.json: {error}") from error
     if not vocabulary:
         raise DataError(f"{path} has an empty vocabulary")
     return vocabulary
@@ -116,12 +116,12 @@ def _vocabulary(path: Path, content: bytes) -> dict[str, int]:
 
 def _find_eot(path: Path, vocabulary: dict[str, int], eot: str | None) -> int:
     if eot is not None and eot not in vocabulary:
-        raise UsageError(f"--eot {eot} is no token of {path}")
+        raise UsageError(f"--eot {eot} is not a token of {path}")
     names = _USUAL_EOT if eot is None else (eot,)
     for name in names:
         if name in vocabulary:
             return vocabulary[name]
     raise UsageError(
-        f"{path} has none of the usual tokens that end a document ({', '.join(_USUAL_EOT)}): "
+        f"{path} has none of the usual end-of-document tokens ({', '.join(_USUAL_EOT)}): "
         "name the one it uses with --eot TOKEN"
     )

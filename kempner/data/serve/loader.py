@@ -1,4 +1,4 @@
-"""Token files to the micro batches of a rank, from any position on, with or without workers.
+"""Serves the micro batches of a rank from any position, with or without workers.
 
 What a rank gets at a position follows from (position, seed, world, batch sizes) alone: the same
 for any number of workers and however far they read ahead.

@@ -1,4 +1,4 @@
-"""Tokens by position through a torch DataLoader, whose workers can be left at any moment.
+"""Reads tokens by position through a torch DataLoader that can be stopped at any moment.
 
 Workers hand over tokens, as compact as they are on disk, through a pipe; shared memory, whose
 limit shows as a SIGBUS, is not involved.
@@ -108,7 +108,7 @@ class TokenReader:
             worker = ends[cast(int, sentinel)]
             return RunError(
                 f"data loader worker {worker.pid} has died with exit code {worker.exitcode} "
-                "(-9: killed, often for lack of memory: try fewer data.num_dataloader_workers)"
+                "(-9: killed, often out of memory: try fewer data.num_dataloader_workers)"
             )
         return None
 

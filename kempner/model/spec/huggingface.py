@@ -1,4 +1,4 @@
-"""How Hugging Face's Llama calls the same weights and sizes.
+"""Hugging Face's names for Llama's weights and sizes.
 
 The weights need no change but their names: both turn the halves of a head by their positions. See
 `LlamaForCausalLM` and `LlamaConfig` of the library `transformers`.

@@ -1,4 +1,4 @@
-"""The control channel, a rank's side: one thread that keeps the line to the supervisor.
+"""A rank's side of the control channel: one thread that keeps the connection.
 
 It sends the rank's progress once a second, and acts at once on what the supervisor says, even while
 the main thread sits in a collective that will never end: collectives, files and sockets release
@@ -68,7 +68,7 @@ _LISTEN = 0.1
 
 @dataclass(frozen=True)
 class Reactions:
-    """What a rank does when it is told to stop, and after `patience` seconds without a word; and
+    """What a rank does when it is told to stop, and after `patience` seconds of silence; and
     what if it then does not move any more, with nobody left to say why. Called from the link's
     thread, and must not wait.
 
@@ -159,7 +159,7 @@ class ControlClient:
             try:
                 wire = self._open()
             except (OSError, MessageError) as error:
-                logger().debug("no connection to the supervisor", reason=str(error))
+                logger().debug("cannot connect to the supervisor", reason=str(error))
                 self._wait_alone(pause)
                 pause = min(2 * pause, longest)
                 continue
@@ -188,7 +188,7 @@ class ControlClient:
                     selector.modify(wire, selectors.EVENT_READ | writing)
                     self._nap(selector, self._reports.next_at)
             except (OSError, MessageError) as error:
-                logger().info("the connection to the supervisor is lost", reason=str(error))
+                logger().info("lost the connection to the supervisor", reason=str(error))
             finally:
                 wire.close()
 
@@ -215,7 +215,7 @@ class ControlClient:
                 for message in self._files.exchange(self._reports, self._outbox, answered):
                     self._obey(message)
             except (OSError, MessageError) as error:
-                logger().debug("no exchange with the supervisor by file", reason=str(error))
+                logger().debug("cannot exchange files with the supervisor", reason=str(error))
 
     def _obey(self, message: FromSupervisor) -> None:
         self._deadlines.supervisor.broken()
@@ -237,7 +237,7 @@ class ControlClient:
             with open(self._stacks, "a", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
-            logger().warning("the stacks cannot be written", reason=error.strerror)
+            logger().warning("cannot write the stacks", reason=error.strerror)
 
     def _tell_of_stalled(self) -> None:
         if ends := self._react.stalled():
@@ -257,7 +257,7 @@ class ControlClient:
     def _give_up(self) -> None:
         """End the process, although the main thread may wait for that peer for ever."""
         assert self.peer_lost is not None  # or nobody would have set the time
-        sentence = f"left, because rank {self.peer_lost.rank} {self.peer_lost.words}"
+        sentence = f"exited, because rank {self.peer_lost.rank} {self.peer_lost.words}"
         logger().error(sentence)
         self.leave(ExitCode.PEERS_LOST, sentence)
         os._exit(ExitCode.PEERS_LOST)

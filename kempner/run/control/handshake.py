@@ -1,4 +1,4 @@
-"""How a rank opens the control channel: connect, prove who it is, and have that proved back."""
+"""Opens the control channel from a rank: connect, and mutual authentication."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _open(wire: Connection, launch: Launch, rank: int) -> None:
     wire.send(hello)
     proof = launch.control.secret.proof_of_supervisor(challenge.nonce, hello.nonce)
     if not same_proof(_expect(wire, Welcome).proof, proof):
-        raise MessageError("whoever listens there does not know the token")
+        raise MessageError("the server there does not know the token")
 
 
 def _expect(wire: Connection, kind: type[T]) -> T:

@@ -1,4 +1,4 @@
-"""Where a rank is, for its supervisor to see: written by the loop, read by another thread.
+"""A rank's progress (step, phase): written by the loop, sent by another thread.
 
 The loop pays for a few attributes; nothing is locked and nothing is sent from here.
 """

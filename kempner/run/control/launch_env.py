@@ -1,4 +1,4 @@
-"""What a supervisor tells the ranks it launches, as environment variables.
+"""Environment variables with which the supervisor configures its ranks.
 
 The rank's place in the world travels under torch's own names (RANK, WORLD_SIZE, ...); these are
 the rest.
@@ -38,7 +38,7 @@ class Control:
 @dataclass(frozen=True)
 class LaunchTerms:
     """What a rank must know that is not told by a configuration: the run's directory, after how
-    many seconds without a word it leaves, and how many it has after a stop was asked for.
+    many seconds without a heartbeat it exits, and how many it has after a stop request.
     """
 
     run: Path

@@ -1,4 +1,4 @@
-"""What a rank has said and must not be lost: kept until the supervisor has it."""
+"""The outbox: messages that must not be lost, kept until the supervisor confirms them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Outbox:
             try:
                 decode_from_rank(encode(message))
             except MessageError as error:
-                logger().warning("left out of the ledger", reason=str(error))
+                logger().warning("ledger event dropped", reason=str(error))
                 return
             self._added += 1
             self._unheard.append(message)

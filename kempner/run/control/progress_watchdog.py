@@ -1,4 +1,4 @@
-"""Whether a process still moves: makes a step, or enters another phase."""
+"""Progress watchdog: whether a process still completes steps or changes phase."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank and its supervisor say to each other: the control protocol, as values and bytes.
+"""The control protocol: messages between a rank and its supervisor, encoded and decoded.
 
 A message is one JSON object on one line, of at most `LINE_LIMIT` bytes. The supervisor speaks first
 (`Challenge`), the rank proves that it knows the attempt's token (`Hello`), the supervisor proves
@@ -55,7 +55,7 @@ Reason = Annotated[StopReason, BeforeValidator(_by_name)]
 
 
 class MessageError(ValueError):
-    """What came, or was to be sent, is no message of this protocol."""
+    """What came, or was to be sent, is not a message of this protocol."""
 
 
 class Phase(StrEnum):
@@ -257,7 +257,9 @@ def _decode(adapter: TypeAdapter[T], line: bytes) -> T:
         return adapter.validate_json(line)
     except ValidationError as error:
         # The kind of mistake only: what came may be anything, and this goes into logs.
-        raise MessageError(f"no message of this protocol ({error.errors()[0]['type']})") from None
+        raise MessageError(
+            f"not a message of this protocol ({error.errors()[0]['type']})"
+        ) from None
 
 
 def shorten(words: str) -> str:

@@ -1,4 +1,4 @@
-"""How long the other side has said nothing, by this process's own clock."""
+"""Measures how long the other side has been silent, on this process's own clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How messages travel: over a TCP connection, or through files where none is possible."""
+"""Transport of messages: over TCP, or through files where no connection is possible."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Connection:
         self._unsent += encode(message)
         self.flush()
         if len(self._unsent) > BACKLOG_LIMIT:
-            raise TimeoutError("it does not read what it is sent")
+            raise TimeoutError("it does not read its messages")
 
     def flush(self) -> None:
         """Send as much of what waits as the kernel takes."""
@@ -96,7 +96,7 @@ class Connection:
             selector.register(self, selectors.EVENT_READ)
             while not self._unread:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"it has said nothing for {seconds:g} s")
+                    raise TimeoutError(f"it has sent nothing for {seconds:g} s")
                 self._unread.extend(self.lines())
         return self._unread.popleft()
 

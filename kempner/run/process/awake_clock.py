@@ -1,4 +1,4 @@
-"""A clock that stands still while this process is suspended."""
+"""A clock that stops while this process is suspended."""
 
 from __future__ import annotations
 

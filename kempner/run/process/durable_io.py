@@ -1,4 +1,4 @@
-"""Durable little files: the few ways in which kempner changes what a reader may see on disk."""
+"""Durable and atomic writes of small files, renames and links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank or a supervisor ends: the one table of exit codes, and the errors that carry them."""
+"""Exit codes of ranks and supervisor, and the errors that carry them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a process of kempner says with its exit status."""
+    """Exit statuses of kempner's processes."""
 
     COMPLETED = 0
     """All steps are done and committed."""
@@ -19,15 +19,15 @@ class ExitCode(IntEnum):
     CHECKPOINT_FAILED = 74
     """A checkpoint could not be written."""
     STOPPED = 75
-    """Stopped on request, with as much committed as there was time for: start again to go on."""
+    """Stopped on request, with as much committed as there was time for: start again to continue."""
     PEERS_LOST = 76
     """Another rank is gone."""
     HUNG = 77
     """No progress."""
     DIVERGED = 78
-    """The loss left the rails for good."""
+    """The loss diverged, and rollbacks did not help."""
     INTERRUPTED = 130
-    """Left at once because the user insisted; the last commit is intact."""
+    """Exited at once on a second Ctrl-C; the last commit is intact."""
 
 
 class RunError(Exception):
@@ -52,11 +52,11 @@ class DataError(RunError):
 
 
 class UnfitNodeError(RunError):
-    """It is this node's fault: on another one it would not have happened."""
+    """This node is at fault; on another one the error would not have happened."""
 
 
 class NotSharedError(UnfitNodeError):
-    """This node does not see what another one has made; what that holds, it cannot tell."""
+    """This node does not see a file that another node created."""
 
 
 class CheckpointWriteError(RunError):
@@ -72,6 +72,6 @@ class PeersLostError(RunError):
 
 
 class DivergedError(RunError):
-    """The loss left the rails, and going back does not help."""
+    """The loss diverged, and a rollback does not help."""
 
     code = ExitCode.DIVERGED

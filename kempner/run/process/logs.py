@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line per process, and plain sentences for a person.
+"""Structured logs: JSON lines per process, and plain sentences on the terminal.
 
 Before `open_log` names a file, events reach stderr only. A warning or worse is always printed, so
 that whoever looks at the terminal or at Slurm's output need not know where the file is.

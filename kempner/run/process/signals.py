@@ -1,4 +1,4 @@
-"""Signals become a record that loops read. A handler here does nothing else.
+"""Signal handling: handlers only record signals, loops read the record.
 
 Python runs a signal's handler only when the main thread gets back to the interpreter, which a
 rank inside a rendezvous or a collective may never do. The C-level trampoline, however, writes the

@@ -1,4 +1,4 @@
-"""Child processes that hear no stop signal and never outlive, or hold up, their parent.
+"""Child processes that ignore stop signals and die with their parent.
 
 A stop signal usually reaches every process of a job. A child that dies of it takes its parent's
 last step or checkpoint along, so children leave the decision to the parent.

@@ -1,4 +1,4 @@
-"""Attempts and their fence: at most one launch of the ranks may change what the run has committed.
+"""Attempts and fencing: at most one launch of the ranks may commit.
 
 An attempt is numbered by the exclusive creation of its folder, and live while `attempts/CURRENT`
 holds its number and nonce. Whoever starts a new attempt thereby fences off all earlier ones,
@@ -44,7 +44,7 @@ class Fence:
         if current != self.attempt:
             newer = f"attempt {current.number}" if current else "nobody"
             raise SupersededError(
-                f"attempt {self.attempt.number} commits nothing more: "
+                f"attempt {self.attempt.number} must not commit any more: "
                 f"{self.attempts / CURRENT} names {newer}"
             )
 
@@ -68,7 +68,7 @@ def begin_attempt(run: RunDirectory) -> Attempt:
     except OSError as error:
         raise UsageError(
             f"the run's directory {run.path} cannot be written ({error.strerror}); "
-            "set run.dir to a folder that can"
+            "set run.dir to a writable folder"
         ) from error
 
 

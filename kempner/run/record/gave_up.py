@@ -1,7 +1,7 @@
-"""`GAVE_UP`: the file that says why a run was given up, and keeps it from being started again.
+"""`GAVE_UP`: the file that says why kempner gave up, and prevents another start.
 
 A chain of jobs would otherwise spend its nodes, one after the other, on what only a person can
-mend. Whoever has mended it deletes the file. An option of the command line would not do: it would
+fix. Whoever has fixed it deletes the file. An option of the command line would not do: it would
 come again with every requeue of the job.
 """
 
@@ -68,7 +68,7 @@ class GaveUp:
 
 
 class GaveUpError(RunError):
-    """The run was given up before; `code` is the one with which it was."""
+    """kempner gave up on the run before, with `code`."""
 
     def __init__(self, sentence: str, code: ExitCode) -> None:
         super().__init__(sentence)
@@ -99,7 +99,7 @@ def refuse_if_given_up(run: RunDirectory) -> None:
     """Raise `GaveUpError` as long as the mark is there."""
     if (gave_up := read(run)) is not None:
         raise GaveUpError(
-            f"nothing was started: this run was given up before, and {run.gave_up} says why; when "
-            "that is mended, delete the file and start again",
+            f"nothing was started: kempner gave up on this run before, and {run.gave_up} says why; "
+            "when that is fixed, delete the file and start again",
             gave_up.code,
         )

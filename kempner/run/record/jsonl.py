@@ -1,4 +1,4 @@
-"""Lines that are worth having, but never worth the run: metrics, sample ids, events.
+"""Appends JSON lines (metrics, sample ids, events); a failed write never fails the run.
 
 A full disk must not end a training whose state is intact. A line that cannot be written is counted
 instead, said once, and the count is said when lines can be written again.
@@ -28,8 +28,8 @@ class JsonlWriter:
         except OSError as error:
             self._missed += 1
             if self._missed == 1:
-                logger().warning("cannot be written to", file=str(self._path), error=error.strerror)
+                logger().warning("cannot write to file", file=str(self._path), error=error.strerror)
             return
         if self._missed:
-            logger().warning("can be written to again", file=str(self._path), missed=self._missed)
+            logger().warning("can write to file again", file=str(self._path), missed=self._missed)
             self._missed = 0

@@ -1,4 +1,4 @@
-"""The run's diary: append-only events, one JSON object a line.
+"""The ledger: append-only events of a run, one JSON object per line.
 
 Written by the supervisor, which gets rank 0's events over the control channel; by rank 0 itself
 where there is no supervisor, or none any more. A line torn by a kill is skipped by readers and

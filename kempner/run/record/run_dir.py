@@ -1,4 +1,4 @@
-"""Where everything of one run lies on disk."""
+"""Paths of the files of a run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class RunDirectory:
 
     @property
     def gave_up(self) -> Path:
-        """There if nobody but a person can bring the run any further: why, and what to do."""
+        """Exists if kempner gave up: why, and what to do."""
         return self.path / "GAVE_UP"
 
     @property
     def supervisors(self) -> Path:
-        """One numbered file per supervisor, of which the last one owns the run."""
+        """One numbered file per supervisor; the last one owns the run."""
         return self.path / "supervisors"
 
     @property

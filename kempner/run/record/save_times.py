@@ -1,4 +1,4 @@
-"""How long saves take, from what the last ones took."""
+"""Durations of the last saves, to estimate the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the supervisor listens, and whom it lets in."""
+"""Where the supervisor listens, and how a rank authenticates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Membership:
         if hello.attempt != self.attempt:
             return f"it belongs to attempt {hello.attempt}"
         if hello.rank >= self.size:
-            return f"it calls itself rank {hello.rank} of {self.size}"
+            return f"it claims to be rank {hello.rank} of {self.size}"
         return None
 
 

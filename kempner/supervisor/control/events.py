@@ -1,4 +1,4 @@
-"""What the supervisor learns of its ranks, over whatever way it comes."""
+"""Events that the supervisor receives about its ranks, from any source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The control channel where ranks cannot connect: files in the attempt's folder.
+"""The control channel through files in the attempt's folder, where ranks cannot connect.
 
 A firewall between the nodes of a job must not make a run unwatchable. Each rank appends its
 messages to a file of its own and reads the supervisor's.
@@ -45,7 +45,7 @@ class FileTransport:
         try:
             self._own.append(message)
         except OSError as error:
-            logger().warning("ranks cannot be told by file", error=error.strerror)
+            logger().warning("cannot write messages to the ranks", error=error.strerror)
 
     def news(self) -> Iterator[tuple[int, FromRank]]:
         """What ranks have written since the last call."""
@@ -64,5 +64,5 @@ def _read(file: MessageFile) -> list[bytes]:
     try:
         return file.news()
     except (OSError, MessageError) as error:
-        logger().warning("the messages of a rank cannot be read", error=str(error))
+        logger().warning("cannot read a rank's messages", error=str(error))
         return []

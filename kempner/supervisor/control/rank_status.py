@@ -1,4 +1,4 @@
-"""What the supervisor last heard of each rank, on disk for whoever asks for the run's status."""
+"""Writes each rank's last known step and phase to disk, for `kempner status`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The control channel, the supervisor's side: one thread that listens to all ranks.
+"""The supervisor's side of the control channel: one thread that serves all ranks.
 
 Whoever connects has `peers.OPENING_TIME` to prove that it knows the attempt's token; anything odd
 ends the connection, with a reason in the log, and nothing else. A rank may connect again at any
@@ -134,7 +134,7 @@ class ControlServer:
         except (BlockingIOError, ConnectionAbortedError):
             return  # it has gone again
         except OSError as error:  # out of descriptors, say: try again at the next tick
-            logger().warning("a connection could not be accepted", error=error.strerror)
+            logger().warning("cannot accept a connection", error=error.strerror)
             self._selector.unregister(self._listener)
             self._accepting = False
             return
@@ -162,7 +162,7 @@ class ControlServer:
         elif isinstance(message, Hello):
             self._admit(peer, message)
         else:
-            raise MessageError("it does not say who it is")
+            raise MessageError("it did not authenticate")
 
     def _answer(self, peer: Peer) -> None:
         """Confirm what has come, and send what had to wait."""
@@ -210,7 +210,7 @@ class ControlServer:
             if not peer.wire.sending:
                 self._send(peer, Alive())
         for peer in self._strangers.too_slow():
-            self._drop(peer, "it did not say who it is")
+            self._drop(peer, "it did not authenticate in time")
         if len(self._ranks) < self._members.size:
             self._read_files()
 

@@ -1,4 +1,4 @@
-"""The small interface behind which ranks are started, signalled and ended."""
+"""The launcher interface: start, signal and kill ranks."""
 
 from __future__ import annotations
 

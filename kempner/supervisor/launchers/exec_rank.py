@@ -1,4 +1,4 @@
-"""This process becomes a command of the user's, as one rank.
+"""Replaces this process by the user's command, as one rank.
 
     python -m kempner.supervisor.launchers.exec_rank COMMAND...
 

@@ -1,4 +1,4 @@
-"""Ranks as children of the supervisor on this machine."""
+"""Local launcher: ranks are children of the supervisor on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as the tasks of a Slurm step, one per GPU."""
+"""srun launcher: ranks are the tasks of a Slurm step, one per GPU."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class SrunLauncher:
         self._allocation = avoid(self._allocation, suspects, self._least)
         for node in self.nodes:
             if node in suspects:
-                what = "used all the same" if node in self._allocation.nodes else "left out"
+                what = "used anyway" if node in self._allocation.nodes else "left out"
                 logger().warning(f"{node} is suspect, and {what}: {suspects[node]}")
 
     def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
@@ -123,11 +123,11 @@ class SrunLauncher:
         left = len(self._allocation.nodes)
         if gone:
             verb = "does" if len(gone) == 1 else "do"
-            logger().warning(f"{', '.join(gone)} {verb} not answer; {left} nodes are left to use")
+            logger().warning(f"{', '.join(gone)} {verb} not respond; {left} nodes remain")
             if before.batch:
                 give_back(before.job, gone)
         if left < least:
-            return CannotRestart(f"{', '.join(gone)} of {len(before.nodes)} nodes: no answer", gone)
+            return CannotRestart(f"too few nodes: {', '.join(gone)} {verb} not respond", gone)
         self._starts, self._killed_at = self._starts + 1, None
         return None
 
@@ -198,7 +198,7 @@ class SrunLauncher:
         try:
             signal_tasks(self._allocation.job)
         except SlurmError as error:
-            logger().info("the tasks were not signalled", reason=str(error))
+            logger().info("could not signal the tasks", reason=str(error))
 
     def _wait(self, srun: subprocess.Popen[bytes], post: Callable[[RankExit], None]) -> None:
         status, ours = srun.wait(), self._killed_at is not None

@@ -1,4 +1,4 @@
-"""Ranks under torchrun, one per node, each a task of a Slurm step."""
+"""torchrun launcher: a Slurm step with one torchrun per node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes are not to be trusted: a pure function of what the ledger tells.
+"""Decides which nodes are suspect: a pure function of the ledger.
 
 A node is suspect by evidence, for as long as `resilience.suspect_for` says:
 

@@ -1,4 +1,4 @@
-"""What is wrong with a node, by what it said of itself: pure functions over its vitals."""
+"""Judges the nodes' health by what their probes measured: pure functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ in each group and as the host of their store."""
 SKEW = 60.0
 """Seconds that a node's clock may differ: munge, by which Slurm knows its nodes, bears with 300."""
 
-NO_ANSWER = "it does not answer"
+NO_ANSWER = "it does not respond"
 """What is wrong with a node that is gone."""
 
 
@@ -53,7 +53,7 @@ def diagnose(
     for node, reason in unseen.items():
         found.setdefault(node, {}).setdefault("shared", reason)
     for node in odd_ones({vitals.node: vitals.interface for vitals in told}):
-        found[node].setdefault("interface", "it has no interface to the network of the others")
+        found[node].setdefault("interface", "it has no interface on the network of the other nodes")
     for node in nodes:
         found.setdefault(node, {"answer": NO_ANSWER})
     common = set.intersection(*(set(ailment) for ailment in found.values()))
@@ -71,7 +71,7 @@ def ailments(vitals: ProbeResult, during: tuple[float, float], ranks: int) -> di
     found = dict(vitals.troubles)
     if vitals.memory_free < MEMORY * vitals.memory_total:
         found["memory"] = (
-            f"{_mib(vitals.memory_free)} of its {_mib(vitals.memory_total)} memory are free"
+            f"{_mib(vitals.memory_free)} of its {_mib(vitals.memory_total)} memory is free"
         )
     for folder, free in vitals.disk_free.items():
         if free < ROOM:

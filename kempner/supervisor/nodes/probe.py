@@ -1,4 +1,4 @@
-"""What a node says of itself before ranks are started on it: measured there, judged elsewhere.
+"""Health probe that runs on each node before ranks start; measures only.
 
 `python -m kempner.supervisor.nodes.probe QUESTION` prints one line of JSON. It imports neither
 torch nor the configuration, so that it takes a moment where a rank takes seconds to start.
@@ -31,7 +31,7 @@ SHM = "/dev/shm"
 
 @dataclass(frozen=True)
 class ProbeQuestion:
-    """What to look at: `folders` that all nodes share, in each of which the supervisor has written
+    """What to check: `folders` that all nodes share; in each of them the supervisor has written
     `nonce`; `interface` as configured; `on_one_node` if the ranks need no network.
     """
 
@@ -103,7 +103,7 @@ def _trouble_with(folder: Path, node: str, nonce: str) -> str:
     question, content = folder / "supervisor", nonce.encode()
     try:
         if not await_entry(question, SHARED_WITHIN) or not holds(question, content):
-            return f"{folder.parent} is not the folder of that name on the supervisor's node"
+            return f"{folder.parent} is not the same folder as on the supervisor's node"
         (folder / node).write_bytes(content)
     except OSError as error:
         return f"{folder.parent} cannot be used: {error.strerror}"

@@ -1,4 +1,4 @@
-"""What the supervisor asks of the job's nodes, one by one, and which it gives back to Slurm."""
+"""Probes nodes of the job with srun, and releases lost ones to Slurm."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def survey(
         asked.kill()
         told, complaints = asked.communicate()
     if complaints:
-        logger().info("complaints of the health check", said=complaints[-2000:])
+        logger().info("output of the failed health check", said=complaints[-2000:])
     return [answer for line in told.splitlines() if (answer := probe.read_result(line))]
 
 
@@ -86,7 +86,7 @@ def give_back(job: str, gone: Sequence[str]) -> None:
         held = scontrol.hostnames(parse_job(scontrol.show_job(job)).nodes.held)
         scontrol.keep_nodes(job, [node for node in held if node not in gone])
     except (SlurmError, ValueError) as error:
-        logger().warning("the job keeps a node that is gone", reason=str(error))
+        logger().warning("cannot release a lost node from the job", reason=str(error))
 
 
 def _answers(node: str, allocation: str | None) -> bool:

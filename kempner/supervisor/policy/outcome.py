@@ -1,4 +1,4 @@
-"""What the end of an attempt means: a pure function of how its ranks ended."""
+"""Outcome of an attempt: a pure function of how its ranks exited."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankExit:
 
     @property
     def raised(self) -> str:
-        """The first line of what the rank itself said; empty if it is gone without a word."""
+        """The first line of what the rank itself said; empty if it said nothing."""
         return "" if self.status is None else self.sentence.partition("\n")[0]
 
 
@@ -52,7 +52,7 @@ def decide_outcome(
     """
     causes = [e for e in exits if not _harmless(e, stop_requested)]
     if not exits:
-        return Decision(ExitCode.CRASHED, "no rank was ever there")
+        return Decision(ExitCode.CRASHED, "no rank was ever started")
     if all(e.status == ExitCode.COMPLETED for e in exits):
         return Decision(ExitCode.COMPLETED, "completed")
     if causes:
@@ -63,7 +63,7 @@ def decide_outcome(
         return Decision(_code(first), f"rank {first.rank} {describe_exit(first)}", first.rank)
     if any(e.status == ExitCode.STOPPED for e in exits) or stop_requested:
         return Decision(ExitCode.STOPPED, "stopped" + _go_on(stop_requested))
-    return Decision(ExitCode.PEERS_LOST, "the ranks lost each other")
+    return Decision(ExitCode.PEERS_LOST, "every rank lost a peer; cause unknown")
 
 
 def failed(exit_: RankExit) -> bool:
@@ -79,17 +79,17 @@ def describe_exit(exit_: RankExit) -> str:
 
 def _describe_status(status: int | None) -> str:
     if status is None:
-        return "is gone without a word"
+        return "disappeared without a message"
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     try:
-        return f"ended with exit code {status} ({ExitCode(status).name.lower()})"
+        return f"exited with code {status} ({ExitCode(status).name.lower()})"
     except ValueError:
-        return f"ended with exit code {status}"
+        return f"exited with code {status}"
 
 
 def _go_on(reason: StopReason) -> str:
-    return (f" ({reason.words})" if reason else "") + "; start again to go on"
+    return (f" ({reason.words})" if reason else "") + "; start again to continue"
 
 
 def _harmless(exit_: RankExit, stop_requested: StopReason) -> bool:

@@ -1,4 +1,4 @@
-"""Whether the job goes back into the queue, from what Slurm says: pure functions, with reasons."""
+"""Decides whether to requeue the job, from what Slurm says: pure functions, with reasons."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class RequeueDecision:
 
 
 _WHAT_BECOMES_OF_IT = {
-    Event.REQUEUE: "Slurm puts the job back into the queue itself: it goes on from its checkpoint",
-    Event.CANCEL: "the job was cancelled: submit it again, and it goes on",
-    Event.TIME_LIMIT_REACHED: "the job's time is over: submit it again, and it goes on",
+    Event.REQUEUE: "Slurm requeues the job itself: it continues from its checkpoint",
+    Event.CANCEL: "the job was cancelled: submit it again to continue",
+    Event.TIME_LIMIT_REACHED: "the job's time is over: submit it again to continue",
 }
 
 
@@ -49,33 +49,37 @@ def decide_requeue(
     if decision.code is not ExitCode.STOPPED and not decision.bad_nodes:
         return RequeueDecision(False, decision.reason)
     if not batch:
-        return RequeueDecision(False, "the allocation is yours: start again in it to go on")
+        return RequeueDecision(
+            False, "this is an interactive allocation: start again in it to continue"
+        )
     if job is None:
         return RequeueDecision(
-            False, "Slurm does not answer: submit the same command again to go on"
+            False, "Slurm does not respond: submit the same command again to continue"
         )
     if not job.running:
-        unclear = f"the job is {job.state}: if Slurm does not bring it back, submit it again"
+        unclear = f"the job is {job.state}: if Slurm does not requeue it, submit it again"
         return RequeueDecision(False, _WHAT_BECOMES_OF_IT.get(classify(first or job, job), unclear))
     if first is not None and job.restarts != first.restarts:
-        return RequeueDecision(False, "the job was started again meanwhile: it goes on there")
+        return RequeueDecision(
+            False, "the job was started again in the meantime: it continues there"
+        )
     if not job.may_requeue:
         return RequeueDecision(
-            False, "the job was submitted with --no-requeue: submit it again, and it goes on"
+            False, "the job was submitted with --no-requeue: submit it again to continue"
         )
     if fruitless >= MAX_REQUEUES_WITHOUT_PROGRESS and job.times.preempt is None:
         return RequeueDecision(
             False,
-            f"the job came back {fruitless} times and made no new step: it is stopped too soon. "
+            f"the job came back {fruitless} times without a new step: it is stopped too soon. "
             "Give it a longer --time or a shorter --signal, then submit it again",
         )
     why = f"{PREEMPTED}: " if job.times.preempt is not None else ""
     where, bad = "", ", ".join(decision.bad_nodes)
     if bad and scarce:
-        where = f", waits for {bad} because there are too few others"
+        where = f", to wait for {bad} because there are too few other nodes"
     elif bad:
         where = f" without {bad}"
-    what = f"the job goes back into the queue{where}, and on from its checkpoint"
+    what = f"requeueing the job{where}; it continues from its checkpoint"
     return RequeueDecision(True, why + what)
 
 

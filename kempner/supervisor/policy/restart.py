@@ -1,7 +1,7 @@
-"""Whether to start the ranks again after they failed: a pure function of what happened so far.
+"""Decides whether to restart the ranks after a failure: a pure function of the history.
 
-Progress is what counts. A run that commits a new step between two failures may fail as often as it
-likes; one that commits nothing is given up soon.
+Progress is what counts. A run that commits a new step between two failures may fail any number of
+times; kempner soon gives up on one that commits nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import Decision
 
 HEALED_BY_A_RESTART = (ExitCode.CRASHED, ExitCode.PEERS_LOST, ExitCode.HUNG)
-"""The other codes say what a person has to mend, or that all is well."""
+"""Failures that a restart can help with; the other codes need a person, or are no failure."""
 
 FAILURES = (
     *HEALED_BY_A_RESTART,
@@ -24,8 +24,8 @@ FAILURES = (
     ExitCode.CHECKPOINT_FAILED,
     ExitCode.DIVERGED,
 )
-"""The ends after which the run is started again here, or given up for good. A wrong command line is
-none: it has trained nothing, and whoever mends it starts again."""
+"""The ends after which the ranks are restarted, or kempner gives up. A wrong command line is not
+one: it has trained nothing, and whoever corrects it starts again."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,16 @@ def decide_restart(
     if any(failure.is_like(other) for other in fruitless):
         return RestartDecision(
             False,
-            f"{decision.reason}. It fails {here} every time: starting again would not help",
+            f"{decision.reason}. It fails {here} every time: a restart would not help",
         )
     if len(fruitless) >= budget:
         return RestartDecision(
             False,
-            f"{decision.reason}. {len(fruitless) + 1} attempts have saved nothing new: giving up",
+            f"{decision.reason}. {len(fruitless) + 1} attempts saved nothing new: giving up",
         )
     start = "from the beginning" if failure.committed is None else f"from step {failure.committed}"
     last = len(fruitless) + 1 >= budget
-    return RestartDecision(True, f"{decision.reason} {here}; starting again {start}", last)
+    return RestartDecision(True, f"{decision.reason} {here}; restarting {start}", last)
 
 
 def failures(history: RunHistory) -> list[Failure]:

@@ -1,4 +1,4 @@
-"""When to stop, from what Slurm says: pure functions, with reasons."""
+"""Decides when to stop, from what Slurm says: pure functions, with reasons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ earlier one was sent by hand. Slurm does not tell which it is."""
 SOONER = 1.0
 """Seconds by which a deadline must have come nearer for the ranks to be told again."""
 
-PREEMPTED = "a job of higher priority takes the nodes"
+PREEMPTED = "preempted by a job of higher priority"
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _heed_warning(left: float) -> StopOrder:
     if left > LONGEST_WARNING:
         sentence = f"a signal came {left / 3600:.1f} h before the end of the job's time"
         return StopOrder(StopReason.OPERATOR, sentence, left)
-    return StopOrder(StopReason.TIME_LIMIT, "Slurm gave a warning", max(0.0, left))
+    return StopOrder(StopReason.TIME_LIMIT, "Slurm sent a warning", max(0.0, left))
 
 
 def stop_lead(durations: Durations, longest_gap: float | None, limit: float | None) -> float:

@@ -1,4 +1,4 @@
-"""The Slurm job in which a supervisor runs: watched from a thread, and put back into the queue."""
+"""Watches the supervisor's Slurm job from a thread, and requeues it."""
 
 from __future__ import annotations
 

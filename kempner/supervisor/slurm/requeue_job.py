@@ -1,4 +1,4 @@
-"""What becomes of the Slurm job when the ranks have left."""
+"""Requeues the Slurm job after the ranks have exited, or says why not."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def _go_on(
         try:
             new = resubmit(job.id, job.arguments, run.attempt(attempt), without)
         except (SlurmError, ValueError) as error:
-            return f"slurm.resubmit does not help: {error}; submit the same command again to go on"
+            return f"slurm.resubmit failed: {error}; submit the same command again to continue"
         ledger.record(Resubmitted(job.id, as_job=new), attempt)
-        return f"the run goes on as job {new}"
-    return "submit the same command again to go on, or set slurm.resubmit=true"
+        return f"the run continues as job {new}"
+    return "submit the same command again to continue, or set slurm.resubmit=true"
 
 
 def job_facts(job: JobMonitor) -> tuple[str, int, str | None]:

@@ -1,4 +1,4 @@
-"""Where users may not requeue: the batch script, submitted again as it was the first time."""
+"""Submits the batch script again, where users may not requeue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def same_again(
     handed_on = f" {' '.join(arguments)}"
     command = submit_line.removesuffix(handed_on).split()
     if not submit_line.endswith(handed_on) or len(command) < 2:
-        raise ValueError(f"`{submit_line}` does not hand its arguments on to kempner as they are")
+        raise ValueError(f"`{submit_line}` does not pass its arguments to kempner unchanged")
     if any(word.partition("=")[0] in ("-a", "--array") for word in command):
         raise ValueError(f"`{submit_line}` would submit all elements of the array again")
     excluded = [f"--exclude={','.join(without)}"] if without else []
@@ -37,7 +37,7 @@ def resubmit(job: str, arguments: Sequence[str], folder: Path, without: Sequence
     """
     script = folder / "batch.sh"
     if script.exists():
-        raise ValueError(f"{script} was submitted already")
+        raise ValueError(f"{script} was already submitted")
     command = same_again(scontrol.submit_line(job), arguments, script, without)
     scontrol.write_script(job, script)
     # Without its own variables, which the new job would take for its own (a restart count, say).

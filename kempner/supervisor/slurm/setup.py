@@ -1,4 +1,4 @@
-"""Finds the Slurm job to train in, and says what it has."""
+"""Finds the Slurm job to train in, and prints its resources."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def find_job(environ: Mapping[str, str], given: str | None) -> str:
         raise UsageError(str(error)) from error
     if job is None:
         raise UsageError(
-            "this is no Slurm job: submit scripts/slurm/multinode.sh with sbatch, name an "
+            "this is not a Slurm job: submit scripts/slurm/multinode.sh with sbatch, name an "
             "allocation with --jobid, or use --launcher local"
         )
     return job
@@ -101,8 +101,8 @@ def element(environ: Mapping[str, str]) -> str:
 def _not_running(job: str, state: str, reason: str) -> str:
     why = f" ({reason})" if reason else ""
     if state == "PENDING":
-        return f"job {job} still waits in the queue{why}: try again when `squeue -j {job}` shows R"
-    return f"job {job} is {state}{why}: there is nothing left to train in"
+        return f"job {job} is still in the queue{why}: try again when `squeue -j {job}` shows R"
+    return f"job {job} is {state}{why}: it cannot be trained in"
 
 
 def _shorten(nodes: Sequence[str]) -> str:

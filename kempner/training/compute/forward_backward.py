@@ -1,4 +1,4 @@
-"""Forward and backward over one step's share of the global batch."""
+"""Forward and backward over a rank's share of the global batch."""
 
 from __future__ import annotations
 

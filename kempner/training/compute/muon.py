@@ -1,4 +1,4 @@
-"""Muon for the matrices inside the blocks, whole or sharded, and AdamW for everything else.
+"""Muon for the matrices inside the blocks, sharded or not, and AdamW for the rest.
 
 Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) makes the momentum of a matrix
 orthogonal, which takes the whole matrix. `torch.optim.Muon` refuses the shards of FSDP2, so a step
@@ -114,7 +114,7 @@ def orthogonalise(
     ranks: dist.ProcessGroup | None,
     iterate: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
-    """Apply `iterate` to whole matrices, of which each rank of a group has some rows.
+    """Apply `iterate` to whole matrices whose rows are spread over the ranks of a group.
 
     Matrix i is put together on rank i, and there are no more matrices than ranks. They travel as
     bfloat16, the type in which `iterate` works.

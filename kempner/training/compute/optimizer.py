@@ -1,4 +1,4 @@
-"""The optimizer, and one update of the weights."""
+"""Creates the optimizer, and updates the weights."""
 
 from __future__ import annotations
 

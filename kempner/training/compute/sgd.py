@@ -1,4 +1,4 @@
-"""SGD whose step can be called off on the device, whole or sharded."""
+"""SGD whose step the device can skip, sharded or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a rank waits for others in the collectives of a step.
+"""Measures how long a rank waits for others in a step's collectives.
 
 Ranks that train together take the same time for a step, however slow one of them is: the others
 wait for it, in the first collective that it comes late to. A rank's own work is what is left.

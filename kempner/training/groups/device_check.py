@@ -1,4 +1,4 @@
-"""A small computation whose result is known: does this device compute at all, and right?"""
+"""Device check: a small computation with a known result."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def check_device(device: torch.device, node: str) -> None:
     wrong = int((got.cpu().to(torch.float64) != expected).sum())
     if wrong:
         raise UnfitDeviceError(
-            f"{device} of {node} computes wrong: {wrong} of {SIZE * SIZE} elements of a product "
-            "are not what they must be"
+            f"{device} of {node} computes wrong results: {wrong} of {SIZE * SIZE} product elements "
+            "are wrong"
         )

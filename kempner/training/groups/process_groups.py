@@ -1,4 +1,4 @@
-"""The process groups of a rank, from the first connection to the last goodbye."""
+"""Process groups of a rank, from rendezvous to the final barrier."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def adopt(world: World, device: torch.device, timeout: timedelta) -> Ranks:
     if not dist.is_initialized():
         if world.size > 1:
             raise UsageError(
-                f"rank {world.rank} of {world.size} has not met the others yet: call "
+                f"rank {world.rank} of {world.size} is not part of a process group yet: call "
                 "torch.distributed.init_process_group first"
             )
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

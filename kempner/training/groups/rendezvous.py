@@ -1,4 +1,4 @@
-"""Meeting the other ranks with nothing but the environment, and agreeing on the network to use."""
+"""Rendezvous: ranks meet by environment variables, and agree on the network to use."""
 
 from __future__ import annotations
 

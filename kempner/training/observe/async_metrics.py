@@ -1,4 +1,4 @@
-"""The numbers of the last steps on their way to the host, which does not wait for them."""
+"""Copies loss and norm of recent steps to the host without making it wait."""
 
 from __future__ import annotations
 

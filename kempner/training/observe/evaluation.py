@@ -1,4 +1,4 @@
-"""Loss on held-out data. Draws no random number and leaves no trace in the training."""
+"""Evaluation: loss on held-out data, without any effect on training."""
 
 from __future__ import annotations
 

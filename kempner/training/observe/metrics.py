@@ -1,4 +1,4 @@
-"""What a step leaves behind: metrics, sample ids, a word on the terminal."""
+"""Records metrics and sample ids of each step, and shows progress."""
 
 from __future__ import annotations
 

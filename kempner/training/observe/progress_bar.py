@@ -1,4 +1,4 @@
-"""Progress for a person: a bar on a terminal, a plain line now and then elsewhere."""
+"""Progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the loss has left the rails, and where to go back to: pure judgements."""
+"""Detects NaN and loss spikes, and chooses where to roll back to: pure functions."""
 
 from __future__ import annotations
 

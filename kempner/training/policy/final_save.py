@@ -1,4 +1,4 @@
-"""What to do with the last steps when the ranks leave: a pure choice, made after each move."""
+"""Decides whether to make the final save before exiting: a pure choice, after each action."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Action(Enum):
 
     WAIT = "wait for the save in flight"
     SAVE = "start the last save"
-    DONE = "leave, everything is committed"
-    FAIL = "leave, the last save could not be written"
-    ABANDON = "leave, the last commit stays as it is"
-    DISCARD = "leave, the state is not worth keeping"
+    DONE = "exit, everything is committed"
+    FAIL = "exit, the last save could not be written"
+    ABANDON = "exit, the last commit stays as it is"
+    DISCARD = "exit, the state is not worth keeping"
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ def decide_final_save(now: SaveSituation) -> SaveDecision:
     lost = now.step - (now.committed or 0)
     if now.in_flight is not None:
         if time is None or time > 0:
-            return SaveDecision(Action.WAIT, "a save is under way", lost, patience=time)
-        return _abandon(now, "the save under way did not end in time")
+            return SaveDecision(Action.WAIT, "a save is in flight", lost, patience=time)
+        return _abandon(now, "the save in flight did not finish in time")
     if lost == 0:
         return SaveDecision(Action.DONE, "the last step is committed", lost)
     if now.suspicious:
-        return SaveDecision(Action.DISCARD, "the loss left the rails at the end", lost)
+        return SaveDecision(Action.DISCARD, "the loss diverged at the end", lost)
     if now.tries_left == 0:
         return SaveDecision(Action.FAIL, "the last step could not be saved", lost)
     if time is None:
@@ -96,7 +96,7 @@ def decide_final_save(now: SaveSituation) -> SaveDecision:
     if time <= 0:
         return _abandon(now, "no time was left to save")
     if now.save_times is None:
-        return SaveDecision(Action.SAVE, "no save was measured yet, so one is tried", lost)
+        return SaveDecision(Action.SAVE, "no save was measured yet, so it is tried", lost)
     usual = now.save_times.usual
     if usual <= time:
         return SaveDecision(Action.SAVE, f"a save takes {usual:.1f} s of {time:.1f} s left", lost)
@@ -112,9 +112,9 @@ def tell_loss(move: SaveDecision) -> str:
     """What ABANDON or DISCARD cost and what would have helped, for a person."""
     steps = "step is" if move.lost == 1 else f"{move.lost} steps are"
     if move.action is Action.DISCARD:
-        advice = "the next start makes them again"
+        advice = "the next start repeats them"
     elif move.enough is None:
-        advice = "how long a save takes is not known yet"
+        advice = "the duration of a save is not known yet"
     else:
         advice = f"a warning of {math.ceil(move.enough)} s would have been enough"
     return f"the last {steps} lost, because {move.reason}; {advice}"

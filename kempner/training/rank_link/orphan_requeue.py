@@ -1,4 +1,4 @@
-"""What a rank does whose supervisor is gone: put the job back into the queue.
+"""Requeues the job from a rank whose supervisor is gone.
 
 When the node of the batch script dies, a job submitted with --no-kill stays RUNNING on its other
 nodes, with nobody left to requeue it (seen on Slurm 22.05). Its ranks leave, with a checkpoint if
@@ -47,16 +47,16 @@ def decide_orphan_requeue(job: JobState, restarts: int) -> OrphanDecision:
     outlive its launch, and must leave the next one alone.
     """
     if not job.running:
-        return OrphanDecision(
-            False, f"the job is {job.state}: Slurm itself decides what becomes of it"
-        )
+        return OrphanDecision(False, f"the job is {job.state}: Slurm decides what happens to it")
     if job.restarts != restarts:
-        return OrphanDecision(False, "the job was started again meanwhile: it goes on there")
+        return OrphanDecision(
+            False, "the job was started again in the meantime: it continues there"
+        )
     if not job.may_requeue:
         return OrphanDecision(
-            False, "the job was submitted with --no-requeue: submit it again to go on"
+            False, "the job was submitted with --no-requeue: submit it again to continue"
         )
-    return OrphanDecision(True, "the supervisor is gone: the job goes back into the queue")
+    return OrphanDecision(True, "the supervisor is gone: requeueing the job")
 
 
 def hand_back(job: str, run: RunDirectory, attempt: Attempt, rank: int) -> None:
@@ -73,7 +73,7 @@ def hand_back(job: str, run: RunDirectory, attempt: Attempt, rank: int) -> None:
             _record(job, run, attempt, rank, state)
             scontrol.requeue(job)
     except (SlurmError, ValueError) as error:
-        logger().error(f"{error}; to go on, submit the same command again")
+        logger().error(f"{error}; submit the same command again to continue")
 
 
 def _claim(run: RunDirectory, attempt: Attempt, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""Who this process is, and its line to the supervisor: up before torch is imported.
+"""Connects a rank to its supervisor, before torch is imported.
 
 On a cold file system that import takes minutes, and a rank that is stuck there should be seen.
 """
@@ -130,7 +130,7 @@ def _dead_connections() -> list[tuple[str, str]]:
     try:
         return dead_connections()
     except (OSError, psutil.Error) as error:
-        logger().warning("the connections cannot be looked at", reason=str(error))
+        logger().warning("cannot inspect the connections", reason=str(error))
         return []
 
 
@@ -139,7 +139,7 @@ def _measure() -> Usage | None:
     try:
         return measure()
     except (OSError, psutil.Error) as error:
-        logger().debug("no measurement of memory", reason=str(error))
+        logger().debug("cannot measure memory", reason=str(error))
         return None
 
 
@@ -168,14 +168,14 @@ def _find_place() -> World:
 
 
 def _stop_in_silence(shutdown: ShutdownHandler, seconds: float) -> None:
-    silence = f"nothing heard from the supervisor for {seconds:.0f} s"
-    logger().warning(f"{silence}: committing, leaving")
+    silence = f"no heartbeat from the supervisor for {seconds:.0f} s"
+    logger().warning(f"{silence}: committing and exiting")
     shutdown.stop(StopReason.SUPERVISOR_LOST, sentence=silence)
 
 
 def _leave_in_silence(rank_link: RankLink, seconds: float) -> None:
     """End the process from a thread: the main one waits for a peer that may be gone for good."""
-    sentence = f"nothing moved for {seconds:.0f} s, and no supervisor says which rank is gone"
+    sentence = f"no progress for {seconds:.0f} s, and no supervisor to say which rank is gone"
     logger().error(sentence)
 
     def leave() -> None:

@@ -1,4 +1,4 @@
-"""What a rank uses of its node: memory, processes, open files. Measured now and then."""
+"""Measures what a rank uses of its node: memory, processes, open files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How ranks leave together: the state of the last step is committed if there is time, and why the
-run ends is said."""
+"""The final save: commits the last step if there is time, and says why the run ends."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ def finish(run: StoppableLoop, agreed: VoteResult) -> tuple[ExitCode, str]:
     sentence = run.shutdown.sentence(reason)
     _say_how_it_ends(run, Stopped(step, reason.label, last.lost, sentence))
     why = f" ({reason.words})" if reason else ""
-    return ExitCode.STOPPED, f"stopped after step {step}{why}; start again to go on"
+    return ExitCode.STOPPED, f"stopped after step {step}{why}; start again to continue"
 
 
 def _say_how_it_ends(run: StoppableLoop, event: Completed | Stopped) -> None:

@@ -1,4 +1,4 @@
-"""One vote per step: whatever changes the control flow, all ranks decide together.
+"""The vote: once per step all ranks agree on stop, void and rollback.
 
 The ballot is an asynchronous all-reduce (MAX) of a handful of integers on a Gloo group of its own.
 It is under way while the step computes, so that reading it afterwards costs next to nothing.
@@ -19,11 +19,11 @@ _NO_HURRY = -(1 << 62)
 
 @dataclass(frozen=True)
 class Vote:
-    """What one rank wants.
+    """The vote of one rank.
 
-    `stop` is the reason to stop after this step, NONE to go on; `void` that this rank has no data
-    for the step and that the step must therefore not count, `diverged` that the loss has left the
-    rails and that the run must go back, `failed_saves` how many saves failed in a row,
+    `stop` is the reason to stop after this step, NONE to continue; `void` that this rank has no
+    data for the step and that the step must therefore not count, `diverged` that the loss has
+    diverged and that the run must go back, `failed_saves` how many saves failed in a row,
     `seconds_left` what is left, when the vote opens, until the process is killed; None is for ever.
     """
 
@@ -34,14 +34,14 @@ class Vote:
     seconds_left: float | None = None
 
     def encode(self) -> list[int]:
-        """As integers, of which the greatest count: fewer milliseconds left make a greater one."""
+        """As integers; the greatest of each wins, so fewer milliseconds left give a greater one."""
         hurry = _NO_HURRY if self.seconds_left is None else -round(1000 * self.seconds_left)
         return [int(self.stop), int(self.void), int(self.diverged), self.failed_saves, hurry]
 
 
 @dataclass(frozen=True)
 class VoteResult(Vote):
-    """What all ranks do: of each entry the most pressing that any rank voted for."""
+    """What all ranks do: for each entry the most urgent value that any rank voted for."""
 
     @classmethod
     def decode(cls, votes: list[int]) -> Self:

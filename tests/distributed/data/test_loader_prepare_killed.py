@@ -176,7 +176,7 @@ def test_stopped_from_outside_it_leaves_no_process_and_goes_on(
     assert not psutil.wait_procs(children, timeout=30)[1]
     if number == signal.SIGINT:
         assert process.returncode == 130
-        assert errors.splitlines()[-1].startswith("kempner: interrupted; what is done is kept")
+        assert errors.splitlines()[-1].startswith("kempner: interrupted; finished files are kept")
         assert "Traceback" not in errors
     assert not (tmp_path / "out" / "index.json").exists()
     left = tree(tmp_path / "out")

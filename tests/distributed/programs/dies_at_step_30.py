@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from kempner.training.survive import survive
+from kempner import survive
 
 
 def main() -> None:

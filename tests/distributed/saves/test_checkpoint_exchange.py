@@ -32,7 +32,7 @@ def test_a_run_goes_on_from_an_imported_checkpoint_bit_for_bit(
     subprocess.run([*KEMPNER, "checkpoint", "import", stock, *into, *position], check=True)
     job = run.train()
     assert job.wait() == 0, job.output()
-    assert "the checkpoint was imported: its data is taken to be this run's" in job.output()
+    assert "the checkpoint was imported: assuming that its data is this run's" in job.output()
     expected = {step: values for step, values in reference.steps().items() if step > 20}
     assert run.steps() == expected
     assert sorted(expected) == list(range(21, 41))

@@ -167,7 +167,7 @@ def test_a_run_whose_whole_disk_is_full_trains_on(run: Run, small_disk: Path) ->
     wait_until(lambda: "metrics.jsonl" in job.output(), "a word about the metrics", job=job)
     wait_until(lambda: "checkpoint failed" in job.output(), "a word about the save", job=job)
     (small_disk / "ballast").unlink()
-    wait_until(lambda: "can be written to again" in job.output(), "the disk is noticed", job=job)
+    wait_until(lambda: "can write to file again" in job.output(), "the disk is noticed", job=job)
     job.signal()
     assert job.wait() == 75, job.output()
     last = manifest(folder / "checkpoints" / "latest")["step"]

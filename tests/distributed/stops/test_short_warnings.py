@@ -68,7 +68,7 @@ def test_a_save_that_does_not_end_is_left_to_itself_at_the_deadline(run: Run) ->
     job.signal()
     assert job.wait(30) == 75, job.output()
     assert run.latest() == kept
-    assert "the save under way did not end in time" in job.output()
+    assert "the save in flight did not finish in time" in job.output()
     assert run.events("stopped")[-1]["lost_steps"] == max(run.steps()) - kept
 
     job = run.supervise(2, *endless)

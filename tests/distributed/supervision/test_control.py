@@ -60,7 +60,7 @@ def test_peers_of_a_killed_rank_are_told_and_leave_by_themselves(run: Run) -> No
     assert "rank 1 was killed by SIGKILL" in job.output()
     how = dict(ends(run))
     assert how[1] == "was killed by SIGKILL"
-    assert all("exit code 76" in how[rank] for rank in (0, 2))
+    assert all("exited with code 76" in how[rank] for rank in (0, 2))
     (ended,) = run.events("attempt_ended")
     assert (ended["culprit"], ended["exits"]) == (1, {"1": -9, "0": 76, "2": 76})
 
@@ -86,7 +86,7 @@ def test_a_crash_is_reported_in_the_ranks_own_words(run: Run) -> None:
     job = run.supervise(1)
     assert job.wait() == 65
     *_, ended = run.events("attempt_ended")
-    assert "exit code 65 (bad_data): no checkpoint in" in ended["reason"]
+    assert "exited with code 65 (bad_data): no checkpoint in" in ended["reason"]
 
 
 def test_a_stopped_supervisor_holds_nobody_up_and_the_ledger_misses_nothing(run: Run) -> None:
@@ -118,7 +118,7 @@ def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-STOPPED = "ended with exit code 75 (stopped)"
+STOPPED = "exited with code 75 (stopped)"
 ELSEWHERE = [sys.executable, str(Path(__file__).with_name("told_by_channel_alone.py"))]
 
 
@@ -154,7 +154,7 @@ def test_a_death_that_no_launcher_sees_is_seen_by_the_channel(run: Run) -> None:
     os.kill(victim, signal.SIGKILL)
     assert job.wait() == 1
     (ended,) = run.events("attempt_ended")
-    assert ended["reason"] == "rank 1 is gone without a word"
+    assert ended["reason"] == "rank 1 disappeared without a message"
     assert (ended["culprit"], ended["exits"]) == (1, {"1": None, "0": 76})
 
 

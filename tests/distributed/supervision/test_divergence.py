@@ -189,7 +189,7 @@ def test_a_stop_among_spikes_commits_none_of_it(run: Run) -> None:
     assert run.latest() == 20
     lost = run.events("stopped")[0]["lost_steps"]
     assert lost == max(run.steps()) - 20
-    assert "because the loss left the rails at the end; the next start makes" in job.output()
+    assert "because the loss diverged at the end; the next start repeats" in job.output()
 
 
 @pytest.mark.parametrize(

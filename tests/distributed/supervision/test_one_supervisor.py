@@ -43,7 +43,7 @@ def test_a_killed_one_is_replaced_at_once_and_a_sleeping_one_finds_itself_replac
 
     awake = run.supervise(1, *options, KEMPNER_FAULTS=SLOW)
     wait_until(lambda: run.attempt() == 3, "the third to take over", job=awake)
-    assert "gave no sign of life for 2 s" in awake.output()
+    assert "did not renew its lease for 2 s" in awake.output()
     sleeping.signal(signal.SIGCONT)
     assert sleeping.wait() == 74
     assert "this run was taken over by process" in sleeping.output()

@@ -105,7 +105,7 @@ assert_saved(8, whole())
 # Whoever replaces parameters under an optimizer that keeps something for them would lose that.
 held = nn.Parameter(torch.zeros(1))
 optimizer.state[held]["exp_avg"] = torch.zeros(1)
-with pytest.raises(UsageError, match="make the optimizer afterwards"):
+with pytest.raises(UsageError, match="create the optimizer afterwards"):
     manager.save(TrainState(9))
 assert CheckpointFolder(run.checkpoints).latest() == 8
 dist.barrier()

@@ -36,7 +36,7 @@ def lose(project: Project, job: str, loss: str, node: str) -> None:
     reached = max(project.run.steps())
     project.reach(job, reached + 1)
     (suspect,) = project.events("suspect")
-    assert (suspect["node"], suspect["reason"]) == (node, "it does not answer")
+    assert (suspect["node"], suspect["reason"]) == (node, "it does not respond")
     note("lost node", loss=loss, node=node, seconds=round(time.time() - lost_at, 1))
 
 
@@ -97,7 +97,7 @@ def test_where_there_are_too_few_others_the_job_waits_for_the_node(
     project.reach(job, 31)
     cluster.crash("node2")
     project.wait_until(job, lambda: project.events("requeued"), "the requeue")
-    assert "waits for node2 because there are too few others" in project.log(job)
+    assert "to wait for node2 because there are too few other nodes" in project.log(job)
     cluster.wait_for(job, "PENDING")
     unavailable = lambda: "ReqNodeNotAvail" in cluster.job(job)["Reason"]  # noqa: E731
     project.wait_until(job, unavailable, "Slurm to wait for the node")

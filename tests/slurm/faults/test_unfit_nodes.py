@@ -24,7 +24,7 @@ def test_a_node_that_does_not_see_the_runs_folder_is_left_out(
         project.end(job)
     (suspect,) = project.events("suspect")
     assert suspect["node"] == "node2"
-    assert "not the folder of that name on the supervisor's node" in suspect["reason"]
+    assert "not the same folder as on the supervisor's node" in suspect["reason"]
     assert "node2 is suspect, and left out" in project.log(job)
     assert [e["ranks"] for e in project.events("attempt_started")] == [2]
     assert_like(project.run, undisturbed)
@@ -55,7 +55,7 @@ def test_a_save_that_another_node_wrote_elsewhere_is_none(
     with runs_hidden_from_node2(project):
         job = project.train(*LONG, "--checkpoint.max_failures=1", nodes=2)
         project.end(job, deadline=300)
-    assert "node2 is suspect, and used all the same" in project.log(job)
+    assert "node2 is suspect, and used anyway" in project.log(job)
     (reason,) = {why for e in project.events("checkpoint_failed") for why in e["reasons"].values()}
     assert "its rank has written __1_0.distcp, but rank 0 does not see it in" in reason
     assert_moved_away_from_node2(cluster, project, job)
@@ -78,7 +78,7 @@ def test_a_node_that_does_not_see_a_checkpoint_has_no_say_about_it(
         project.end(job, deadline=300)
     (suspect,) = project.events("suspect")
     assert suspect["node"] == "node2"
-    assert f"step-{step:08d} is not seen from node2" in suspect["reason"]
+    assert f"step-{step:08d} is not visible on node2" in suspect["reason"]
     assert project.events("checkpoint_damaged") == []
     assert_moved_away_from_node2(cluster, project, job)
     assert_like(project.run, undisturbed)
@@ -98,7 +98,7 @@ def runs_hidden_from_node2(project: Project) -> Iterator[None]:
 
 def assert_moved_away_from_node2(cluster: Cluster, project: Project, job: str) -> None:
     (requeued,) = project.events("requeued")
-    assert "back into the queue without node2" in requeued["reason"]
+    assert "requeueing the job without node2" in requeued["reason"]
     assert cluster.job(job)["Restarts"] == "1"
     *before, after = [e["nodes"] for e in project.events("attempt_started")]
     assert set(before) == {"node[1-2]"}

@@ -64,7 +64,7 @@ def test_ctrl_c_ends_the_run_and_nothing_else(project: Project, busy: str) -> No
     press(first, CTRL_C)
     said, _ = first.communicate(timeout=60)
     assert first.returncode == 75, said
-    assert "the allocation is yours: start again in it to go on" in said
+    assert "this is an interactive allocation: start again in it to continue" in said
     (stopped,) = project.events("stopped")
     assert project.run.latest() == stopped["step"]
     assert steps(project.cluster, busy) == [f"{busy}.0"]
@@ -95,7 +95,7 @@ def test_a_shell_of_salloc_trains_in_its_own_allocation(project: Project) -> Non
 @pytest.mark.parametrize(
     ("submitted", "sentence"),
     [
-        (True, "kempner: job {job} still waits in the queue (BeginTime): try again when "),
+        (True, "kempner: job {job} is still in the queue (BeginTime): try again when "),
         (False, "kempner: `scontrol show job -o {job}` was refused: "),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_node_off_the_fabric_is_named_by_every_rank(cluster: Cluster, config: 
     job, output = submit(cluster, config, "-n2")
     cluster.wait_for(job, "FAILED")
     text = output.read_text()
-    assert text.count("mend the interface of node2, leave it out") == 2, text
+    assert text.count("fix the interface of node2, leave it out") == 2, text
     assert "node1: ib0 (10.10.0.11); node2: em4 (10.20.0.12)" in text
     assert "Traceback" not in text
     assert cluster.job(job)["ExitCode"] == "2:0"

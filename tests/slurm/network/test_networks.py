@@ -77,6 +77,6 @@ def test_a_node_off_the_fabric_is_named_in_the_jobs_log(project: Project, cluste
     project.end(job, "FAILED")
     assert cluster.job(job)["ExitCode"] == "2:0"
     log = project.log(job)
-    assert "mend the interface of node2, leave it out with `sbatch --exclude`" in log
+    assert "fix the interface of node2, leave it out with `sbatch --exclude`" in log
     assert "Traceback" not in log
     assert project.run.steps() == {}

@@ -64,6 +64,6 @@ def test_the_time_limit_costs_nothing(
         assert said == [reason.label for reason in reasons]
         assert_named(side.run.record, reasons[-1], 1, 2, side.log(job))
     asked = [event["sentence"] for event in project.events("stop_requested")]
-    assert asked == ["SIGTERM", "Slurm gave a warning"]
+    assert asked == ["SIGTERM", "Slurm sent a warning"]
     (asked_alone,) = unwarned.events("stop_requested")
     assert "left of the job's time" in asked_alone["sentence"]

@@ -44,8 +44,8 @@ def test_every_kind_of_preemption_in_a_row_costs_nothing(
     assert all(event["lost_steps"] == 0 for event in project.events("stopped"))
     said = [event["reason"] for event in project.events("requeued")]
     assert len(said) == [state for _, state, _ in ways].count("REQUEUED")
-    assert all("a job of higher priority takes the nodes" in reason for reason in said)
-    assert "Slurm puts the job back into the queue itself" in project.log(job)
+    assert all("preempted by a job of higher priority" in reason for reason in said)
+    assert "Slurm requeues the job itself" in project.log(job)
     assert f"Restart cnt: {len(ways)}" in project.log(job)
     for number, (_, _, reason) in enumerate(ways, start=1):
         assert_named(project.run.record, reason, number, 2, project.log(job))

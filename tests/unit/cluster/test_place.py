@@ -199,7 +199,7 @@ def test_nodes_may_name_the_same_network_differently() -> None:
 
 def test_a_node_off_the_fabric_is_named_with_all_interfaces() -> None:
     sentence = disagreement({"node1": IB, "node2": MANAGEMENT, "node3": IB})
-    assert "mend the interface of node2, leave it out" in sentence
+    assert "fix the interface of node2, leave it out" in sentence
     for part in ("node1: ib0 (10.10.0.11)", "node2: em4 (10.20.0.11)", "node3: ib0"):
         assert part in sentence
 

@@ -104,5 +104,5 @@ def test_another_launchs_beacon_is_passed_over(salt: str, monkeypatch: pytest.Mo
 
 
 def test_without_a_rank_0_the_ports_are_named(salt: str) -> None:
-    with pytest.raises(TimeoutError, match=f"no rank 0 .* {candidates(salt)[0]}"):
+    with pytest.raises(TimeoutError, match=f"rank 0 was not found .* {candidates(salt)[0]}"):
         find(HERE, salt, 0.01)

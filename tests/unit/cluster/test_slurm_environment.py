@@ -87,12 +87,12 @@ def test_torchrun_inside_a_step_wins() -> None:
 @pytest.mark.parametrize(
     ("change", "culprit"),
     [
-        ({"SLURM_PROCID": ""}, "SLURM_PROCID to no number"),
+        ({"SLURM_PROCID": ""}, "SLURM_PROCID to something that is not a number"),
         ({"SLURM_PROCID": "8"}, "RANK=8 of 8"),
         ({"SLURM_LOCALID": "4"}, "LOCAL_RANK=4 of 4"),
         ({"SLURM_NODEID": "2"}, "SLURM_NODEID=2"),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x3)"}, r"SLURM_STEP_TASKS_PER_NODE=4\(x3\)"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "four"}, "'four' is no list of counts"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "four"}, "'four' is not a Slurm list of counts"),
         ({"SLURM_STEP_NUM_TASKS": "eight"}, "'eight'"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_host_list_is_expanded(text: str, hosts: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["", "node[1-", "node1]", "n[3-1]", "n[a-b]", "n[]", "a,,b"])
 def test_what_is_no_host_list_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no host list"):
+    with pytest.raises(ValueError, match="not a Slurm host list"):
         expand_hosts(text)
 
 
@@ -175,7 +175,7 @@ def test_every_spelling_of_gpus_is_counted(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["four", "gpu:4x", "4x", "gpu:4;2", ":4"])
 def test_what_is_no_number_of_gpus_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no number of GPUs"):
+    with pytest.raises(ValueError, match="not a Slurm number of GPUs"):
         count_gpus(text)
 
 
@@ -200,8 +200,8 @@ NODE = {"RealMemory": "16000", "Gres": "gpu:h100:8(S:0-1)"}
         ("sbatch 2x4", (8, "ON_NODE"), (8000, "PER_NODE"), (4, "GPUS_ON_NODE")),
         ("sbatch --gpus=6 --mem-per-gpu", (1, "ON_NODE"), (4000, "PER_GPU x 4"), (4, "ON_NODE")),
         ("srun --gpus=6, rank 1 on node2", (1, "ON_NODE"), (2000, "PER_GPU x 2"), (2, "ON_NODE")),
-        ("salloc shell", (4, "JOB_CPUS_PER_NODE"), (None, "neither"), (4, "GPUS_PER_NODE")),
-        ("sbatch --gres=gpu:2 --mem=0", (1, "ON_NODE"), (None, "neither"), (2, "ON_NODE")),
+        ("salloc shell", (4, "JOB_CPUS_PER_NODE"), (None, "not set"), (4, "GPUS_PER_NODE")),
+        ("sbatch --gres=gpu:2 --mem=0", (1, "ON_NODE"), (None, "not set"), (2, "ON_NODE")),
     ],
 )
 def test_resources_come_from_the_environment(
@@ -249,7 +249,7 @@ def test_memory_falls_back_on_the_controller(
         ({}, JOB, NODE, Amount(4, "scontrol show job: TresPerNode")),
         ({"CUDA_VISIBLE_DEVICES": "0,3"}, {}, NODE, Amount(2, "CUDA_VISIBLE_DEVICES")),
         ({"CUDA_VISIBLE_DEVICES": ""}, {}, NODE, Amount(8, "scontrol show node: Gres")),
-        ({}, {"NumCPUs": "1"}, NODE, Amount(None, "neither Slurm nor the configuration says")),
+        ({}, {"NumCPUs": "1"}, NODE, Amount(None, "not set by Slurm or the configuration")),
         ({}, {}, {"Gres": "nvme:2"}, Amount(0, "scontrol show node: Gres")),
         ({}, {}, {"Gres": "(null)"}, Amount(0, "scontrol show node: Gres")),
     ],

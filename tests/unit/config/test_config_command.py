@@ -69,7 +69,7 @@ def test_check_says_that_the_data_decides_the_size(
 ) -> None:
     assert run("config", "check", path) == 0
 
-    assert "parameter count unknown: model.vocab_size is left" in capsys.readouterr().out
+    assert "parameter count unknown: model.vocab_size is not" in capsys.readouterr().out
 
 
 def test_the_schema_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,19 +31,19 @@ def test_plain_words(text: str, expected: tuple[object, ...]) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "is no fault; write KIND rank R"),
-        ("kill", "is no fault; write KIND rank R"),
-        ("kill rank -1 at step 2", "is no fault; write"),
-        ("kill rank 1 at step 2 please", "is no fault; write"),
-        ("kill rank 1 in save at step 2", "is no fault; write"),
+        ("", "is not a fault; write KIND rank R"),
+        ("kill", "is not a fault; write KIND rank R"),
+        ("kill rank -1 at step 2", "is not a fault; write"),
+        ("kill rank 1 at step 2 please", "is not a fault; write"),
+        ("kill rank 1 in save at step 2", "is not a fault; write"),
         ("nuke rank 1 at step 2", "the kinds are kill, stop"),
         ("nan rank 1 at step 2 in save", "nan can happen in step only"),
         ("kill rank 1 at step 2 in bed", "kill can happen in step, start, load, eval, save, stage"),
         ("disk_full rank 1 at step 2 in step", "disk_full can happen in save only"),
         ("kill rank 1", "step needs a step; name one"),
         ("hang rank 1 in save", "save needs a step; name one"),
-        ("kill rank 1 at step 3 in load", "load comes before any step; leave the step out"),
-        ("kill rank 1 by 3 at step 2", "`by` means nothing to kill"),
+        ("kill rank 1 at step 3 in load", "load comes before any step; remove the step"),
+        ("kill rank 1 by 3 at step 2", "`by` has no effect on kill"),
     ],
 )
 def test_what_is_none_is_quoted_in_one_sentence(text: str, complaint: str) -> None:

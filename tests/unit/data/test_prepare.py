@@ -266,14 +266,14 @@ def test_a_directory_with_something_else_is_refused(tmp_path: Path) -> None:
         ("missing.txt", None, UsageError, r"missing\.txt does not exist"),
         ("empty.txt", b"", UsageError, r"no text in .*empty\.txt"),
         ("a.jsonl", b"\n \n", DataError, r"nothing to prepare"),
-        ("a.gz", b"\x1f\x8b", UsageError, r"a\.gz is no plain text: unpack"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', DataError, r"a\.jsonl:2: the line is no JSON"),
+        ("a.gz", b"\x1f\x8b", UsageError, r"a\.gz is not plain text: unpack"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', DataError, r"a\.jsonl:2: the line is not JSON"),
         ("a.jsonl", b'{"text": "x"}\n\n\xff\n', DataError, r"a\.jsonl:3: the line is not UTF-8"),
         ("a.jsonl", b"[1]\n", DataError, r"a\.jsonl:1: the line is a JSON list, not an object"),
         ("a.jsonl", b'{"body": "x"}', DataError, r'a\.jsonl:1: .*no key "text" \(it has: body\)'),
-        ("a.jsonl", b'{"text": 1}', DataError, r'a\.jsonl:1: the value of "text" is no string'),
+        ("a.jsonl", b'{"text": 1}', DataError, r'a\.jsonl:1: the value of "text" is not a string'),
         ("a.jsonl", b'{"text": "\\ud800"}', DataError, r"a\.jsonl:1: .*half a surrogate pair"),
-        ("a.jsonl", b"[" * 100_000, DataError, r"a\.jsonl:1: the line is JSON of too many levels"),
+        ("a.jsonl", b"[" * 100_000, DataError, r"a\.jsonl:1: the line is nested too deeply"),
     ],
 )
 def test_unusable_text_is_refused(
@@ -295,7 +295,7 @@ def test_a_bad_line_of_a_later_piece_is_counted_from_the_start(tmp_path: Path) -
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.png").touch()
-    with pytest.raises(UsageError, match=r"holds no text file \(\.jsonl, \.md, \.text, \.txt\)"):
+    with pytest.raises(UsageError, match=r"contains no text file \(\.jsonl, \.md, \.text, \.txt\)"):
         prepare(tmp_path / "out", [tmp_path])
 
 

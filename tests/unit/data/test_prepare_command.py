@@ -28,8 +28,8 @@ def test_it_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out, errors = capsys.readouterr()
     assert out == (
         f"{tmp_path}/out prepared: 5 tokens, 1 documents, 1 token files, "
-        "byte tokenizer of 257 tokens in uint16; empty documents left out: 1; "
-        f"files left out as no text: 1, {texts}/c.png first\n"
+        "byte tokenizer of 257 tokens in uint16; empty documents skipped: 1; "
+        f"files skipped because they are not text: 1, {texts}/c.png first\n"
     )
     assert "preparing: 4 of 4 bytes" in errors.replace("\n", " ")
     assert "\x1b" not in errors

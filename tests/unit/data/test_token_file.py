@@ -282,7 +282,7 @@ def test_a_torn_index_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["missing", "file"])
 def test_no_prepared_data_says_how_to_make_it(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("text")
-    with pytest.raises(DataError, match=rf"{name} is no prepared data.*kempner prepare --out"):
+    with pytest.raises(DataError, match=rf"{name} is not prepared data.*kempner prepare --out"):
         Corpus.open(tmp_path / name)
 
 

@@ -61,11 +61,11 @@ def test_the_type_is_the_narrowest_that_holds_every_token(
 
 def test_the_token_for_the_end_can_be_named(tmp_path: Path) -> None:
     path = str(save_tokenizer(tmp_path / "tokenizer.json", end="<fin>"))
-    with pytest.raises(UsageError, match=r"none of the usual tokens.*--eot TOKEN"):
+    with pytest.raises(UsageError, match=r"none of the usual end-of-document tokens.*--eot TOKEN"):
         find_tokenizer(path)
     expected = Tokenizer.from_file(path).token_to_id("<fin>")
     assert find_tokenizer(path, eot="<fin>").eot == expected
-    with pytest.raises(UsageError, match=r"--eot <end> is no token of .*tokenizer\.json"):
+    with pytest.raises(UsageError, match=r"--eot <end> is not a token of .*tokenizer\.json"):
         find_tokenizer(path, eot="<end>")
 
 
@@ -80,7 +80,7 @@ def test_bytes_have_their_own_end() -> None:
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer\.json: "):
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer\.json: "):
         find_tokenizer(str(path))
 
 

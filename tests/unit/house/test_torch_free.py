@@ -14,6 +14,7 @@ import pytest
 import tomli
 from packaging.requirements import Requirement
 
+import kempner
 from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest, encode, whole_sum
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
 from kempner.checkpoint.format.train_state import TrainState
@@ -129,6 +130,42 @@ def test_importing_the_torch_free_side_leaves_torch_alone() -> None:
         assert names <= set(imported)
 
 
+IMPORT_NAME = """
+import sys
+import kempner
+assert "torch" not in sys.modules
+assert not any(name.startswith("kempner.") for name in sys.modules)
+print(getattr(kempner, sys.argv[1]).__module__, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "home", "needs_torch"),
+    [
+        ("survive", "kempner.training.survive", True),
+        ("CheckpointManager", "kempner.checkpoint.manager", True),
+        ("ShutdownHandler", "kempner.training.rank_link.shutdown", False),
+    ],
+)
+def test_a_public_name_is_imported_when_it_is_used(name: str, home: str, needs_torch: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_NAME, name],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [home, str(needs_torch)]
+
+
+def test_the_public_names_are_listed_and_others_refused() -> None:
+    assert set(kempner.__all__) <= set(dir(kempner))
+    with pytest.raises(AttributeError, match="has no attribute 'survive_all'"):
+        _ = kempner.survive_all  # type: ignore[attr-defined]
+
+
 def test_torch_would_have_been_seen() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL, "kempner.model.transformer"],
@@ -163,6 +200,10 @@ def test_the_torch_free_side_imports_without_torch(without_torch: Runner) -> Non
     [
         ("--version", "kempner "),
         ("--help", "supervise"),
+        ("-h", "supervise"),
+        ("", "supervise"),
+        ("supervise -h", "--nproc"),
+        ("checkpoint verify -h", "--help"),
         ("config schema", "Number of optimizer steps in the whole run."),
         ("supervise --help", "--nproc"),
         ("train --help", "CONFIG"),

@@ -31,7 +31,7 @@ def test_counts_that_contradict_each_other_are_told(
     counts: tuple[int | None, int | None, int | None], state: str, agree: bool
 ) -> None:
     said = JobStatus("7", state, "", Restarts(*counts)).rows()["restarts"]
-    assert ("THEY DO NOT AGREE" not in said) is agree
+    assert ("THEY DISAGREE" not in said) is agree
 
 
 def test_the_run_of_a_job_is_the_one_whose_ledger_knows_it(tmp_path: Path) -> None:
@@ -40,5 +40,5 @@ def test_the_run_of_a_job_is_the_one_whose_ledger_knows_it(tmp_path: Path) -> No
         run.path.mkdir()
         Ledger(run.ledger).record(AttemptStarted(1, job, restarts=0), attempt=1)
     assert find_run("8_2", tmp_path).path == tmp_path / "c"
-    with pytest.raises(UsageError, match=r"no run below .* is of job 9"):
+    with pytest.raises(UsageError, match=r"no run below .* belongs to job 9"):
         find_run("9", tmp_path)

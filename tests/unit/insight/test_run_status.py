@@ -67,7 +67,7 @@ def ended(reason: str) -> dict[str, Any]:
     ("lines", "state"),
     [
         ([], "not started"),
-        ([STARTED], "running, or ended without a word"),
+        ([STARTED], "running, or ended without a message"),
         ([requested("time_limit")], "asked to stop (time limit)"),
         ([requested("signal"), stopped("cancel")], "stopped (cancel)"),
         ([stopped("SIGNAL")], "stopped"),

@@ -35,7 +35,10 @@ def test_a_device_that_computes_right_passes() -> None:
 
 
 def test_one_wrong_element_is_enough() -> None:
-    with Flaky(), pytest.raises(UnfitDeviceError, match="cpu of node2 computes wrong: 1 of"):
+    with (
+        Flaky(),
+        pytest.raises(UnfitDeviceError, match="cpu of node2 computes wrong results: 1 of"),
+    ):
         check_device(CPU, "node2")
 
 

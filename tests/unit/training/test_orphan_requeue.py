@@ -11,13 +11,13 @@ from kempner.training.rank_link.orphan_requeue import decide_orphan_requeue
 @pytest.mark.parametrize(
     ("state", "may_requeue", "restarts", "requeue", "words"),
     [
-        ("RUNNING", "1", "2", True, "goes back into the queue"),
-        ("SIGNALING", "1", "2", True, "goes back into the queue"),
+        ("RUNNING", "1", "2", True, "requeueing the job"),
+        ("SIGNALING", "1", "2", True, "requeueing the job"),
         ("RUNNING", "0", "2", False, "--no-requeue"),
         ("COMPLETING", "1", "2", False, "is COMPLETING"),
         ("CANCELLED", "1", "2", False, "is CANCELLED"),
         ("PENDING", "1", "3", False, "is PENDING"),
-        ("RUNNING", "1", "3", False, "started again meanwhile"),
+        ("RUNNING", "1", "3", False, "started again in the meantime"),
     ],
 )
 def test_only_a_running_job_is_requeued(

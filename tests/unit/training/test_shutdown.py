@@ -152,13 +152,13 @@ def test_a_connected_rank_says_why_it_leaves_and_leaves_once(
     monkeypatch.setattr(shutdown_module, "exit_before_training", leave)
     shutdown = ShutdownHandler()
     shutdown.connect(lambda sentence: said.append((sentence, threading.current_thread().name)))
-    shutdown.stop(StopReason.TIME_LIMIT, 30.0, "Slurm gave a warning")
+    shutdown.stop(StopReason.TIME_LIMIT, 30.0, "Slurm sent a warning")
     assert left.wait(20)
     shutdown.stop(StopReason.CANCEL)
     shutdown._signalled(Received(signal.SIGTERM, time.monotonic()))
     assert said == [
         ("stopped before training began (time limit)", "exit"),
-        "Slurm gave a warning",
+        "Slurm sent a warning",
     ]
     alone = ShutdownHandler()
     alone._signalled(Received(signal.SIGTERM, time.monotonic()))

@@ -202,7 +202,7 @@ def test_nothing_is_overwritten(
 ) -> None:
     out.symlink_to("nowhere")
     assert kempner("export", run.path, f"--format={format_}", "--out", out) == 2
-    assert f"{out} is there already" in capsys.readouterr().err
+    assert f"{out} exists already" in capsys.readouterr().err
     assert [path.name for path in out.parent.iterdir()] == ["new"]
 
 

@@ -123,7 +123,7 @@ def test_what_is_left_out_is_said(tmp_path: Path, into: Path, capsys: Captured) 
     assert read(into / "checkpoints" / "latest").identity.optimizer is None
     said = capsys.readouterr().out
     assert f"{into}/checkpoints/step-00000000: committed, 6 tensors, step 0, cursor 0\n" in said
-    assert "left out, because a run makes it anew: loader.position, rng\n" in said
+    assert "not imported, because a run creates it: loader.position, rng\n" in said
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_names_that_fit(tensors: list[str], others: list[str], names: list[str])
         ([], [], "but none; save"),
         (["a.model.x", "b.model.x"], [], "no keys model"),
         (["model.a", *(f"optimizer.state.{n}.m" for n in range(9))], [], "0.m, .* and 6 more can"),
-        (["model.a"], ["model.a._extra_state"], "model.a._extra_state cannot be taken over"),
+        (["model.a"], ["model.a._extra_state"], "model.a._extra_state cannot be imported"),
         (["model.a"], ["optimizer.state.a.step"], "optimizer.state.a.step cannot"),
         (["model.a", "optim.a.m", "optim.state.a.m"], [], "optim.state.a.m cannot"),
     ],
@@ -205,9 +205,9 @@ def say_compressed(metadata: Any) -> None:
     ("change", "words"),
     [
         (lose_a_chunk, "model.first.weight does not have all of its elements"),
-        (point_elsewhere, "is stored nowhere in this folder"),
-        (swap_places, "is not of the dtype and shape that it should be"),
-        (cut_lengths, "is refused: it is no plain tensor"),
+        (point_elsewhere, "is not stored in this folder"),
+        (swap_places, "does not have the expected dtype and shape"),
+        (cut_lengths, "is refused: it is not a plain tensor"),
         (say_compressed, "is compressed or encrypted"),
     ],
 )
@@ -247,17 +247,17 @@ def test_a_container_that_runs_something_is_refused(
     (stock / "__9_0.distcp").write_bytes(attack.getvalue())
     damage_metadata(stock, point_at_attack)
     assert kempner("import", stock, "--into", into) == 65
-    assert "is refused: it is no plain tensor" in capsys.readouterr().err
+    assert "is refused: it is not a plain tensor" in capsys.readouterr().err
     (stock / ".metadata").write_bytes(pickle.dumps(Runs(os.mkdir, str(mark))))
     assert kempner("import", stock, "--into", into) == 65
-    assert "does not belong there" in capsys.readouterr().err
+    assert "is not allowed there" in capsys.readouterr().err
     assert not mark.exists()
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path, into: Path, capsys: Captured) -> None:
     assert kempner("import", tmp_path, "--into", into) == 65
     said = capsys.readouterr().err
-    assert f"{tmp_path}/.metadata cannot be read (No such file or directory); give" in said
+    assert f"{tmp_path}/.metadata cannot be read (No such file or directory); name" in said
     assert not into.exists()
 
 

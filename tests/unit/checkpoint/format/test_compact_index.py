@@ -79,19 +79,19 @@ def test_a_checkpoint_with_an_index_loads_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "it is no index"),
-        (b"[]", "it is no index"),
-        (b"[" * 100_000, "it is no index"),
-        (pickle.dumps({"format": 1}), "it is no index"),
+        (b"", "it is not an index"),
+        (b"[]", "it is not an index"),
+        (b"[" * 100_000, "it is not an index"),
+        (pickle.dumps({"format": 1}), "it is not an index"),
         ({"format": 2}, "format 2"),
-        ({"tensors": [["w", [2], "float32", [1]]]}, "it is no index"),
+        ({"tensors": [["w", [2], "float32", [1]]]}, "it is not an index"),
         ({"tensors": [["w", [-2], "float32", [1], [0]]]}, "'w' makes no sense"),
         ({"tensors": [["w", [2.5], "float32", [1], [0]]]}, "'w' makes no sense"),
         ({"tensors": [["w", [2], "float32", [0], [0]]]}, "'w' makes no sense"),
         ({"tensors": [["w", [2], "float32", [1], [1]]]}, "'w' makes no sense"),
         ({"tensors": [["w", [2], "float32", [1], [0, 0]]]}, "'w' makes no sense"),
         ({"tensors": [["w", [2], "os.system", [1], [0]]]}, "'w' makes no sense"),
-        ({"tensors": [["w", [2], "load", [1], [0]]]}, "w is load, which is no dtype"),
+        ({"tensors": [["w", [2], "load", [1], [0]]]}, "w is load, which is not a dtype"),
     ],
 )
 def test_what_is_no_index_is_refused_even_with_a_matching_manifest(

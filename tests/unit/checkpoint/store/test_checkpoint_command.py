@@ -73,7 +73,7 @@ def test_a_link_to_nothing_is_told(run: RunDirectory, capsys: Captured) -> None:
     (run.checkpoints / "latest").unlink()
     (run.checkpoints / "latest").symlink_to("step-00000099")
     assert kempner("list", run.path) == 0
-    assert "latest names step 99, which is not there" in capsys.readouterr().out
+    assert "`latest` names step 99, which does not exist" in capsys.readouterr().out
 
 
 def test_verify_names_rank_file_and_block_and_list_remembers(
@@ -164,7 +164,7 @@ def test_prune_tells_what_it_cannot_delete(run: RunDirectory, capsys: Captured) 
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(busy)], check=True)
     try:
         assert kempner("prune", run.path, "--keep-last=1") == 74
-        assert "could not be deleted: step 20 (" in capsys.readouterr().err
+        assert "could not delete: step 20 (" in capsys.readouterr().err
     finally:
         (mounted,) = run.checkpoints.glob("*step-00000020*/__0_0.distcp")
         subprocess.run(["umount", str(mounted)], check=True)
@@ -174,11 +174,11 @@ def test_prune_tells_what_it_cannot_delete(run: RunDirectory, capsys: Captured) 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["list", "{run}/nowhere"], "holds no checkpoint; give a run's directory"),
+        (["list", "{run}/nowhere"], "contains no checkpoint; name a run's directory"),
         (["verify", "{run}", "15"], "step 15 is not committed in {run}/checkpoints; these are: 10"),
         (["prune", "{run}"], "--keep-last"),
         (["prune", "{run}", "--keep-last=0"], "--keep-last"),
-        (["prune", "{run}/checkpoints/latest", "--keep-last=1"], "is one checkpoint; give"),
+        (["prune", "{run}/checkpoints/latest", "--keep-last=1"], "is one checkpoint; name"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_sentence(

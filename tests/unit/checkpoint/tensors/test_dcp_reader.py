@@ -65,7 +65,7 @@ def test_a_hostile_metadata_runs_nothing(checkpoint: Path, mark: Path, protocol:
     ):
         content = pickle.dumps(attack, protocol)
         (checkpoint / ".metadata").write_bytes(content)
-        with pytest.raises(DataError, match="does not belong there"):
+        with pytest.raises(DataError, match="is not allowed there"):
             RestrictedReader(checkpoint).read_metadata()
         assert not mark.exists()
     with pytest.raises(FileNotFoundError):

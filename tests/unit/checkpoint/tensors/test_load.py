@@ -149,7 +149,7 @@ def test_what_follows_the_last_tensor_is_checked_too(tmp_path: Path) -> None:
     for name, words in (
         (data_file(0), f"{data_file(0)}: block 1 "),
         (data_file(1), f"{data_file(1)}: has 1 bytes"),
-        ("sums-00001.json", f"{data_file(1)}: its block sums, sums-00001.json: checksum"),
+        ("sums-00001.json", f"{data_file(1)}: its block checksums, sums-00001.json: checksum"),
     ):
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(flip_last(content))
@@ -188,7 +188,7 @@ def test_a_part_that_nobody_wrote_is_missed(tmp_path: Path) -> None:
     metadata = RestrictedReader(folder).read_metadata()
     del metadata.state_dict_metadata["weights"].chunks[1]  # type: ignore[union-attr]
     contents = StockContents(metadata)
-    with pytest.raises(DataError, match=r"weights: the (checkpoint does not hold|part at)"):
+    with pytest.raises(DataError, match=r"weights: the (checkpoint does not contain|part at)"):
         fill(blank(), folder, manifest, contents)
 
 

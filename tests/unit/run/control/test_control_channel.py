@@ -207,7 +207,7 @@ def test_a_lost_peer_ends_a_process_whose_main_thread_is_stuck(supervisor: Super
     wait_until(lambda: stacks.exists() and "wait" in stacks.read_text(), "the stacks")
     supervisor.channel.tell(PeerLost(0, "was killed by SIGKILL"))
     words = supervisor.expect(Heard).message
-    assert words == Outcome(1, 76, "left, because rank 0 was killed by SIGKILL")
+    assert words == Outcome(1, 76, "exited, because rank 0 was killed by SIGKILL")
     _, said = stuck.communicate(timeout=20)
     assert stuck.returncode == 76
     assert "rank 0 was killed by SIGKILL" in said

@@ -42,7 +42,7 @@ def impostors(s: Supervisor) -> dict[str, tuple[Launch, int]]:
     return {
         "it does not know the token": (s.launch(secret=Secret.new()), 0),
         "it belongs to attempt 2": (other, 0),
-        "it calls itself rank 4 of 4": (s.launch(), SIZE),
+        "it claims to be rank 4 of 4": (s.launch(), SIZE),
     }
 
 
@@ -157,7 +157,7 @@ def test_who_never_says_who_it_is_has_to_go(
     stranger.challenge()
     assert stranger.is_hung_up_on()
     wait_until(supervisor.refusals, "the reason")
-    assert supervisor.refusals() == ["it did not say who it is"]
+    assert supervisor.refusals() == ["it did not authenticate in time"]
 
 
 def test_a_rank_that_does_not_read_is_given_up_and_the_others_hear_all(
@@ -178,7 +178,7 @@ def test_a_rank_that_does_not_read_is_given_up_and_the_others_hear_all(
         assert rank.stops.get(timeout=20).seconds_left == float(told)
         told += 1
         assert told < 1000
-    assert supervisor.expect(Disconnected) == Disconnected(0, "it does not read what it is sent")
+    assert supervisor.expect(Disconnected) == Disconnected(0, "it does not read its messages")
 
 
 def test_a_false_supervisor_is_not_obeyed(supervisor: Supervisor) -> None:

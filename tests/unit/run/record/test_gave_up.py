@@ -34,14 +34,14 @@ def test_the_verdict_says_who_where_when_why_and_what_to_do(run: RunDirectory) -
         "gave up after attempt 1: no rank has moved for 9 s",
         '  failed first: rank 3 on node7, at step 30: ValueError: "a"\\b',
         f"  see: {run.stacks(1, 3)}",
-        "  what to do: see in the stacks what each rank was waiting for; then delete "
+        "  what to do: look in the stacks for what each rank was waiting for; then delete "
         f"{run.gave_up}, and start again",
     ]
     assert read(run) == told
     assert tomli.loads(run.gave_up.read_text())["step"] == 30
     (event,) = read_lines(run.ledger)
     assert (event["event"], event["code"], event["node"]) == ("gave_up", 77, "node7")
-    with pytest.raises(GaveUpError, match="was given up before") as refusal:
+    with pytest.raises(GaveUpError, match="gave up on this run before") as refusal:
         refuse_if_given_up(run)
     assert refusal.value.code is ExitCode.HUNG
     run.gave_up.unlink()

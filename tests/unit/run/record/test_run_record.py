@@ -73,13 +73,13 @@ def test_a_journal_that_cannot_be_written_is_said_once_and_counted(
     journal = JsonlWriter(path)
     for step in range(3):
         journal.append({"step": step})
-    assert capsys.readouterr().err.count("cannot be written to") == 1
+    assert capsys.readouterr().err.count("cannot write to file") == 1
     path.unlink()
     journal.append({"step": 3})
     journal.append({"step": 4})
     assert [line["step"] for line in ledger.read_lines(path)] == [3, 4]
     said = capsys.readouterr().err
-    assert said.count("can be written to again") == 1
+    assert said.count("can write to file again") == 1
     assert "missed 3" in said
 
 
@@ -115,7 +115,9 @@ def test_a_new_attempt_fences_the_old_one(record: RunDirectory) -> None:
     old.check()
     new = Fence(record.attempts, begin_attempt(record))
     new.check()
-    with pytest.raises(SupersededError, match=r"attempt 1 commits nothing more: .*names attempt 2"):
+    with pytest.raises(
+        SupersededError, match=r"attempt 1 must not commit any more: .*names attempt 2"
+    ):
         old.check()
 
 

@@ -148,7 +148,7 @@ def test_a_connection_that_comes_back_is_no_end(
     feed(follower, Disconnected(1, "reset"))
     let(follower, clock, RECONNECT + 0.1)
     assert follower.ends == [RankExit(1, None)]
-    assert hands.told == [PeerLost(1, "is gone without a word")]
+    assert hands.told == [PeerLost(1, "disappeared without a message")]
 
 
 def test_a_rank_that_never_joins_is_missed(
@@ -162,7 +162,7 @@ def test_a_rank_that_never_joins_is_missed(
     assert follower.ends == []
     let(follower, clock, 2)
     assert decide_outcome(follower.ends).culprit == 2
-    assert hands.told == [PeerLost(2, "is gone without a word: it has never joined")]
+    assert hands.told == [PeerLost(2, "disappeared without a message: it has never joined")]
 
 
 def test_who_stays_after_a_stop_is_killed_in_the_end(
@@ -239,7 +239,7 @@ def test_what_the_ranks_say_of_a_stop_names_it_for_the_supervisor_too(
     assert follower.stop_reason is StopReason.SIGNAL
     assert hands.told == [Stop(StopReason.SIGNAL, "rank 0 was asked to stop", 60.0)]
     decision = decide_outcome([RankExit(0, 75)], follower.stop_reason)
-    assert decision.reason == "stopped (signal); start again to go on"
+    assert decision.reason == "stopped (signal); start again to continue"
     lines = [e for e in read_lines(tmp_path / "ledger.jsonl") if e["event"] == "stop_requested"]
     assert [(e["reason"], e["sentence"]) for e in lines] == [("signal", "rank 0 was asked to stop")]
 

@@ -33,7 +33,7 @@ OTHER = replace(ME, pid=11, job=None, restarts=0)
 @pytest.mark.parametrize(
     ("seen", "lives", "reason"),
     [
-        (Seen(1, OTHER, RELEASED), True, "has left"),
+        (Seen(1, OTHER, RELEASED), True, "has exited"),
         (Seen(1, OTHER, "4"), False, "is dead"),
         (Seen(1, OTHER, "4"), True, ""),
         (Seen(1, replace(OTHER, machine="boot-b/1"), "4"), False, ""),  # cannot be seen from here

@@ -26,9 +26,9 @@ def test_lost_nodes_are_excluded_after_whatever_the_user_excluded() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", "does not hand its arguments on"),
-        ("sbatch mine.sh", "does not hand its arguments on"),
-        ("sbatch mine.sh other.toml", "does not hand its arguments on"),
+        ("", "does not pass its arguments"),
+        ("sbatch mine.sh", "does not pass its arguments"),
+        ("sbatch mine.sh other.toml", "does not pass its arguments"),
         ("sbatch --array=1-3 run.sh c.toml", "all elements of the array"),
         ("sbatch -a 1-3 run.sh c.toml", "all elements of the array"),
     ],

@@ -44,7 +44,7 @@ def vitals(node: str = "node1", **changes: Any) -> ProbeResult:
     ("changes", "about", "words"),
     [
         ({}, None, ""),
-        ({"memory_free": GIB}, "memory", "1024 MiB of its 131072 MiB memory are free"),
+        ({"memory_free": GIB}, "memory", "1024 MiB of its 131072 MiB memory is free"),
         ({"disk_free": {"/tmp": ROOM}}, None, ""),
         ({"disk_free": {"/tmp": ROOM - 1}}, "/tmp", "/tmp has 31 MiB left"),
         ({"disk_free": {"/dev/shm": 0}}, "/dev/shm", "/dev/shm has 0 MiB left"),
@@ -73,16 +73,16 @@ def test_nodes_that_are_well() -> None:
 
 def test_each_unfit_node_has_all_of_its_reasons() -> None:
     sick = vitals("node2", memory_free=0, time=0.0)
-    unseen = {"node3": "what it writes is not seen"}
+    unseen = {"node3": "files that it writes are not visible"}
     found = examined(vitals("node1"), sick, vitals("node3"), unseen=unseen).unfit
     assert set(found) == {"node2", "node3"}
     assert "0 MiB of its" in found["node2"]
     assert "its clock is 1000 s behind" in found["node2"]
-    assert found["node3"] == "what it writes is not seen"
+    assert found["node3"] == "files that it writes are not visible"
 
 
 def test_a_node_that_does_not_answer_is_unfit() -> None:
-    assert examined(vitals("node1"), vitals("node3")).unfit == {"node2": "it does not answer"}
+    assert examined(vitals("node1"), vitals("node3")).unfit == {"node2": "it does not respond"}
 
 
 def test_what_all_nodes_have_is_no_reason_to_leave_one_out() -> None:
@@ -98,5 +98,5 @@ def test_a_check_that_runs_nowhere_says_nothing_about_a_node() -> None:
 def test_the_node_on_another_network_than_the_others_is_the_odd_one() -> None:
     odd = vitals("node2", interface=EM4)
     found = examined(vitals("node1"), odd, vitals("node3"))
-    assert found.unfit == {"node2": "it has no interface to the network of the others"}
+    assert found.unfit == {"node2": "it has no interface on the network of the other nodes"}
     assert examined(*(vitals(node, interface=EM4) for node in NODES)) == Diagnosis({})

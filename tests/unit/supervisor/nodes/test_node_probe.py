@@ -60,7 +60,7 @@ def test_a_node_that_is_well_has_no_troubles(folder: Path, monkeypatch: pytest.M
 def test_a_folder_of_the_same_name_that_is_another_one(tmp_path: Path, folder: Path) -> None:
     elsewhere = tmp_path / "other" / "health"
     (folder / "supervisor").write_text("what another one wrote")
-    expected = "is not the folder of that name on the supervisor's node"
+    expected = "is not the same folder as on the supervisor's node"
     told = measure(ask(folder, elsewhere)).troubles
     assert told == {str(f): f"{f.parent} {expected}" for f in (folder, elsewhere)}
 

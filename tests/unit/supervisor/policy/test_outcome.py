@@ -30,28 +30,28 @@ def ends(*statuses: int | None, ours: tuple[int, ...] = ()) -> list[RankExit]:
         (ends(75, 76), LIMIT, ExitCode.STOPPED, "start again"),
         (ends(TERM, 75), LIMIT, ExitCode.STOPPED, "start again"),
         (ends(TERM, 76), NONE, ExitCode.CRASHED, "rank 0 was killed by SIGTERM"),
-        (ends(1, 76), NONE, ExitCode.CRASHED, "rank 0 ended with exit code 1 (crashed)"),
-        (ends(76, 1), NONE, ExitCode.CRASHED, "rank 1 ended with exit code 1 (crashed)"),
+        (ends(1, 76), NONE, ExitCode.CRASHED, "rank 0 exited with code 1 (crashed)"),
+        (ends(76, 1), NONE, ExitCode.CRASHED, "rank 1 exited with code 1 (crashed)"),
         (ends(76, KILL), NONE, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
         (ends(KILL, SEGV, ours=(0,)), NONE, ExitCode.CRASHED, "rank 1 was killed by SIGSEGV"),
-        (ends(75, 74), LIMIT, ExitCode.CHECKPOINT_FAILED, "rank 1 ended with exit code 74"),
-        (ends(65, 65), NONE, ExitCode.BAD_DATA, "rank 0 ended with exit code 65 (bad_data)"),
+        (ends(75, 74), LIMIT, ExitCode.CHECKPOINT_FAILED, "rank 1 exited with code 74"),
+        (ends(65, 65), NONE, ExitCode.BAD_DATA, "rank 0 exited with code 65 (bad_data)"),
         (ends(2, 76), NONE, ExitCode.USAGE, "rank 0"),
         (ends(78, 78), NONE, ExitCode.DIVERGED, "rank 0"),
-        (ends(99, 76), NONE, ExitCode.CRASHED, "rank 0 ended with exit code 99"),
-        (ends(76, 76), NONE, ExitCode.PEERS_LOST, "lost each other"),
+        (ends(99, 76), NONE, ExitCode.CRASHED, "rank 0 exited with code 99"),
+        (ends(76, 76), NONE, ExitCode.PEERS_LOST, "every rank lost a peer"),
         (ends(KILL, 75, ours=(0,)), LIMIT, ExitCode.STOPPED, "start again"),
         (ends(0, 1), NONE, ExitCode.CRASHED, "rank 1"),
-        (ends(None, 76), NONE, ExitCode.CRASHED, "rank 0 is gone without a word"),
+        (ends(None, 76), NONE, ExitCode.CRASHED, "rank 0 disappeared without a message"),
         (
             ends(None, 75),
             LIMIT,
             ExitCode.STOPPED,
-            "rank 0 is gone without a word while it stopped (time limit)",
+            "rank 0 disappeared without a message while it stopped (time limit)",
         ),
         (ends(76, KILL), LIMIT, ExitCode.STOPPED, "rank 1 was killed by SIGKILL while it stopped"),
         (ends(76, SEGV), LIMIT, ExitCode.CRASHED, "rank 1 was killed by SIGSEGV"),
-        (ends(1, 76), LIMIT, ExitCode.CRASHED, "rank 0 ended with exit code 1 (crashed)"),
+        (ends(1, 76), LIMIT, ExitCode.CRASHED, "rank 0 exited with code 1 (crashed)"),
         (ends(None, KILL, ours=(0,)), NONE, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
     ],
 )
@@ -68,7 +68,7 @@ def test_the_last_words_of_the_first_to_fail_are_repeated() -> None:
         RankExit(0, 1, sentence="KeyError: 0"),
     ]
     decision = decide_outcome(exits)
-    assert decision.reason == "rank 1 ended with exit code 65 (bad_data): no checkpoint verifies"
+    assert decision.reason == "rank 1 exited with code 65 (bad_data): no checkpoint verifies"
     assert decision.culprit == 1
 
 

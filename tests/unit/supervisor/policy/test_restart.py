@@ -32,16 +32,16 @@ def test_only_what_a_restart_may_mend_is_started_again(code: ExitCode, again: bo
 @pytest.mark.parametrize(
     ("failure", "earlier", "again", "words"),
     [
-        (Failure(0, None), [], True, "before the first step; starting again from the beginning"),
-        (Failure(7, 5), [], True, "at step 7; starting again from step 5"),
-        (Failure(7, 5), [Failure(6, 5)], True, "starting again"),
-        (Failure(7, 5), [Failure(6, 5), Failure(8, 5)], False, "3 attempts have saved nothing new"),
+        (Failure(0, None), [], True, "before the first step; restarting from the beginning"),
+        (Failure(7, 5), [], True, "at step 7; restarting from step 5"),
+        (Failure(7, 5), [Failure(6, 5)], True, "restarting"),
+        (Failure(7, 5), [Failure(6, 5), Failure(8, 5)], False, "3 attempts saved nothing new"),
         (Failure(7, 5), [Failure(6, 4), Failure(8, 4), Failure(9, 4)], True, "from step 5"),
         (Failure(7, 5), [Failure(8, 5), Failure(3, 2), Failure(8, 5)], True, "from step 5"),
         (Failure(7, 5, "KeyError"), [Failure(7, 5, "KeyError")], False, "fails at step 7 every"),
-        (Failure(7, 5, "KeyError"), [Failure(6, 5, "KeyError")], True, "starting again"),
-        (Failure(7, 5, "KeyError"), [Failure(7, 5, "OSError")], True, "starting again"),
-        (Failure(7, 5), [Failure(7, 5)], True, "starting again"),  # killed twice: by whom?
+        (Failure(7, 5, "KeyError"), [Failure(6, 5, "KeyError")], True, "restarting"),
+        (Failure(7, 5, "KeyError"), [Failure(7, 5, "OSError")], True, "restarting"),
+        (Failure(7, 5), [Failure(7, 5)], True, "restarting"),  # killed twice: by whom?
         (Failure(0, None, "E"), [Failure(0, None, "E")], False, "before the first step every time"),
     ],
 )

@@ -45,7 +45,7 @@ def job(**changes: Any) -> JobState:
 
 
 PREEMPTED = job(times=replace(RUNNING.times, preempt=100.0))
-TAKEN = "a job of higher priority takes the nodes"
+TAKEN = "preempted by a job of higher priority"
 PUT_BACK = "it was put back into the queue, by an operator, a preemption or a lost node"
 COMPLETING = job(state="COMPLETING")
 
@@ -57,10 +57,10 @@ COMPLETING = job(state="COMPLETING")
         (RUNNING, 60.0, False, StopOrder(R.DEADLINE, "60 s are left of the job's time", 60.0)),
         (RUNNING, -5.0, False, StopOrder(R.DEADLINE, "-5 s are left of the job's time", 0.0)),
         (RUNNING, None, False, None),
-        (RUNNING, 119.0, True, StopOrder(R.TIME_LIMIT, "Slurm gave a warning", 119.0)),
-        (RUNNING, -5.0, True, StopOrder(R.TIME_LIMIT, "Slurm gave a warning", 0.0)),
+        (RUNNING, 119.0, True, StopOrder(R.TIME_LIMIT, "Slurm sent a warning", 119.0)),
+        (RUNNING, -5.0, True, StopOrder(R.TIME_LIMIT, "Slurm sent a warning", 0.0)),
         (RUNNING, None, True, None),
-        (RUNNING, 3600.0, True, StopOrder(R.TIME_LIMIT, "Slurm gave a warning", 3600.0)),
+        (RUNNING, 3600.0, True, StopOrder(R.TIME_LIMIT, "Slurm sent a warning", 3600.0)),
         (RUNNING, 5400.0, True,
          StopOrder(R.OPERATOR, "a signal came 1.5 h before the end of the job's time", 5400.0)),
         (replace(PREEMPTED, state="COMPLETING"), 3.0, True,
@@ -151,24 +151,24 @@ CRASHED = Decision(ExitCode.CRASHED, "rank 3 was killed by SIGSEGV", 3)
 @pytest.mark.parametrize(
     ("decision", "now", "batch", "fruitless", "requeue", "words"),
     [
-        (STOPPED, RUNNING, True, 0, True, "back into the queue"),
-        (STOPPED, PREEMPTED, True, 0, True, "takes the nodes: the job goes back into the queue"),
-        (STOPPED, job(state="SIGNALING"), True, 0, True, "back into the queue"),
-        (STOPPED, RUNNING, True, MAX - 1, True, "back into the queue"),
-        (STOPPED, RUNNING, True, MAX, False, "came back 3 times and made no new step"),
-        (STOPPED, PREEMPTED, True, MAX, True, "takes the nodes"),
-        (STOPPED, RUNNING, False, 0, False, "the allocation is yours"),
-        (STOPPED, job(restarts=2), True, 0, False, "was started again meanwhile"),
-        (STOPPED, None, True, 0, False, "Slurm does not answer: submit the same command again"),
+        (STOPPED, RUNNING, True, 0, True, "requeueing the job"),
+        (STOPPED, PREEMPTED, True, 0, True, "higher priority: requeueing the job"),
+        (STOPPED, job(state="SIGNALING"), True, 0, True, "requeueing the job"),
+        (STOPPED, RUNNING, True, MAX - 1, True, "requeueing the job"),
+        (STOPPED, RUNNING, True, MAX, False, "came back 3 times without a new step"),
+        (STOPPED, PREEMPTED, True, MAX, True, "preempted by"),
+        (STOPPED, RUNNING, False, 0, False, "this is an interactive allocation"),
+        (STOPPED, job(restarts=2), True, 0, False, "was started again in the meantime"),
+        (STOPPED, None, True, 0, False, "Slurm does not respond: submit the same command again"),
         (STOPPED, job(may_requeue=False), True, 0, False, "--no-requeue: submit it again"),
         (STOPPED, COMPLETING, True, 0, False, "was cancelled: submit it again"),
         (STOPPED, job(state="CANCELLED"), True, 0, False, "was cancelled: submit it again"),
-        (STOPPED, job(state="COMPLETING", restarts=2), True, 0, False, "Slurm puts the job back"),
+        (STOPPED, job(state="COMPLETING", restarts=2), True, 0, False, "Slurm requeues the job"),
         (STOPPED, job(state="COMPLETING", restarts=2, may_requeue=False), True, 0, False,
-         "Slurm puts the job back"),
+         "Slurm requeues the job"),
         (STOPPED, job(state="COMPLETING", reason="TimeLimit"), True, 0, False, "time is over"),
         (STOPPED, job(state="COMPLETING", reason="NodeDown"), True, 0, False,
-         "the job is COMPLETING: if Slurm does not bring it back"),
+         "the job is COMPLETING: if Slurm does not requeue it"),
         (STOPPED, job(state="FAILED"), True, 0, False, "the job is FAILED"),
         (COMPLETED, RUNNING, True, 0, False, "completed"),
         (CRASHED, RUNNING, True, 0, False, "rank 3 was killed by SIGSEGV"),
@@ -191,8 +191,8 @@ def test_only_a_job_that_runs_and_may_and_gets_on_is_put_back(
 @pytest.mark.parametrize(
     ("scarce", "words"),
     [
-        (False, "back into the queue without node2, node3, and on from its checkpoint"),
-        (True, "waits for node2, node3 because there are too few others, and on from"),
+        (False, "requeueing the job without node2, node3; it continues from its checkpoint"),
+        (True, "to wait for node2, node3 because there are too few other nodes; it continues"),
     ],
 )
 def test_a_job_does_without_bad_nodes_where_there_are_others(scarce: bool, words: str) -> None:

@@ -1,8 +1,8 @@
 """Do the tests notice when kempner has a bug? Usage: run.py [--only ID...] [--record FILE.jsonl]
 
-`bugs.toml` has single decisions gone wrong, each with the tests that should catch it. The tree is
-copied once, what git tracks of it; the tests that are named must pass there. Then each bug is
-planted into the copy, its tests run up to the first that fails, and the file is put back.
+`bugs.toml` has single decisions gone wrong, each with the tests that should catch it. What git
+tracks is copied once, and all tests that are named must pass there. Then each bug is planted into
+the copy, its tests run up to the first that fails, and the file is put back.
 
 A bug is found by its text, and not by the name of a file: modules may be moved and renamed as long
 as the line that decides stays the same.
@@ -44,12 +44,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BUGS = Path(__file__).with_name("bugs.toml")
-LIMIT = 300.0
-"""Seconds for the tests of one bug."""
+LIMIT = 300.0  # seconds for the tests of one bug
+# Imported once, and not in each process that runs tests.
 SLOW_TO_IMPORT = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "hypothesis")
-"""Imported once, and not in each process that runs tests."""
-OUTCOMES: Mapping[int | None, str] = {0: "survived", 1: "caught"}
-"""By the exit code of pytest; any other one says nothing about a bug."""
+OUTCOMES: Mapping[int | None, str] = {0: "survived", 1: "caught"}  # by the exit code of pytest
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,13 @@ class Bug:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`outcome` is "caught", "survived" or "unclear": not ended in time, or no test was run."""
+    """`outcome` is "caught", "survived" or "unclear": not ended in time, or no test was run.
+    `why` is what the test says: on a slow machine it may have failed for want of time."""
 
     id: str
     outcome: str
     test: str
+    why: str
     seconds: float
 
 
@@ -78,8 +78,8 @@ def read_bugs(only: Sequence[str]) -> list[Bug]:
     """All bugs of the list, or those that are asked for."""
     entries = tomllib.loads(BUGS.read_text())["bug"]
     bugs = [Bug(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
-    if twice := [name for name, times in Counter(bug.id for bug in bugs).items() if times > 1]:
-        raise SystemExit(f"twice in the list: {', '.join(twice)}")
+    if len({bug.id for bug in bugs}) < len(bugs):
+        raise SystemExit("an id is in the list twice")
     if unknown := set(only) - {bug.id for bug in bugs}:
         raise SystemExit(f"not in the list: {', '.join(sorted(unknown))}")
     return [bug for bug in bugs if not only or bug.id in only]
@@ -130,11 +130,10 @@ class Tree:
 
     def test(self, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
         """The exit code of pytest, None if it did not end in time; and what it printed."""
-        options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider"]
         with tempfile.TemporaryFile("w+", errors="replace") as output:
             child = os.fork()
             if child == 0:
-                self._become_pytest([*options, *tests], output.fileno())
+                self._become_pytest(tests, output.fileno())
             ended = os.pidfd_open(child)
             try:
                 in_time = bool(select.select([ended], [], [], limit)[0])
@@ -147,18 +146,17 @@ class Tree:
             output.seek(0)
             return (code if in_time else None), output.read()
 
-    def _become_pytest(self, arguments: Sequence[str], output: int) -> NoReturn:
+    def _become_pytest(self, tests: Sequence[str], output: int) -> NoReturn:
         """In a forked process: as `python -m pytest` in the copy, but that torch is there."""
         code = 99
         try:
             os.setsid()
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
+            for ours, its in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+                os.dup2(ours, its)
             os.chdir(self.path)
             os.environ |= self.environment
             sys.path[0] = str(self.path)
-            result = pytest.main([*arguments])
+            result = pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *tests])
             assert Path(sys.modules["kempner"].__file__ or "").is_relative_to(self.path)
             sys.stdout.flush()
             code = result
@@ -187,7 +185,7 @@ def run_without_bug(tree: Tree, bugs: Sequence[Bug]) -> float:
     code, output = tree.test(tests, 12 * LIMIT)
     if code != 0:
         raise SystemExit(f"the tests do not pass without a bug (exit code {code}):\n{output}")
-    return round(time.monotonic() - began, 1)
+    return time.monotonic() - began
 
 
 def run_with(tree: Tree, bug: Bug) -> Outcome:
@@ -196,13 +194,15 @@ def run_with(tree: Tree, bug: Bug) -> Outcome:
     with tree.planted(bug):
         code, output = tree.test(bug.tests, LIMIT)
     seconds = round(time.monotonic() - began, 1)
-    outcome, test = OUTCOMES.get(code, "unclear"), ""
+    outcome, test, why = OUTCOMES.get(code, "unclear"), "", ""
     if outcome == "caught":
         failed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", output, re.MULTILINE)
-        test = failed[1] if failed else "(a test that did not end)"
+        said = re.search(r"^E +(.*)", output, re.MULTILINE)
+        test = failed[1] if failed else ""
+        why = said[1][:200] if said else "a test did not end"
     elif outcome == "unclear":
-        print(f"{bug.id}: pytest ended with {code}:\n{output[-3000:]}", file=sys.stderr)
-    return Outcome(bug.id, outcome, test, seconds)
+        why = f"pytest ended with {code}: {output[-500:]}"
+    return Outcome(bug.id, outcome, test, why, seconds)
 
 
 def record(file: Path, outcomes: Sequence[Outcome]) -> None:
@@ -229,18 +229,17 @@ def main() -> int:
         for bug in bugs:
             tree.place(bug)
         tree.check_imports()
-        without = run_without_bug(tree, bugs)
-        print(f"without a bug all named tests pass, in {without} s", flush=True)
+        seconds = run_without_bug(tree, bugs)
+        print(f"without a bug all named tests pass, in {seconds:.0f} s", flush=True)
         for bug in bugs:
             outcomes.append(run_with(tree, bug))
             print(f"{outcomes[-1].outcome:9} {bug.id}", flush=True)
     if asked.record is not None:
         record(asked.record, outcomes)
     known = {bug.id: "survived" if bug.survives else "caught" for bug in bugs}
-    width = max(map(len, known))
     for o in outcomes:
         remark = "" if o.outcome == known[o.id] else f"  <- {known[o.id]} by the list"
-        print(f"{o.id:{width}}  {o.outcome:8} {o.seconds:6.1f} s  {o.test}{remark}")
+        print(f"{o.id:56}  {o.outcome:8} {o.seconds:6.1f} s  {o.test}{remark}")
     counts = dict(Counter(outcome.outcome for outcome in outcomes))
     print(f"\n{len(bugs)} bugs: {counts}, in {time.monotonic() - began:.0f} s")
     return int(any(outcome.outcome != known[outcome.id] for outcome in outcomes))

@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 SHARED_OUT := --dist=loadfile --no-loadscope-reorder --durations=8
 
-.PHONY: install demo test test-slurm test-rest drills lint clean
+.PHONY: install demo test test-slurm test-rest drills planted lint clean
 
 install: $(READY)
 
@@ -34,6 +34,10 @@ drills: $(READY)
 	rm -f docs/drills.jsonl
 	KEMPNER_DRILLS=all KEMPNER_DRILLS_RECORD=docs/drills.jsonl \
 		$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --timeout=1200
+
+# Do the tests notice bugs? A hundred are planted, one after the other: tests/planted/run.py.
+planted: $(READY)
+	$(BIN)/python tests/planted/run.py --record docs/planted_bugs.jsonl
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -15,12 +15,15 @@ from harness import wait_until
 
 from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
 from kempner.config.resilience import ResilienceSection
-from kempner.run.control.protocol import Usage
+from kempner.run.control.protocol import Phase, Usage
+from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.control.events import Connected
 from kempner.supervisor.monitors.base import Snapshot
-from kempner.supervisor.monitors.findings import Shortage, SteadyGrowth
+from kempner.supervisor.monitors.findings import PhasesLearned, Shortage, SteadyGrowth
 from kempner.supervisor.monitors.memory import SPAN, SPANS, Growth, MemoryMonitor, explain_kill
 from kempner.supervisor.monitors.oom import explained
+from kempner.supervisor.monitors.phase_durations import DurationStats
+from kempner.supervisor.monitors.reporter import Reporter
 from kempner.supervisor.policy.outcome import RankExit
 from kempner.training.rank_link.resource_usage import measure
 
@@ -109,6 +112,22 @@ def test_a_slow_leak_that_a_day_can_bear_is_not_worth_a_word() -> None:
     watch = MemoryMonitor(ResilienceSection())
     for span in range(3 * SPANS):
         assert watch.check(using({0: replace(CALM, rss=CALM.rss + span * 4096)}, span * SPAN)) == []
+
+
+def test_what_is_found_is_in_the_ledger_with_its_node(tmp_path: Path) -> None:
+    reporter = Reporter(4, Ledger(tmp_path / "ledger.jsonl"), straggler_is_suspect=False)
+    snapshot = using({}, 0.0)
+    reporter.report(Shortage(2, "little is left"), snapshot)
+    reporter.report(SteadyGrowth(7, "memory grew"), snapshot)  # it never said where it is
+    reporter.report(PhasesLearned({Phase.STEP: DurationStats(1.0, 0.5, 9)}), snapshot)
+    low, growth, learned = read_lines(tmp_path / "ledger.jsonl")
+    assert (low["event"], low["attempt"], low["rank"], low["node"], low["reason"]) == (
+        *("memory_low", 4, 2, "b"),
+        "little is left",
+    )
+    assert (growth["event"], growth["rank"], growth["node"]) == ("growth", 7, None)
+    assert (learned["event"], learned["ranks"]) == ("phase_durations", 3)
+    assert learned["phases"] == {"step": {"median": 1.0, "spread": 0.5, "count": 9}}
 
 
 def test_an_out_of_memory_kill_is_explained() -> None:

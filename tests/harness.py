@@ -266,9 +266,8 @@ def assert_named(
     assert last_line in output
     ended = [e for e in until if (e["event"], e["attempt"]) == ("attempt_ended", attempt)]
     if ended:
-        assert [e["reason"] for e in ended] == [
-            f"stopped ({reason.words}); start again to continue"
-        ]
+        said = f"stopped ({reason.words}); start again to continue"
+        assert [e["reason"] for e in ended] == [said]
         asked = [e for e in until if (e["event"], e["attempt"]) == ("stop_requested", attempt)]
         # When ranks stop by themselves, the news that one has left may come before the reason.
         assert asked[-1]["reason"] in (reason.label, StopReason.PEER_STOPPED.label)

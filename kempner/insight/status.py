@@ -52,7 +52,7 @@ def summarise(
             case StopRequested():
                 state = f"asked to stop{_why(event)}"
             case Stopped():
-                state = f"stopped{_why(event)}"
+                state = f"{event.name}{_why(event)}"
             case Completed():
                 state = event.name
             case AttemptEnded() if event.reason:

@@ -267,8 +267,8 @@ def test_every_flipped_bit_is_found_and_named(store: Store) -> None:
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: cannot be read"),
         (lambda path: (path / "sums-00000.json").unlink(), "cannot be read"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json"),
-        (lambda path: (path / "manifest.json").write_text("{}"), "no manifest"),
-        (lambda path: (path / "manifest.json").write_bytes(b"\0" * 100), "no manifest"),
+        (lambda path: (path / "manifest.json").write_text("{}"), "not a manifest"),
+        (lambda path: (path / "manifest.json").write_bytes(b"\0" * 100), "not a manifest"),
         (lambda path: (path / "__0_0.distcp").write_bytes(b""), "has 0 bytes instead of"),
         (
             lambda path: (path / "__0_0.distcp").write_bytes(b"\0" * (2 * BLOCK_BYTES + 17)),

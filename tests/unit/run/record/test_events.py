@@ -47,6 +47,7 @@ ALLOWED = {
     ("kempner/config/fault_spec.py", "hang"): "a kind of fault that a configuration asks for",
     ("kempner/training/fault_injection.py", "hang"): "the same, where it is injected",
     ("kempner/supervisor/policy/outcome.py", "completed"): "a sentence that happens to be one word",
+    ("kempner/supervisor/policy/outcome.py", "stopped"): "the first word of a sentence",
 }
 """Literals outside of the vocabulary that are equal to a name and mean something else, and what."""
 

@@ -313,7 +313,7 @@ def test_a_stop_does_not_keep_the_evidence_of_a_hang_from_being_collected(
     }
     let(follower, clock, 1001)
     feed(follower, Received(signal.SIGTERM, clock.now))
-    assert hands.told == [DumpStacks(), Stop("SIGTERM", 60.0)]
+    assert hands.told == [DumpStacks(), Stop(StopReason.SIGNAL, "SIGTERM", 60.0)]
     let(follower, clock, 4)
     assert hands.killed
     told = [e["event"] for e in read_lines(tmp_path / "ledger.jsonl")]
@@ -330,7 +330,7 @@ def test_while_a_stop_is_under_way_standing_still_is_no_hang(
     feed(follower, Received(signal.SIGTERM, clock.now))
     let(follower, clock, 59)
     assert follower.hang is None
-    assert hands.told == [Stop("SIGTERM", 60.0)]
+    assert hands.told == [Stop(StopReason.SIGNAL, "SIGTERM", 60.0)]
 
 
 def test_what_ranks_say_of_an_evaluation_tells_how_long_one_may_last(

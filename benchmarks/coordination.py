@@ -112,7 +112,7 @@ def simulate(world: int, saves: int, folder: Path) -> None:
     fence = Fence(run.attempts, begin_attempt(run))
     checkpoints = CheckpointFolder(run.checkpoints)
     note = save._Note(True, layout.digest, 1 << 30, 40_000, "0" * 32)
-    identity = Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {})
+    identity = Identity(world, {"fsdp": world}, 0, "", {})
     seconds, busy = [], []
     for number in range(saves):
         encoded = [note.encode() for _ in range(world)]

@@ -68,7 +68,7 @@ def save(state: dict[str, Tensor], folder: Path, world: int) -> Manifest:
         (folder / sidecar_name(rank)).write_bytes(sidecar)
         files[data_file(rank)] = FileEntry(sums.bytes, sums=sidecar_name(rank))
         files[sidecar_name(rank)] = FileEntry(len(sidecar), xxh3_128=whole_sum(sidecar))
-    return Manifest(TrainState(), Identity(world, {}, 0, "", {}, "", {}, {}), 1, 0.0, files)
+    return Manifest(TrainState(), Identity(world, {}, 0, "", {}), 1, 0.0, files)
 
 
 def read_raw(folder: Path, buffer: mmap.mmap) -> None:

@@ -33,7 +33,7 @@ def open_manager(
     assert box[0] is not None
     context = CheckpointContext(
         path=run.checkpoints,
-        identity=Identity(world, {"fsdp": world}, 0, "", {}, "", {}, {}),
+        identity=Identity(world, {"fsdp": world}, 0, "", {}),
         fence=Fence(run.attempts, box[0]),
         group=group,
         **options,

@@ -70,7 +70,7 @@ def commit_state(
         files |= _write_rank(path, state, specs, rank)
     described = compact_index.encode(specs, world) if compact else build_metadata(specs, world)
     files |= _write_small(path / (compact_index.INDEX if compact else METADATA), described)
-    identity = Identity(world, {"fsdp": world}, 0, "", model or {}, "", {}, {})
+    identity = Identity(world, {"fsdp": world}, 0, "", model or {})
     manifest = Manifest(TrainState(step, 8 * step, 64 * step), identity, attempt.number, 0.5, files)
     return commit.commit(CheckpointFolder(run.checkpoints), path, manifest, fence, print)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from queue import SimpleQueue
 
@@ -68,9 +69,17 @@ class SupervisorContext:
     config: Config
     signals: SignalInbox
     job: JobMonitor | None
-    ledger: Ledger
     lease: Lease
-    history: RunHistory
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Where the run's events go."""
+        return Ledger(self.run.ledger)
+
+    @cached_property
+    def history(self) -> RunHistory:
+        """What the ledger tells, read once, and then what was added."""
+        return RunHistory.read(self.run.ledger)
 
     def terms(self) -> LaunchTerms | None:
         """What a program of the user's own is told; ours reads the configuration."""
@@ -97,10 +106,7 @@ def supervise(
     raise_open_file_limit()
     lease = Lease.acquire(run, config.supervise.lease)
     try:
-        ledger, history = Ledger(run.ledger), RunHistory.read(run.ledger)
-        context = SupervisorContext(
-            run, launcher, program, config, signals, job, ledger, lease, history
-        )
+        context = SupervisorContext(run, launcher, program, config, signals, job, lease)
         return _bring_to_an_end(context)
     finally:
         lease.release()

@@ -10,7 +10,7 @@ from kempner.run.process.logs import logger
 from kempner.run.record import gave_up
 from kempner.run.record.attempts import Attempt, read_current
 from kempner.run.record.events.attempt import RunGivenUp
-from kempner.run.record.gave_up import GaveUp
+from kempner.run.record.gave_up import FirstFailure, GaveUp
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.policy.outcome import Decision
@@ -34,15 +34,13 @@ def give_up(
     `decision.reason` is why, `node` the host of the rank that failed first. A run that a newer
     attempt has taken over is not marked: it is not over.
     """
+    rank = decision.culprit
     verdict = GaveUp(
         code=decision.code,
         reason=decision.reason,
         attempt=attempt.number,
-        step=failure.step,
-        rank=decision.culprit,
-        node=node,
-        raised=failure.raised,
-        see=[str(path) for path in evidence(run, attempt.number, decision.culprit)],
+        first=None if rank is None else FirstFailure(rank, failure.step, node, failure.raised),
+        see=[str(path) for path in evidence(run, attempt.number, rank)],
         advice=f"{_ADVICE[decision.code]}; then delete {run.gave_up}, and start again",
     )
     if read_current(run.attempts) != attempt:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import kempner
-from kempner.checkpoint.format.manifest import Identity
+from kempner.checkpoint.format.manifest import Identity, Origin
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.store.retention import Keep
@@ -42,7 +42,6 @@ from kempner.training.observe.progress_bar import open_display
 from kempner.training.policy.anomalies import Health, remembered
 from kempner.training.rank_link.rank_link import RankLink
 from kempner.training.rank_link.shutdown import ShutdownHandler
-from kempner.training.vote.vote import VoteGroup
 
 
 def build(
@@ -94,17 +93,16 @@ def build(
         ranks=ranks,
         model=model,
         optimizer=optimizer,
-        data=Data(partial(_open_feed, config, corpus, ranks), train_state),
-        vote_group=VoteGroup(ranks.votes),
         shutdown=shutdown,
         checkpoints=checkpoints,
-        progress=rank_link.progress,
         tools=Tools(
+            data=Data(partial(_open_feed, config, corpus, ranks), train_state),
             step_metrics=_open_telemetry(config, run, ranks, attempt, shape, train_state),
             evaluation=_open_evaluation(config, vocab_size),
             faults=faults,
+            progress=rank_link.progress,
+            record=record,
         ),
-        record=record,
         state=LoopState(train_state, Health(train_state.losses)),
     )
 
@@ -159,10 +157,12 @@ def _identity(config: Config, corpus: Corpus, shape: Shape, ranks: Ranks) -> Ide
         seed=config.train.seed,
         data_fingerprint=fingerprint(corpus.index, config.train.seq_len),
         model=model,
-        config_hash=digest(config),
-        host={**host_facts(ranks.device), "dtype": config.train.dtype},
-        versions=versions(),
         optimizer=config.optimizer.name,
+        origin=Origin(
+            config_hash=digest(config),
+            host={**host_facts(ranks.device), "dtype": config.train.dtype},
+            versions=versions(),
+        ),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import DivergedError, ExitCode
 from kempner.run.process.logs import logger
+from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.training import Diverged, Evaluated, RolledBack
 from kempner.run.record.ledger import Recorder
 from kempner.training.compute.forward_backward import accumulate, weightless
@@ -58,11 +60,14 @@ class Data:
 
 @dataclass(frozen=True)
 class Tools:
-    """What the steps are measured with, and what disturbs them on demand."""
+    """What feeds and measures the steps, tells of them, and disturbs them on demand."""
 
+    data: Data
     step_metrics: StepMetrics
     evaluation: Evaluation
     faults: FaultInjector
+    progress: Progress
+    record: Recorder
 
 
 @dataclass
@@ -73,14 +78,24 @@ class Training:
     ranks: Ranks
     model: Transformer
     optimizer: Optimizer
-    data: Data
-    vote_group: VoteGroup
     shutdown: ShutdownHandler
     checkpoints: CheckpointManager
-    progress: Progress
     tools: Tools
-    record: Recorder
     state: LoopState
+
+    @cached_property
+    def vote_group(self) -> VoteGroup:
+        """The ranks as voters."""
+        return VoteGroup(self.ranks.votes)
+
+    @property
+    def progress(self) -> Progress:
+        """What the supervisor is told of this rank."""
+        return self.tools.progress
+
+    def record(self, event: LedgerEvent) -> None:
+        """A line for the run's ledger, from rank 0."""
+        self.tools.record(event)
 
     @property
     def train_state(self) -> TrainState:
@@ -112,7 +127,7 @@ class Training:
     def no_data(self) -> list[MicroBatch]:
         """A step's worth of rows that weigh nothing."""
         train = self.config.train
-        return weightless(self.data.feed.micro_steps, train.micro_batch_size, train.seq_len)
+        return weightless(self.tools.data.feed.micro_steps, train.micro_batch_size, train.seq_len)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step."""
@@ -128,7 +143,7 @@ def train(run: Training) -> ExitCode:
     # The last step, too, must be a sound one: what is suspicious then gets a vote of its own.
     while (run.train_state.step < last or not run.health.sound) and not agreed.stop:
         step = run.train_state.step + 1
-        batch = run.data.feed.take(give_up=run.shutdown.should_shutdown)
+        batch = run.tools.data.feed.take(give_up=run.shutdown.should_shutdown)
         ballot = run.vote_group.open(run.vote(void=batch is None))
         with run.tools.faults.during_step(step, run.model):
             loss = accumulate(
@@ -235,7 +250,7 @@ def roll_back(run: Training) -> None:
         run.state.train_state = replace(good, rollbacks=(*run.train_state.rollbacks, rollback))
         run.state.health, run.state.save_postponed = Health(good.losses), False
         run.progress.step = good.step
-        run.data.reopen(run.train_state)
+        run.tools.data.reopen(run.train_state)
         run.tools.step_metrics.start(run.train_state)
     run.record(RolledBack(**asdict(rollback)))
     if run.ranks.world.rank == 0:

@@ -107,7 +107,7 @@ def run_rank(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> 
         return train(training)
     finally:
         training.tools.step_metrics.close()
-        training.data.feed.close()
+        training.tools.data.feed.close()
 
 
 def thread_count(config: Config, world: World) -> int:

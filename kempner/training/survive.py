@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from kempner.checkpoint.format.manifest import Identity
+from kempner.checkpoint.format.manifest import Identity, Origin
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.store.retention import Keep
@@ -244,10 +244,8 @@ def _open_checkpoints(
         seed=seed,
         data_fingerprint="",
         model={},
-        config_hash="",
-        host=host_facts(ranks.device),
-        versions=versions(),
         optimizer=type(optimizer).__name__.lower(),
+        origin=Origin(host=host_facts(ranks.device), versions=versions()),
     )
     context = CheckpointContext(
         path=run.checkpoints,

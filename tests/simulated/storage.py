@@ -14,7 +14,7 @@ from simulated.engine import Engine
 from simulated.faults import Fault, Kind
 from simulated.files import Disk, Place
 
-_NOBODY = Identity(1, {}, 0, None, {}, "", {}, {})
+_NOBODY = Identity(1, {}, 0, None, {})
 
 
 class Died(BaseException):

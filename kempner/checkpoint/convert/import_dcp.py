@@ -163,9 +163,6 @@ def _what_is_known(foreign: Foreign, world: int) -> Identity:
         seed=None,
         data_fingerprint=None,
         model={},
-        config_hash="",
-        host={},
-        versions={},
         optimizer="adamw" if entries == _ADAMW else None,
     )
 

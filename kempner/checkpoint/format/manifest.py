@@ -10,11 +10,10 @@ a checksum of itself, so that any flipped bit in it shows.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,15 +46,26 @@ class FileSums:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What made a checkpoint, beside what must fit.
+
+    `config_hash` is the digest of the whole configuration, `host` what bit-identity depends on
+    (device, threads, processor), `versions` the software. Empty where it is not known.
+    """
+
+    config_hash: str = ""
+    host: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Identity:
     """What must fit between a checkpoint and the run that resumes from it.
 
     `world` is the number of ranks, `mesh` their device mesh by dimension, `data_fingerprint` and
-    `seed` fix the order of the samples, `model` is the resolved model section, `config_hash` the
-    digest of the whole configuration, `host` what bit-identity depends on besides (device, threads,
-    processor), `versions` the software, `optimizer` the name of the one whose state is saved (a
-    manifest that does not say was written when there was one only). Of an imported checkpoint
-    little of it is known: what is None or empty is compared with nothing.
+    `seed` fix the order of the samples, `model` is the resolved model section, `optimizer` the name
+    of the one whose state is saved. Of an imported checkpoint little of it is known: what is None
+    or empty is compared with nothing.
     """
 
     world: int
@@ -63,10 +73,8 @@ class Identity:
     seed: int | None
     data_fingerprint: str | None
     model: Mapping[str, Any]
-    config_hash: str
-    host: Mapping[str, Any]
-    versions: Mapping[str, str]
     optimizer: str | None = "adamw"
+    origin: Origin = Origin()
 
 
 @dataclass(frozen=True)
@@ -80,9 +88,6 @@ class Manifest:
     files: Mapping[str, FileEntry]
 
 
-_IDENTITY = tuple(f.name for f in dataclasses.fields(Identity))
-
-
 def encode(manifest: Manifest) -> bytes:
     """The canonical bytes of a manifest, checksum included."""
     listed = {
@@ -92,7 +97,7 @@ def encode(manifest: Manifest) -> bytes:
     fields: dict[str, Any] = {
         "format": FORMAT,
         **asdict(manifest.train_state),
-        **asdict(manifest.identity),
+        "identity": asdict(manifest.identity),
         "attempt": manifest.attempt,
         "created": manifest.created,
         "files": listed,
@@ -113,13 +118,17 @@ def decode(content: bytes, where: Path) -> Manifest:
             )
         return Manifest(
             train_state=TrainState.from_fields(fields),
-            identity=Identity(**{name: fields[name] for name in _IDENTITY if name in fields}),
+            identity=_identity(fields["identity"]),
             attempt=fields["attempt"],
             created=fields["created"],
             files={_plain(name): FileEntry(**e) for name, e in fields["files"].items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{where} is damaged: it is not a manifest ({error})") from error
+
+
+def _identity(fields: Mapping[str, Any]) -> Identity:
+    return Identity(**{**fields, "origin": Origin(**fields["origin"])})
 
 
 def _plain(name: str) -> str:

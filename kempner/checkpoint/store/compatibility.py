@@ -55,8 +55,8 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
         remarks.append(
             f"the checkpoint was written by {saved.world} ranks, now there are {now.world}"
         )
-    if saved.host:
-        remarks += _host_remarks(saved.host, now.host)
+    if saved.origin.host:
+        remarks += _host_remarks(saved.origin.host, now.origin.host)
     return Compatibility(tuple(refusals), tuple(remarks))
 
 

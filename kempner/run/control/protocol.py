@@ -110,23 +110,30 @@ class Report(_Message):
 
 
 @dataclass(frozen=True)
-class Usage(_Message):
-    """Rank to supervisor, now and then: what it uses of its node.
+class NodeMemory(_Message):
+    """Part of `Usage`. Bytes: `available` of `total` is what the node has left, or the control
+    group that limits the job there.
 
-    Sizes are in bytes. `available` of `total` is what the node has left, or the control group that
-    limits the job there (`group`, a folder; empty if there is none); `oom_kills` counts the
-    processes in it that were killed for want of memory.
+    `group` is the folder of that group, empty if there is none; `oom_kills` counts the processes in
+    it that were killed for want of memory.
     """
+
+    available: Natural
+    total: Natural
+    group: Words = ""
+    oom_kills: Natural = 0
+
+
+@dataclass(frozen=True)
+class Usage(_Message):
+    """Rank to supervisor, now and then: what it uses of its node, and what is left. Bytes."""
 
     rss: Natural
     children: Natural
     children_rss: Natural
     files: Natural
     files_limit: Natural
-    available: Natural
-    total: Natural
-    group: Words
-    oom_kills: Natural
+    memory: NodeMemory
     kind: Literal["usage"] = "usage"
 
 

@@ -8,8 +8,10 @@ come again with every requeue of the job.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import fields as dataclass_fields
+from typing import Any, Self
 
 import tomli
 import tomli_w
@@ -20,27 +22,48 @@ from kempner.run.record.run_dir import RunDirectory
 
 
 @dataclass(frozen=True)
+class FirstFailure:
+    """`rank` failed first, on `node`, at `step`; `raised` is the last line of its exception."""
+
+    rank: int
+    step: int = 0
+    node: str = ""
+    raised: str = ""
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank}" + (f" on {self.node}" if self.node else "")
+        when = f"at step {self.step}" if self.step else "before the first step"
+        return f"{where}, {when}" + (f": {self.raised}" if self.raised else "")
+
+
+@dataclass(frozen=True)
 class GaveUp:
     """Why nobody but a person can bring the run any further.
 
-    `rank` is the one that failed first, on `node`, at `step`; `raised` is the last line of its
-    exception. `see` are files that tell more, `advice` is what to do.
+    `first` is how it began, if a rank failed. `see` are files that tell more, `advice` is what to
+    do.
     """
 
     code: ExitCode
     reason: str = ""
     attempt: int = 0
-    step: int = 0
-    rank: int | None = None
-    node: str = ""
-    raised: str = ""
+    first: FirstFailure | None = None
     see: list[str] = field(default_factory=list)
     advice: str = ""
 
     def fields(self) -> dict[str, Any]:
-        """Everything that is known, as JSON and TOML have it."""
-        known = {name: value for name, value in asdict(self).items() if value is not None}
-        return {**known, "code": int(self.code)}
+        """Everything that is known, in one flat table, as JSON and TOML have it."""
+        known = {name: getattr(self, name) for name in _PLAIN}
+        first = {} if self.first is None else asdict(self.first)
+        return {**known, **first, "code": int(self.code)}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """The inverse. Raises `TypeError` or `ValueError` if they say something else."""
+        plain = {name: value for name, value in fields.items() if name in _PLAIN}
+        rest = {name: value for name, value in fields.items() if name not in _PLAIN}
+        first = FirstFailure(**rest) if rest else None
+        return cls(**{**plain, "code": ExitCode(fields["code"])}, first=first)
 
     def __str__(self) -> str:
         return "\n".join(filter(None, [self.headline, self._first, self._see, self._advice]))
@@ -52,11 +75,7 @@ class GaveUp:
 
     @property
     def _first(self) -> str:
-        if self.rank is None:
-            return ""
-        where = f"rank {self.rank}" + (f" on {self.node}" if self.node else "")
-        when = f"at step {self.step}" if self.step else "before the first step"
-        return f"  failed first: {where}, {when}" + (f": {self.raised}" if self.raised else "")
+        return "" if self.first is None else f"  failed first: {self.first}"
 
     @property
     def _see(self) -> str:
@@ -65,6 +84,9 @@ class GaveUp:
     @property
     def _advice(self) -> str:
         return f"  what to do: {self.advice}" if self.advice else ""
+
+
+_PLAIN = tuple(f.name for f in dataclass_fields(GaveUp) if f.name != "first")
 
 
 class GaveUpError(RunError):
@@ -88,7 +110,7 @@ def read(run: RunDirectory) -> GaveUp | None:
     """
     try:
         fields = tomli.loads(run.gave_up.read_text(encoding="utf-8"))
-        return GaveUp(**{**fields, "code": ExitCode(fields["code"])})
+        return GaveUp.from_fields(fields)
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError):

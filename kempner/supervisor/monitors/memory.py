@@ -68,7 +68,7 @@ class MemoryMonitor:
         usage, joined = snapshot.usage, snapshot.joined
         for rank, seen in usage.items():
             host = joined[rank].host if rank in joined else ""
-            if seen.available < self._reserve * seen.total and (
+            if seen.memory.available < self._reserve * seen.memory.total and (
                 host not in largest or _size(seen) > _size(usage[largest[host]])
             ):
                 largest[host] = rank
@@ -79,7 +79,7 @@ class MemoryMonitor:
     def _growing(self, snapshot: Snapshot) -> Iterator[SteadyGrowth]:
         for rank, seen in snapshot.usage.items():
             for what, value, room in (
-                ("memory", _size(seen), seen.available),
+                ("memory", _size(seen), seen.memory.available),
                 ("open files", seen.files, seen.files_limit - seen.files),
             ):
                 growth = self._growth.setdefault((rank, what), Growth())
@@ -99,10 +99,10 @@ def explain_kill(last: Usage, kills: int) -> str:
 
     `kills` is the number of out-of-memory kills in its control group since.
     """
-    if kills <= last.oom_kills:
+    if kills <= last.memory.oom_kills:
         return ""
     return (
-        f"out of memory: the kernel killed it (oom_kill of {last.group}); when last heard, "
+        f"out of memory: the kernel killed it (oom_kill of {last.memory.group}); when last heard, "
         f"{describe_usage(last)}. Ask for more memory, or lower train.micro_batch_size or "
         "data.num_dataloader_workers"
     )
@@ -113,7 +113,7 @@ def describe_usage(seen: Usage) -> str:
     with_children = f" and its {seen.children} processes {_gib(seen.children_rss)}"
     return (
         f"it had {_gib(seen.rss)}{with_children if seen.children else ''}, {seen.files} files were "
-        f"open, and {_gib(seen.available)} of {_gib(seen.total)} were left"
+        f"open, and {_gib(seen.memory.available)} of {_gib(seen.memory.total)} were left"
     )
 
 

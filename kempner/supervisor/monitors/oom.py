@@ -29,9 +29,9 @@ def explained(
     if last is None or there is None or not by_force:
         return end
     beside = [rank for rank, other in joined.items() if other.host == there.host and rank in usage]
-    counts = [usage[rank].oom_kills for rank in beside]
-    if is_here(there.host) and last.group:
+    counts = [usage[rank].memory.oom_kills for rank in beside]
+    if is_here(there.host) and last.memory.group:
         with suppress(OSError):  # gone with its last process: what others have seen must do
-            counts.append(MemoryGroup(Path(last.group)).oom_kills())
+            counts.append(MemoryGroup(Path(last.memory.group)).oom_kills())
     reason = explain_kill(last, max(counts))
     return replace(end, sentence=reason) if reason else end

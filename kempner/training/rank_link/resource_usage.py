@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 
 import psutil
 
 from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
-from kempner.run.control.protocol import Usage
+from kempner.run.control.protocol import NodeMemory, Usage
 
 
 def measure() -> Usage:
@@ -19,17 +20,16 @@ def measure() -> Usage:
     children = [child.memory_info().rss for child in _living(process)]
     files_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     group = memory_group()
-    room, total = _room(group, host.available, host.total)
+    memory = NodeMemory(*_room(group, host.available, host.total))
+    if group is not None:
+        memory = replace(memory, group=str(group.path), oom_kills=group.oom_kills())
     return Usage(
         rss=process.memory_info().rss,
         children=len(children),
         children_rss=sum(children),
         files=process.num_fds(),
         files_limit=files_limit,
-        available=room,
-        total=total,
-        group="" if group is None else str(group.path),
-        oom_kills=0 if group is None else group.oom_kills(),
+        memory=memory,
     )
 
 

@@ -33,9 +33,12 @@ class StoppableLoop(Protocol):
     """What is about to leave: a loop of ours, or of the user's."""
 
     ranks: Ranks
-    vote_group: VoteGroup
     shutdown: ShutdownHandler
     checkpoints: CheckpointManager
+
+    @property
+    def vote_group(self) -> VoteGroup:
+        """The ranks as voters."""
 
     @property
     def train_state(self) -> TrainState:

@@ -31,7 +31,7 @@ ranks = connect(rank_link.world, config)
 attempt = ranks.broadcast(begin_attempt(rank_link.run) if ranks.world.rank == 0 else None)
 assert isinstance(attempt, Attempt)
 training = build(config, rank_link, ranks, attempt, shutdown, faults)
-batch = training.data.feed.take(give_up=lambda: False)
+batch = training.tools.data.feed.take(give_up=lambda: False)
 assert batch is not None
 loss = accumulate(
     training.model,
@@ -48,6 +48,6 @@ for name, parameter in training.model.named_parameters():
     gradient[name] = full.clone()
 if ranks.world.rank == 0:
     torch.save({"loss": loss, "gradient": gradient, "step": training.train_state.step}, sys.argv[1])
-training.data.feed.close()
+training.tools.data.feed.close()
 ranks.final_barrier()
 os._exit(0)

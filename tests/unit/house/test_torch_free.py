@@ -238,9 +238,6 @@ def test_a_checkpoint_is_verified_without_torch(without_torch: Runner, tmp_path:
         seed=0,
         data_fingerprint="",
         model={},
-        config_hash="",
-        host={},
-        versions={},
     )
     files = {".metadata": FileEntry(bytes=len(content), xxh3_128=whole_sum(content))}
     manifest = Manifest(TrainState(step=5), identity, attempt=1, created=0.0, files=files)

@@ -58,12 +58,12 @@ class RunGivenUp(LedgerEvent):
     name: ClassVar[str] = "gave_up"
     code: Annotated[int, "exit code of the run"]
     reason: Sentence
-    step: Annotated[int, "step that the first rank to fail was in"]
-    node: Annotated[str, "node of that rank, empty if it is not known"]
-    raised: Annotated[str, "what that rank raised, empty if it did not say"]
     see: Annotated[tuple[str, ...], "files that tell more"]
     advice: Annotated[str, "what to do"]
     rank: Annotated[int | None, "rank that failed first"] = None
+    step: Annotated[int, "step that it was in"] = 0
+    node: Annotated[str, "its node"] = ""
+    raised: Annotated[str, "what it raised"] = ""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from kempner.checkpoint.format.manifest import (
     FileEntry,
     Identity,
     Manifest,
+    Origin,
     decode,
     encode,
     encode_sidecar,
@@ -46,9 +47,7 @@ IDENTITY = Identity(
     seed=7,
     data_fingerprint="d1",
     model={"dim": 64, "n_layers": 2},
-    config_hash="c1",
-    host={"threads": 1},
-    versions={"torch": "2"},
+    origin=Origin(config_hash="c1", host={"threads": 1}, versions={"torch": "2"}),
 )
 
 
@@ -328,7 +327,7 @@ def test_the_way_back(branch: list[int], to: int, chosen: int | None) -> None:
 
 
 def test_what_an_imported_checkpoint_does_not_say_is_remarked_not_refused() -> None:
-    imported = Identity(2, {}, None, None, {}, "", {}, {})
+    imported = Identity(2, {}, None, None, {})
     judgement = compare_identities(imported, IDENTITY, [])
     assert judgement.refusals == ()
     assert [remark.partition(" is ")[0] for remark in judgement.remarks] == [
@@ -380,8 +379,13 @@ def test_a_latest_that_dangles_or_points_outside_is_not_followed(store: Store, t
         ({"model": {"dim": 65, "n_layers": 2}}, ["data", "seed"], "model.dim is 65", ""),
         ({"optimizer": "sgd"}, ["data", "seed"], "optimizer.name is 'sgd'", ""),
         ({"world": 3}, [], "", "written by 2 ranks, now there are 3"),
-        ({"host": {"threads": 2}}, [], "", "threads was 1 and is 2"),
-        ({"config_hash": "c2", "versions": {"torch": "3"}}, [], "", ""),
+        (
+            {"origin": dataclasses.replace(IDENTITY.origin, host={"threads": 2})},
+            [],
+            "",
+            "threads was 1 and is 2",
+        ),
+        ({"origin": Origin("c2", {"threads": 1}, {"torch": "3"})}, [], "", ""),
     ],
 )
 def test_what_a_resume_may_change(

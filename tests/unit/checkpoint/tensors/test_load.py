@@ -58,7 +58,7 @@ def list_files(folder: Path) -> Manifest:
         files[sidecar_name(rank)] = FileEntry(len(sidecar), xxh3_128=whole_sum(sidecar))
     described = (folder / METADATA).read_bytes()
     files[METADATA] = FileEntry(len(described), xxh3_128=whole_sum(described))
-    return Manifest(TrainState(), Identity(1, {}, 0, "", {}, "", {}, {}), 1, 0.0, files)
+    return Manifest(TrainState(), Identity(1, {}, 0, "", {}), 1, 0.0, files)
 
 
 def write_ours(folder: Path, cut: int | None = 0, world: int = 3) -> Manifest:

@@ -51,7 +51,7 @@ def test_the_verdict_says_who_where_when_why_and_what_to_do(run: RunDirectory) -
 @pytest.mark.parametrize("code", [c for c in ExitCode if c in (1, 65, 74, 76, 77, 78)])
 def test_every_end_has_its_advice(run: RunDirectory, code: ExitCode) -> None:
     told = give_up(run, begin_attempt(run), Decision(code, "so"), Failure(0, None), "")
-    assert told.rank is None
+    assert told.first is None
     assert str(run.supervisor_log(1)) in str(told)
     assert "failed first" not in str(told)
     assert read(run) == told

@@ -15,7 +15,7 @@ from harness import wait_until
 
 from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
 from kempner.config.resilience import ResilienceSection
-from kempner.run.control.protocol import Phase, Usage
+from kempner.run.control.protocol import NodeMemory, Phase, Usage
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.control.events import Connected
 from kempner.supervisor.monitors.base import Snapshot
@@ -34,10 +34,7 @@ CALM = Usage(
     children_rss=GIB,
     files=80,
     files_limit=1024,
-    available=50 * GIB,
-    total=100 * GIB,
-    group="/sys/fs/cgroup/job_7",
-    oom_kills=0,
+    memory=NodeMemory(50 * GIB, 100 * GIB, "/sys/fs/cgroup/job_7"),
 )
 JOINED = {rank: Connected(rank, host, 1) for rank, host in enumerate("aab")}
 
@@ -57,14 +54,14 @@ def test_a_process_measures_itself_its_children_and_its_node() -> None:
     assert before.rss > 1 << 20
     assert before.children >= 1
     assert before.children_rss > 0
-    assert 0 < before.available <= before.total <= psutil.virtual_memory().total
+    assert 0 < before.memory.available <= before.memory.total <= psutil.virtual_memory().total
     assert 0 < before.files < before.files_limit
     assert measure().children == before.children - 1
 
 
 def test_a_node_that_runs_short_is_named_once_with_its_largest_rank() -> None:
     watch = MemoryMonitor(ResilienceSection(memory_reserve=0.05))
-    short = replace(CALM, available=4 * GIB)
+    short = replace(CALM, memory=replace(CALM.memory, available=4 * GIB))
     calm = {0: CALM, 1: CALM, 2: CALM}
     assert watch.check(using(calm, 0.0)) == []
     (told,) = watch.check(using({0: short, 1: replace(short, rss=9 * GIB), 2: CALM}, 10.0))
@@ -150,7 +147,8 @@ def test_an_out_of_memory_kill_is_explained() -> None:
 )
 def test_who_fell_to_the_kernel(end: RankExit, seen_by_others: int, explained_so: bool) -> None:
     joined = {r: Connected(r, "a" if r < 2 else "b", 1) for r in range(4)}
-    usage = dict.fromkeys(range(3), CALM) | {3: replace(CALM, oom_kills=seen_by_others)}
+    after = replace(CALM, memory=replace(CALM.memory, oom_kills=seen_by_others))
+    usage = dict.fromkeys(range(3), CALM) | {3: after}
     assert explained(end, usage, joined).sentence.startswith("out of memory") == explained_so
 
 

@@ -156,7 +156,11 @@ def _seconds_to_new_step(run: Run, kill: Kill) -> float | None:
 def _noticed_at(run: Run, kill: Kill) -> float:
     """When the supervisor saw the first sign of a kill, in seconds since the epoch."""
     log = read_lines(run.record.supervisor_log(kill.attempt))
-    signs = (e for e in log if e["event"] in ("parted", "ended") and e["rank"] == kill.rank)
+    signs = (
+        e
+        for e in log
+        if e["event"] in ("rank disconnected", "rank ended") and e["rank"] == kill.rank
+    )
     return datetime.fromisoformat(next(signs)["timestamp"]).timestamp()
 
 

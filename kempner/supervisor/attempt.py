@@ -239,7 +239,7 @@ class AttemptFollower:
             case Connected():
                 self._note_connection(attempt_event)
             case Disconnected(rank, reason):
-                logger().info("parted", rank=rank, reason=reason)
+                logger().info("rank disconnected", rank=rank, reason=reason)
                 self.roster.disconnected(rank, self._times.now())
             case Heard(rank, Event() as said):
                 self._hear(rank, parse_event(said.name, said.fields))
@@ -247,7 +247,7 @@ class AttemptFollower:
                 self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
 
     def _note_connection(self, there: Connected) -> None:
-        logger().info("joined", rank=there.rank, host=there.host, pid=there.pid)
+        logger().info("rank connected", rank=there.rank, host=there.host, pid=there.pid)
         node = node_of(there.host, self._launcher.nodes)
         self.roster.connected(replace(there, host=node), self._times.now())
         self._advance(Trigger.ALL_JOINED if self.roster.all_joined else Trigger.RANK_JOINED)
@@ -314,7 +314,7 @@ class AttemptFollower:
         first_to_fail = failed(end) and not self.roster.any_failed
         if not self.roster.ended(end, self._times.now()):
             return  # its own words came first and say more than its exit status
-        logger().info("ended", rank=end.rank, how=describe_exit(end))
+        logger().info("rank ended", rank=end.rank, how=describe_exit(end))
         if first_to_fail:
             self._advance(Trigger.RANK_FAILED)
             self._channel.tell(PeerLost(end.rank, shorten(describe_exit(end))))

@@ -47,7 +47,8 @@ class HangDetector:
         who = "" if laggard is None else f"; rank {laggard} is behind all others"
         where = ", ".join(sorted({f"step {step} ({phase})" for step, phase in places.values()}))
         sentence = (
-            f"no rank has moved for {still:.0f} s, where {limit:.0f} s are plenty: "
+            f"no rank has moved for {still:.0f} s, longer than the {limit:.0f} s that this run "
+            "ever needs: "
             f"{where or 'none has reported yet'}{who}"
         )
         return (Hang(sentence, laggard, phase, still),)

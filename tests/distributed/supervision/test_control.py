@@ -43,7 +43,7 @@ def environment_of(pid: int) -> dict[str, str]:
 def ends(run: Run) -> list[tuple[int, str]]:
     """Ranks and how they ended."""
     log = read_lines(run.record.supervisor_log(1))
-    return [(line["rank"], line["how"]) for line in log if line["event"] == "ended"]
+    return [(line["rank"], line["how"]) for line in log if line["event"] == "rank ended"]
 
 
 def test_peers_of_a_killed_rank_are_told_and_leave_by_themselves(run: Run) -> None:
@@ -139,7 +139,9 @@ def test_ranks_stopped_before_they_know_each_other_say_so(run: Run) -> None:
     """`make test` stops ranks before their first step in ../stops/test_stop_and_resume.py."""
     job = run.start(ELSEWHERE, LONG)
     log = run.record.supervisor_log(1)
-    wait_until(lambda: [e for e in read_lines(log) if e["event"] == "joined"], "a rank", job=job)
+    wait_until(
+        lambda: [e for e in read_lines(log) if e["event"] == "rank connected"], "a rank", job=job
+    )
     job.signal()
     assert job.wait() == 75, job.output()
     words = f"{STOPPED}: stopped before training began (signal)"
@@ -178,7 +180,7 @@ def test_the_token_stays_secret_and_strangers_change_nothing(
     assert not [path for path in files if token.encode() in path.read_bytes()]
     (ended,) = run.events("attempt_ended")
     assert ended["exits"] == {"0": 0, "1": 0}
-    joined = [e for e in read_lines(run.record.supervisor_log(1)) if e["event"] == "joined"]
+    joined = [e for e in read_lines(run.record.supervisor_log(1)) if e["event"] == "rank connected"]
     assert sorted(e["rank"] for e in joined) == [0, 1]
     refused = [
         e["reason"]

@@ -117,7 +117,7 @@ def test_a_node_that_only_the_supervisor_cannot_reach_is_not_lost(
     project.reach(job, 5)
     patient.cut("node2", "em4", "silent")
     log = project.run.record.supervisor_log(1)
-    parted = lambda: any(e["event"] == "parted" for e in read_lines(log))  # noqa: E731
+    parted = lambda: any(e["event"] == "rank disconnected" for e in read_lines(log))  # noqa: E731
     project.wait_until(job, parted, "the connection is given up")
     project.reach(job, max(project.run.steps()) + 10)
     patient.heal("node2", "em4")

@@ -25,7 +25,7 @@ class Moments:
         """It has called its supervisor, and imports torch for some seconds more."""
         log = self.run.record.supervisor_log(attempt)
         return log.exists() and any(
-            (line["event"], line.get("rank")) == ("joined", 1) for line in read_lines(log)
+            (line["event"], line.get("rank")) == ("rank connected", 1) for line in read_lines(log)
         )
 
     def loading(self, attempt: int) -> bool:

@@ -60,7 +60,7 @@ def test_patience_is_learned_from_the_run(
     assert watch.patience(usual) == (patience, phase)
     assert not watch.check(snapshot(places, patience, patience, usual))
     (hang,) = watch.check(snapshot(places, patience + 1.5, patience + 1.5, usual))
-    assert f"where {patience:.0f} s are plenty" in hang.sentence
+    assert f"longer than the {patience:.0f} s" in hang.sentence
     assert (hang.phase, hang.still) == (phase, patience + 0.5)
 
 

@@ -23,6 +23,7 @@ from kempner.data.files.token_file import TokenWriter
 from kempner.insight.status import summarise
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import read_current
+from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
 
@@ -271,7 +272,7 @@ def assert_named(
         asked = [e for e in until if (e["event"], e["attempt"]) == ("stop_requested", attempt)]
         # When ranks stop by themselves, the news that one has left may come before the reason.
         assert asked[-1]["reason"] in (reason.label, StopReason.PEER_STOPPED.label)
-    assert summarise(until, [], None).state.startswith(f"stopped ({reason.words})")
+    assert summarise(RunHistory(until), [], None).state.startswith(f"stopped ({reason.words})")
 
 
 def manifest(checkpoint: Path) -> dict[str, Any]:

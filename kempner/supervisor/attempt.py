@@ -288,7 +288,7 @@ class AttemptFollower:
 
     def _heed_the_job(self) -> None:
         """Ask for a stop when the job's end is near, or Slurm is about to end it."""
-        order = self.job.stop_order(self._times, warned=bool(self.signals))
+        order = self.job.stop_order(self._times, self.signals)
         if order is not None:
             self._ask_to_stop(order)
 

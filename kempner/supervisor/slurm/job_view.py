@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Sequence
+
 from kempner.cluster.slurm.job import JobState
+from kempner.run.process.signals import Received
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.policy.stop import StopOrder, decide_stop, stop_lead
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen
@@ -38,10 +42,11 @@ class JobView:
         # By the attempt's clock: Slurm, too, does not count the time for which it suspends a job.
         self._ends_at = None if left is None else now + left
 
-    def stop_order(self, times: RunTimes, warned: bool) -> StopOrder | None:
+    def stop_order(self, times: RunTimes, signals: Sequence[Received]) -> StopOrder | None:
         """Whether the ranks have to stop: the job's end is near, or Slurm is about to end it.
 
-        `warned` says that a signal came.
+        `signals` are those that came: any may be Slurm's warning, but for a Ctrl-C at a terminal,
+        which a batch process has not.
         """
         if self.at_first is None or self._seen is None:
             return None
@@ -52,5 +57,9 @@ class JobView:
             self._seen.kill_wait,
             left=None if self._ends_at is None else self._ends_at - times.now(),
             lead=stop_lead(times.saves, times.phases.quantile(0.95), job.times.limit),
-            warned=warned,
+            warned=any(self._may_warn(received) for received in signals),
         )
+
+    def _may_warn(self, received: Received) -> bool:
+        batch = self._monitor is not None and self._monitor.batch
+        return batch or received.signal is not signal.SIGINT

@@ -28,9 +28,13 @@ def test_a_job_is_followed_by_its_id(project: Project, cluster: Cluster) -> None
     assert shown["restarts"] == "the last launch 0, scontrol 0, sacct -D 0"
     assert int(shown["step"]) >= 5
 
-    cluster.run("login1", "scancel", "--batch", "--signal=TERM", job)
-    cluster.wait_for(job, "PENDING")
-    shown = status(project, job)
+    cluster.scontrol("update", "partitionname=low", "state=down")  # or it may start again first
+    try:
+        cluster.run("login1", "scancel", "--batch", "--signal=TERM", job)
+        cluster.wait_for(job, "PENDING")
+        shown = status(project, job)
+    finally:
+        cluster.scontrol("update", "partitionname=low", "state=up")
     (stopped,) = project.events("stopped")
     assert shown["job"] == f"{job} PENDING"
     assert shown["latest checkpoint"] == shown["step"] == str(stopped["step"])

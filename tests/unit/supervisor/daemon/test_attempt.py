@@ -244,6 +244,20 @@ def test_what_the_ranks_say_of_a_stop_names_it_for_the_supervisor_too(
     assert [(e["reason"], e["sentence"]) for e in lines] == [("signal", "rank 0 was asked to stop")]
 
 
+@pytest.mark.parametrize(("batch", "told"), [(False, 1), (True, 2)])
+def test_a_ctrl_c_at_a_terminal_is_no_warning_of_slurm(
+    hands: Hands, tmp_path: Path, clock: Clock, batch: bool, told: int
+) -> None:
+    """A batch process has no terminal: there SIGINT may be what `--signal` asked for."""
+    job = JobMonitor("7", batch=batch, arguments=[])
+    follower = follow(hands, 1, Config(), Ledger(tmp_path / "ledger.jsonl"), job)
+    running = parse_job({"JobId": "7", "JobState": "RUNNING"})
+    feed(follower, JobSeen(running, 900.0, 30.0), Received(signal.SIGINT, clock.now))
+    follower.enforce()
+    reasons = [message.reason for message in hands.told if isinstance(message, Stop)]
+    assert reasons == [StopReason.INTERRUPT, StopReason.TIME_LIMIT][:told]
+
+
 def test_what_slurm_says_a_moment_after_the_signal_is_told_as_well(
     hands: Hands, tmp_path: Path, clock: Clock
 ) -> None:

@@ -23,7 +23,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 def watch(config: pytest.Config) -> None:
     """Write down what tests cost, if that is asked for."""
-    if ASKED:
+    if ASKED and not config.pluginmanager.has_plugin("costs"):
         config.pluginmanager.register(Costs(Path(ASKED)), "costs")
 
 

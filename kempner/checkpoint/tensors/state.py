@@ -27,10 +27,11 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a `DTensor`.
 
     Importing `DTensor` takes half as long as importing torch, and a process that is alone has none.
-    Where nobody has imported it, no tensor can be one.
+    Where nobody has imported it, no tensor can be one; nor while another thread is about to, as the
+    first save does.
     """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return sharded is not None and isinstance(tensor, sharded)
 
 
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

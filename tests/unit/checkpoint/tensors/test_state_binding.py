@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -140,3 +142,11 @@ def test_only_persistent_state_is_saved() -> None:
     binding = state.Binding(*trained())
     assert "model.scratch" not in binding.table
     assert binding.buffers == {"model.calls"}
+
+
+def test_a_tensor_is_asked_for_its_shards_while_another_thread_imports_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the first save does: for a moment the module is there, and empty."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("half imported"))
+    assert not state.is_sharded(torch.ones(1))

@@ -27,10 +27,11 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a `DTensor`.
 
     Importing `DTensor` takes half as long as importing torch, and a process that is alone has none.
-    Where nobody has imported it, no tensor can be one.
+    Until somebody has imported it, no tensor can be one; another thread, that of a save, may be in
+    the middle of it.
     """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    found = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return found is not None and isinstance(tensor, found)
 
 
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

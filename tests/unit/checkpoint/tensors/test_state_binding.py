@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -140,3 +142,12 @@ def test_only_persistent_state_is_saved() -> None:
     binding = state.Binding(*trained())
     assert "model.scratch" not in binding.table
     assert binding.buffers == {"model.calls"}
+
+
+def test_no_tensor_is_sharded_while_another_thread_imports_the_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A save does so, beside training: what is half imported is in `sys.modules` already."""
+    name = "torch.distributed.tensor"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert not state.is_sharded(torch.ones(1))

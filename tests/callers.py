@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import queue
 import socket
+import termios
 import threading
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from harness import wait_until
 
 from kempner.run.control.client import ControlClient, Reactions
 from kempner.run.control.heartbeat import Progress
@@ -108,6 +113,16 @@ class Stranger:
 
     def say(self, content: bytes | FromRank) -> None:
         self.socket.sendall(content if isinstance(content, bytes) else encode(content))
+
+    def wait_until_all_is_sent(self) -> None:
+        """Until the other side's kernel has all that was said: no reset can take it back."""
+        wait_until(lambda: not self._unsent(), "all that was said to be with the other side")
+
+    def _unsent(self) -> int:
+        """Bytes that the other side's kernel has not acknowledged yet (tcp(7), SIOCOUTQ)."""
+        count = array("i", [0])
+        fcntl.ioctl(self.socket, termios.TIOCOUTQ, count)  # the same number as SIOCOUTQ
+        return count[0]
 
     def is_hung_up_on(self) -> bool:
         try:

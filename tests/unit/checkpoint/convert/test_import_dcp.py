@@ -162,12 +162,17 @@ def test_names_that_do_not_fit(tensors: list[str], others: list[str], words: str
 def test_a_run_that_has_a_checkpoint_gets_no_other(
     stock: Path, into: Path, capsys: Captured
 ) -> None:
+    """Not even if `latest` is gone."""
     assert kempner("import", stock, "--into", into, "--step", 5) == 0
-    before = sorted(into.rglob("*"))
-    for where in (into, into / "checkpoints"):
-        assert kempner("import", stock, "--into", where, "--step", 9) == 2
-        assert "has checkpoints already; import into a run that has none" in capsys.readouterr().err
-    assert sorted(into.rglob("*")) == before
+    latest = into / "checkpoints" / "latest"
+    for prepare in (lambda: None, latest.unlink):
+        prepare()
+        before = sorted(into.rglob("*"))
+        for where in (into, into / "checkpoints"):
+            assert kempner("import", stock, "--into", where, "--step", 9) == 2
+            said = capsys.readouterr().err
+            assert "has checkpoints already; import into a run that has none" in said
+        assert sorted(into.rglob("*")) == before
 
 
 def damage_metadata(stock: Path, change: Callable[[Any], None]) -> None:

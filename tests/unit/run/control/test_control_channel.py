@@ -111,6 +111,7 @@ def test_the_words_of_a_rank_that_is_gone_already_are_all_taken_in(supervisor: S
         supervisor.expect(Connected)
         assert isinstance(hasty.hear(), Welcome)
         hasty.say(b"".join(encode(Event(n, "x", {"long": "y" * 900})) for n in range(1, 101)))
+        hasty.wait_until_all_is_sent()
         hasty.socket.shutdown(socket.SHUT_RD)  # from here on an answer is met with a reset
         hasty.stream.close()
         hasty.socket.close()

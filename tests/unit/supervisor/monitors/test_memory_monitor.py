@@ -132,6 +132,9 @@ def test_an_out_of_memory_kill_is_explained() -> None:
     sentence = explain_kill(CALM, 1)
     assert sentence.startswith("out of memory: the kernel killed it (oom_kill of /sys/fs/cgroup")
     assert "4.0 GiB" in sentence
+    after_one = replace(CALM, memory=replace(CALM.memory, oom_kills=1))
+    assert explain_kill(after_one, 1) == ""  # that one was of somebody else
+    assert explain_kill(after_one, 2)
 
 
 @pytest.mark.parametrize(

@@ -190,20 +190,29 @@ def _listen(expected: int) -> subprocess.Popen[str]:
         [sys.executable, "-c", _COUNT_SIGNALS, str(expected)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
 
 
+def _let_go_on(process: subprocess.Popen[str]) -> str:
+    """What it prints from here on. It waits less long for a signal than we for its last word, so
+    that it is the one to say what is missing.
+    """
+    out, said = process.communicate("go\n", timeout=60)
+    assert process.returncode == 0, f"it ended with {process.returncode}: {out!r}\n{said}"
+    return out
+
+
 def test_every_stop_signal_is_kept_while_the_main_thread_is_busy() -> None:
     process = _listen(5)
-    assert process.stdin is not None
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    if process.stdout.readline() != "ready\n":
+        pytest.fail(f"it is not ready: {_let_go_on(process)}")
     names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
     for name in names:
         process.send_signal(signal.Signals[name])
-    out, _ = process.communicate("go\n", timeout=30)
-    assert sorted(ast.literal_eval(out)) == sorted(names)
+    assert sorted(ast.literal_eval(_let_go_on(process))) == sorted(names)
 
 
 def test_a_signal_blocked_by_the_launcher_is_delivered_on_install() -> None:
@@ -213,8 +222,7 @@ def test_a_signal_blocked_by_the_launcher_is_delivered_on_install() -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     process.send_signal(signal.SIGTERM)  # its interpreter has hardly started
-    out, _ = process.communicate("go\n", timeout=30)
-    assert out == "ready\n['SIGTERM']\n"
+    assert _let_go_on(process) == "ready\n['SIGTERM']\n"
 
 
 _LEAVE = """

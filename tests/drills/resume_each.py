@@ -27,5 +27,5 @@ for path in arguments[split + 1 :]:
     )
     print("loaded", training.train_state.step, flush=True)
     training.checkpoints.close()
-    training.data.feed.close()
+    training.tools.data.feed.close()
     training.tools.step_metrics.close()

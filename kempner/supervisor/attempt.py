@@ -305,8 +305,8 @@ class AttemptFollower:
             Stop(standing.reason, shorten(standing.sentence), max(0.0, seconds_left))
         )
         if first:
-            logger().warning(f"{standing.sentence}: stopping after this step, with a checkpoint")
             self._launcher.ask_to_stop()
+            logger().warning(f"{standing.sentence}: stopping after this step, with a checkpoint")
         reason, sentence = standing.reason.label, standing.sentence
         self._record(StopRequested(reason, sentence, round(seconds_left, 1)))
 

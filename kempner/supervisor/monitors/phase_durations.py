@@ -49,7 +49,7 @@ def to_event(phase_durations: PhaseDurations, ranks: int) -> PhaseDurationsLearn
 
 
 def learned(history: RunHistory, ranks: int) -> dict[Phase, DurationStats]:
-    """The newest habits of so many ranks that a run's history tells of."""
+    """The newest phase durations of so many ranks that a run's history tells of."""
     ours = [event for event in history.events(PhaseDurationsLearned) if event.ranks == ranks]
     newest = ours[-1].phases if ours else {}
     known = [phase for phase in Phase if phase in newest]

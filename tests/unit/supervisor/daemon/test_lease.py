@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from harness import wait_until
 
+import kempner.supervisor.lease
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.attempts import SupersededError
 from kempner.run.record.run_dir import RunDirectory
@@ -127,8 +128,20 @@ def test_one_that_was_replaced_finds_out(run: RunDirectory) -> None:
     lease.release()
 
 
-def test_of_many_that_find_a_dead_one_a_single_one_takes_over(run: RunDirectory) -> None:
+def test_of_many_that_find_a_dead_one_a_single_one_takes_over(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave_behind(run)
+    together, create, seen = threading.Barrier(8), kempner.supervisor.lease._create, set()
+
+    def create_together(path: Path, me: Holder) -> int:
+        """All have seen the same dead owner before the first of them takes its place."""
+        if threading.get_ident() not in seen:
+            seen.add(threading.get_ident())
+            together.wait(60)
+        return create(path, me)
+
+    monkeypatch.setattr(kempner.supervisor.lease, "_create", create_together)
     won: list[Lease] = []
     lost: list[UsageError] = []
 

@@ -47,6 +47,7 @@ BUGS = Path(__file__).with_name("bugs.toml")
 LIMIT = 300.0  # seconds for the tests of one bug
 # Imported once, and not in each process that runs tests.
 SLOW_TO_IMPORT = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "hypothesis")
+FOLDER = re.compile(r"/[^\s'\"]+/(?=[^/\s'\"]+)")  # of this machine, up to a file's own name
 OUTCOMES: Mapping[int | None, str] = {0: "survived", 1: "caught"}  # by the exit code of pytest
 
 
@@ -202,7 +203,7 @@ def run_with(tree: Tree, bug: Bug) -> Outcome:
         why = said[1][:200] if said else "a test did not end"
     elif outcome == "unclear":
         why = f"pytest ended with {code}: {output[-500:]}"
-    return Outcome(bug.id, outcome, test, why, seconds)
+    return Outcome(bug.id, outcome, test, FOLDER.sub("...", why), seconds)
 
 
 def record(file: Path, outcomes: Sequence[Outcome]) -> None:

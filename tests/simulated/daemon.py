@@ -6,6 +6,7 @@ Every decision is the real one; what is modelled is when it hears of what.
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.attempt import AttemptFailed, RunGivenUp
-from kempner.run.record.events.job import Requeued, RequeueRefused
+from kempner.run.record.events.job import NotRequeued, Requeued
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang
 from kempner.supervisor.monitors.hang_detector import HangDetector
@@ -78,7 +79,9 @@ class Daemon:
                 budget = self._world.config.supervise.max_restarts_without_progress
                 verdict = restart.decide_restart(decision, failure, earlier, budget)
                 self._world.record(AttemptFailed(**asdict(failure)))
-                self._world.oracle.failed(self._job.id, failure.step, failure.raised)
+                self._world.oracle.failed(
+                    self._job.id, failure.step, failure.raised, failure.node_lost
+                )
                 gone: tuple[str, ...] = ()
                 if verdict.again:
                     gone = yield from self._probe()
@@ -102,7 +105,7 @@ class Daemon:
         self._stop: StandingStop | None = None
         section = world.config.supervise
         graces = {Deadline.STOP: section.stop_grace, Deadline.CRASH: section.crash_grace}
-        graces[Deadline.EVIDENCE] = 0.0
+        graces |= {Deadline.EVIDENCE: 0.0, Deadline.ABANDON: 0.0}
         self._attempt_life = AttemptLife(graces, AttemptState.LAUNCHING, now)
         self._hang: Hang | None = None
         self._warned = self.foreseen = False
@@ -148,16 +151,14 @@ class Daemon:
             if self._advance(Trigger.HANG_FOUND):
                 self._hang = hang
                 self._pace.misjudged(hang.phase, hang.still)
-        if now > self._attempt_life.kill_at:
+        if now > self._attempt_life.until:
             self._advance(Trigger.TIME_UP)
         if self._attempt_life.state is AttemptState.KILLING:
             ranks.kill()
 
-    def _advance(self, trigger: Trigger) -> bool:
-        before, self._attempt_life = (
-            self._attempt_life,
-            self._attempt_life.after(trigger, self._awake()),
-        )
+    def _advance(self, trigger: Trigger, within: float = inf) -> bool:
+        before, now = self._attempt_life, self._awake()
+        self._attempt_life = before.after(trigger, now, within)
         return self._attempt_life.state is not before.state
 
     def _ask_slurm(self) -> None:
@@ -173,12 +174,15 @@ class Daemon:
         if self._first is None or self._seen is None:
             return
         self._durations = self.ranks.saves.learned if self.ranks else self._durations
+        limit, gap = self._seen.times.limit, self._pace.quantile(0.95)
+        margin = stop.exit_margin((), limit)
         found = stop.decide_stop(
             self._first,
             self._seen,
             self._world.setting.kill_wait,
             left=None if self._job_ends is None else self._job_ends - self._awake(),
-            lead=stop.stop_lead(self._durations, self._pace.quantile(0.95), self._seen.times.limit),
+            lead=stop.stop_lead(self._durations, gap, limit, margin),
+            margin=margin,
             warned=self._warned,
         )
         if found is not None:
@@ -193,8 +197,7 @@ class Daemon:
         standing = stop.renew(self._stop, order, now)
         if standing is None:
             return
-        if self._stop is None:
-            self._advance(Trigger.STOP_REQUESTED)
+        self._advance(Trigger.STOP_REQUESTED, standing.by - now)
         self._stop, self.foreseen = standing, standing.reason is StopReason.DEADLINE
         if self.ranks is not None:
             self.ranks.ask(standing.by - now)
@@ -223,6 +226,7 @@ class Daemon:
             step=self.ranks.train_state.step,
             committed=self._world.history.last_step,
             raised=culprit.raised if culprit is not None else "",
+            node_lost=culprit is not None and outcome.is_lost(culprit),
         )
 
     def _verdict(self, decision: Decision, failure: Failure) -> RunGivenUp:
@@ -253,12 +257,13 @@ class Daemon:
         refusal = ""
         if parting.requeue:
             preempted = state is not None and state.times.preempt is not None
-            world.record(Requeued(step, job.id, preempted=preempted))
             refusal = world.slurm.requeue(job, tuple(map(int, decision.bad_nodes)))
+            if not refusal:
+                world.record(Requeued(step, job.id, preempted=preempted))
         else:
             world.oracle.parted(job.id, decision, state)
         if refusal:
-            world.record(RequeueRefused(refusal))
+            world.record(NotRequeued(step, refusal))
             world.oracle.refused()
         if decision.code is ExitCode.COMPLETED:
             world.oracle.completed(world.setting.max_steps)

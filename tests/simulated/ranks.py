@@ -84,7 +84,8 @@ class Ranks(Crew):
         while self.train_state.step < setting.max_steps or not self.health.sound:
             stop = self.asked_at is not None
             self.saves.poll()
-            failed = self.saves.settled_failures
+            failures, now = self.saves.failures, self.world.engine.now
+            unsaved, again = failures.lasting(now), failures.due(now)
             at_the_end = self.train_state.step == setting.max_steps
             diverged = self.health.trouble is not None or (at_the_end and not self.health.sound)
             yield from self.work(setting.step * self.world.slowness())
@@ -94,7 +95,13 @@ class Ranks(Crew):
                 yield from self._roll_back()
                 continue
             self._make_step()
-            verdict = SimpleNamespace(stop=stop, failed_saves=failed)
+            verdict = SimpleNamespace(
+                stop=stop,
+                failed_saves=failures.count,
+                unsaved_for=unsaved,
+                save_again=again,
+                superseded=False,
+            )
             if loop.save_is_due(self._as_loop(), verdict):
                 self.save_postponed = not self.health.sound
                 if self.health.sound:
@@ -159,7 +166,7 @@ class Ranks(Crew):
                     save_times=self._save_times(),
                     warned_for=0.0 if self.asked_at is None else clock.now - self.asked_at,
                     seconds_left=None if self.deadline is None else self.deadline - clock.now,
-                    tries_left=tries,
+                    next_try=0.0 if tries > 0 else None,
                     suspicious=not self.health.sound,
                 )
             )
@@ -203,6 +210,7 @@ class Ranks(Crew):
         """What the real loop's decisions look at."""
         return SimpleNamespace(
             config=self.world.config,
+            checkpoints=self.saves,
             train_state=self.train_state,
             state=SimpleNamespace(save_postponed=self.save_postponed),
         )

@@ -171,7 +171,7 @@ class World(Storage):
     def _hand_back(self, job: Job, ranks: Ranks) -> None:
         if job.ranks is not ranks or (state := self.slurm.show(job)) is None:
             return
-        if orphan_requeue.decide_orphan_requeue(state, state.restarts).requeue:
+        if orphan_requeue.decide_orphan_requeue(state, state.restarts, superseded=False).requeue:
             self.record(Requeued(self.history.last_step, job.id))
             self.slurm.requeue(job)
         elif state.state == "RUNNING" and state.may_requeue:

@@ -1,4 +1,4 @@
-"""What the tests of the control channel share."""
+"""What the unit tests share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from callers import Supervisor
 
 from kempner.run.control import client as link_module
+from kempner.run.process import retry
+from kempner.run.process.retry import StorageWaits
 from kempner.supervisor.control import server as channel_module
 
 
@@ -19,3 +21,12 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
     yield supervisor
     monkeypatch.setattr(link_module, "LAST_WORDS", 0.0)
     supervisor.close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> StorageWaits:
+    """This process waits for storage, as a rank does."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(retry, "_waits", waits := StorageWaits())
+    waits.configure(patience=60.0)
+    return waits

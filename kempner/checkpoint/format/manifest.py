@@ -22,6 +22,7 @@ import xxhash
 from kempner.checkpoint.format.names import MANIFEST
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.run.process.exit_codes import DataError
+from kempner.run.process.retry import empty, storage_waits
 
 FORMAT: Final = 1
 BLOCK_BYTES: Final = 1 << 20
@@ -137,11 +138,21 @@ def _plain(name: str) -> str:
     return name
 
 
-def read(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises `DataError` if it is absent or damaged."""
+def read(checkpoint: Path, worked: bool = False) -> Manifest:
+    """The manifest of a checkpoint folder; `worked` is whether it is known to be there.
+
+    Raises `DataError` if it is absent or damaged, and as `StorageWaits.retry` where it cannot be
+    read now.
+    """
     path = checkpoint / MANIFEST
+
+    def content() -> bytes:
+        if found := path.read_bytes():
+            return found
+        raise empty(path)
+
     try:
-        return decode(path.read_bytes(), path)
+        return decode(storage_waits().retry(content, worked), path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 

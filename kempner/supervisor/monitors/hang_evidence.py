@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from kempner.run.control.protocol import DumpStacks, FromSupervisor, Report
-from kempner.run.process.logs import logger
+from kempner.run.output.logs import logger
 from kempner.run.record.events.health import ConnectionsStalled, HangFound
 from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.ledger import Ledger

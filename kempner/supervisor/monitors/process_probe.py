@@ -7,12 +7,19 @@ says it of processes of this machine; that is how the supervisor asks another no
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from kempner.cluster.slurm.command import probe_environment
+from kempner.supervisor.control.events import Connected
+from kempner.supervisor.nodes.presence import came_after, still_runs, thread_states
+
+NOT_KILLED = "does not end though it was killed: it is stuck in the kernel"
 
 _FIELDS = ("State", "Threads", "VmRSS", "SigBlk")
 
@@ -34,6 +41,8 @@ def of_process(pid: int, proc: Path = Path("/proc")) -> str:
     except OSError as error:
         return f"process {pid} cannot be looked at: {error.strerror}"
     told = [" ".join(line.split()) for line in lines if line.split(":")[0] in _FIELDS]
+    stuck = thread_states(pid, proc).count("D")
+    told += [f"{stuck} thread{'s' * (stuck > 1)} in D (disk sleep)"] if stuck else []
     return f"process {pid}: {', '.join(told)}, waits in {waits_in}"
 
 
@@ -41,6 +50,26 @@ def is_here(host: str) -> bool:
     """Whether a host or node of that name is this one."""
     here = platform.node()
     return host in (here, here.partition(".")[0])
+
+
+def still_here(joined: Mapping[int, Connected]) -> dict[int, Connected]:
+    """Those of the ranks whose processes run on this host, whatever they have said."""
+    return {rank: there for rank, there in joined.items() if _runs_here(there)}
+
+
+def describe_stuck(rank: int, there: Connected) -> str:
+    """What is known of a rank that outlives its SIGKILL; empty if it is seen to be gone."""
+    here = is_here(there.host)
+    if here and not _runs_here(there):
+        return ""
+    seen = f" ({of_process(there.pid)})" if here else ""
+    return f"rank {rank}, process {there.pid}, {NOT_KILLED}{seen}"
+
+
+def _runs_here(there: Connected) -> bool:
+    """Whether a rank's process is on this host, and has not ended."""
+    ours = is_here(there.host) and came_after(there.pid, os.getpid())
+    return ours and still_runs(there.pid)
 
 
 def of_processes(where: Mapping[str, Sequence[int]], job: str | None) -> list[str]:
@@ -58,11 +87,12 @@ def of_processes(where: Mapping[str, Sequence[int]], job: str | None) -> list[st
 
 
 def _ask(job: str, node: str, pids: Sequence[int], found: list[str]) -> None:
-    step = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+    step = ["srun", f"--jobid={job}", "--overlap", "--gres=none", "--nodes=1", "--ntasks=1"]
     look = [sys.executable, "-m", "kempner.supervisor.monitors.process_probe", *map(str, pids)]
     try:
         done = subprocess.run(
-            [*step, *look],
+            [*step, f"--nodelist={node}", *look],
+            env=probe_environment(os.environ),
             timeout=_WITHIN,
             capture_output=True,
             text=True,

@@ -34,10 +34,11 @@ class Invariant(Enum):
     """After scancel no process of kempner asks Slurm to requeue that job. That Slurm is asked for
     the state and then to requeue are one moment, too."""
     ENDLESS = "every endless loop of restarts without progress ends"
-    """Between acknowledged commits of two steps at most `budget` + 1 attempts of a job fail, and
-    kempner itself brings about at most `budget` + `MAX_REQUEUES_WITHOUT_PROGRESS` + 2 launches of
-    it (those of a person, of Slurm, and after a preemption not counted); at most `max_rollbacks`
-    rollbacks are not followed by a commit beyond their trouble; a load comes to an end."""
+    """Between acknowledged commits of two steps at most `budget` + 1 attempts of a job fail for
+    loss of a node, and as many otherwise, and kempner itself brings about at most 2 x `budget` +
+    `MAX_REQUEUES_WITHOUT_PROGRESS` + 2 launches of it (those of a person, of Slurm, and after a
+    preemption not counted); at most `max_rollbacks` rollbacks are not followed by a commit beyond
+    their trouble; a load comes to an end."""
     UNFINISHED = "every run that can finish does"
     """A run is complete only with its last step committed. It stops for good, or needs a person,
     only for a reason that the model knows of: it was cancelled, its job may not be requeued, Slurm
@@ -64,6 +65,7 @@ class _Failure:
     job: str
     step: int
     raised: str
+    node_lost: bool
     tip: int | None
 
 
@@ -169,17 +171,17 @@ class Oracle:
         """A supervisor begins an attempt, after a look at the ledger."""
         self._known[job] = list(self._failures)
 
-    def failed(self, job: str, step: int, raised: str) -> None:
+    def failed(self, job: str, step: int, raised: str, node_lost: bool) -> None:
         """An attempt has failed, without a stop."""
-        self._failures.append(_Failure(job, step, raised, self._tip))
+        self._failures.append(_Failure(job, step, raised, node_lost, self._tip))
 
     def starting_again(self, job: str, gone: set[str]) -> None:
         """The supervisor starts the ranks again, also on the nodes that it found `gone`."""
         if gone:
             raise Violation(Invariant.UNFINISHED, f"starts again on {gone}, which do not answer")
         in_vain = takewhile(lambda f: f.tip == self._tip, reversed(self._failures))
-        mine = sum(1 for failure in in_vain if failure.job == job)
-        if mine > self._budget:
+        last, kinds = self._failures[-1], Counter(f.node_lost for f in in_vain if f.job == job)
+        if (mine := kinds[last.node_lost]) > self._budget:
             raise Violation(Invariant.ENDLESS, f"failed {mine} times, and starts again")
         self._launch(job)
 
@@ -197,7 +199,7 @@ class Oracle:
 
     def _launch(self, job: str) -> None:
         self._launches[job] += 1
-        if self._launches[job] > self._budget + MAX_REQUEUES_WITHOUT_PROGRESS + 2:
+        if self._launches[job] > 2 * self._budget + MAX_REQUEUES_WITHOUT_PROGRESS + 2:
             raise Violation(Invariant.ENDLESS, f"{self._launches[job]} launches without a commit")
 
     # Ends
@@ -220,7 +222,8 @@ class Oracle:
             self._failures = []
             return  # `parted` asks for the reason
         last = self._failures[-1]
-        earlier = list(takewhile(lambda f: f.tip == last.tip, reversed(self._known[job])))
+        in_vain = takewhile(lambda f: f.tip == last.tip, reversed(self._known[job]))
+        earlier = [failure for failure in in_vain if failure.node_lost is last.node_lost]
         again = any((f.step, f.raised) == (last.step, last.raised) for f in earlier)
         if len(earlier) < self._budget and not (last.raised and again):
             words = f"given up after {[last, *earlier]}, of {self._budget}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kempner.checkpoint.store.inventory import locate
 from kempner.insight.status import gather, read_status, summarise
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.attempts import begin_attempt
@@ -44,6 +45,32 @@ def test_what_the_supervisor_heard_is_what_the_status_says(tmp_path: Path) -> No
     seen = {rank: LastReport(Report(12, Phase.EVAL, 1.0, 2.0), at=0.0) for rank in (1, 0)}
     RankStatusFile(run.ranks(attempt.number)).update(seen)
     assert read_status(run, RunHistory()).ranks == (("ranks 0-1", "step 12, eval"),)
+
+
+def test_the_newest_checkpoint_is_found_where_the_run_says_that_it_is(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.attempts.mkdir(parents=True)
+    committed = {"event": "checkpoint_committed", "step": 20, "bytes": 1, "took": None}
+    for step, folder in ((10, run.checkpoints), (20, tmp_path / "big"), (30, tmp_path / "disk")):
+        (folder / f"step-{step:08}").mkdir(parents=True)
+        (folder / "latest").symlink_to(f"step-{step:08}")
+    assert latest(run) == 10
+    run.config.write_text("[checkpoint]\n")
+    assert latest(run) == 10
+    run.config.write_text(f'[checkpoint]\ndir = "{tmp_path}/big"\n')
+    assert latest(run) == 20
+    changed = run.attempt(begin_attempt(run).number) / "config.toml"
+    assert latest(run) == 20
+    changed.write_text(f'[checkpoint]\ndir = "{tmp_path}/disk"\n')
+    assert latest(run) == 30
+    assert locate(run.path)[0].path == tmp_path / "disk"
+    # Relative to where the run was started: the ledger knows, too.
+    changed.write_text('[checkpoint]\ndir = "somewhere/else"\n')
+    assert latest(run, committed) == 20
+
+
+def latest(run: RunDirectory, *lines: dict[str, Any]) -> int | None:
+    return read_status(run, RunHistory(lines)).latest_checkpoint
 
 
 STARTED = {"event": "attempt_started", "ranks": 2}

@@ -27,13 +27,14 @@ test-slurm: $(READY)
 test-rest: $(READY)
 	$(BIN)/python -m pytest --ignore=tests/slurm --numprocesses=2 $(SHARED_OUT)
 
-# All of what `make test` does a part of: kills, power loss, damage, lost nodes. More than an hour on
-# two cores; as root, or the full disks and the cluster are left out. What happened is in
-# docs/drills.jsonl.
+# All of what `make test` does a part of: kills, power loss, damage, lost nodes, storage that fails.
+# Hours on two cores; as root, or the full disks and the cluster are left out. What happened is in
+# docs/drills.jsonl, and the table of storage faults in docs/storage_faults.md.
 drills: $(READY)
 	rm -f docs/drills.jsonl
 	KEMPNER_DRILLS=all KEMPNER_DRILLS_RECORD=docs/drills.jsonl \
 		$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --timeout=1200
+	$(BIN)/python scripts/docs/storage_fault_page.py
 
 # Do the tests notice bugs? A hundred are planted, one after the other: tests/planted/run.py.
 planted: $(READY)

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from ways_to_save import WAYS, Nothing, Subject
 
 from kempner.checkpoint.tensors.state import local_part
-from kempner.run.process import logs
+from kempner.run.output import logs
 
 
 def segment(way: Nothing, number: int | None, steps: int) -> tuple[float, float]:

@@ -36,7 +36,7 @@ from kempner.checkpoint.store.commit import commit
 from kempner.checkpoint.tensors import save
 from kempner.checkpoint.tensors.file_buffer import container
 from kempner.checkpoint.tensors.route import FileLayout
-from kempner.run.process import logs
+from kempner.run.output import logs
 from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
 

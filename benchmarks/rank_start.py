@@ -130,7 +130,7 @@ def rank(arguments: Sequence[str]) -> None:
 def supervisor(config: str, ranks: int) -> None:
     """`kempner supervise` whose ranks are `rank`."""
     from kempner.config.loading import load
-    from kempner.run.process import logs
+    from kempner.run.output import logs
     from kempner.run.process.signals import inbox
     from kempner.run.record.run_dir import RunDirectory
     from kempner.supervisor.daemon import supervise

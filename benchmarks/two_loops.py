@@ -27,7 +27,7 @@ from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.data.files.token_file import Corpus
 from kempner.model.sharding import build_model
-from kempner.run.process import logs
+from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import inbox
 from kempner.run.record.run_dir import RunDirectory

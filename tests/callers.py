@@ -26,7 +26,7 @@ from kempner.run.control.protocol import (
     decode_from_supervisor,
     encode,
 )
-from kempner.run.process import logs
+from kempner.run.output import logs
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory

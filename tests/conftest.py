@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ import cost
 import promises_kept
 import pytest
 from drilling import ALL
-from harness import KEMPNER, Run, wait_until
+from harness import KEMPNER, Run, end_jobs, made_once, wait_until
 from hypothesis import settings
 
 from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
@@ -23,6 +21,13 @@ from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
 DRILLS = Path(__file__).with_name("drills")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Started with nohup, or in the background by a script, pytest ignores these, and so would every run
+# that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same examples in every run, and no opinion about how fast the machine is.
 settings.register_profile("kempner", derandomize=True, deadline=None)
@@ -46,19 +51,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if (item in drills) != ALL]
     items[:] = [item for item in items if (item in drills) == ALL]
     config.hook.pytest_deselected(items=left_out)
-
-
-def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, made by the worker that needs it first; the others wait until it is whole."""
-    with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        whole = folder / "whole"
-        if not whole.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of one that failed
-            folder.mkdir()
-            make(folder)
-            whole.touch()
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -143,11 +135,3 @@ def limited(tmp_path: Path) -> Iterator[Callable[[int], MemoryGroup]]:
         processes = group.path / "cgroup.procs"
         wait_until(lambda: not processes.read_text(), "the group to be empty")
         group.path.rmdir()
-
-
-def end_jobs(run: Run) -> None:
-    """Kill what a failed test left behind; its ranks follow, because they watch their parent."""
-    for job in run.jobs:
-        if job.process.poll() is None:
-            os.killpg(job.process.pid, signal.SIGKILL)
-            job.process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -117,6 +118,19 @@ def launch(script: Path, world: int, *arguments: object, deadline: float = 100.0
     return done.stdout
 
 
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder`, made by the worker that needs it first; the others wait until it is whole."""
+    with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        whole = folder / "whole"
+        if not whole.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of one that failed
+            folder.mkdir()
+            make(folder)
+            whole.touch()
+    return folder
+
+
 class Clock:
     """In place of the module `time`: stands still until it is moved."""
 
@@ -228,6 +242,11 @@ class Run:
     def latest(self) -> int:
         return int(str((self.checkpoints / "latest").readlink()).removeprefix("step-"))
 
+    def weights(self) -> dict[str, bytes]:
+        """The checksums of every block of the last checkpoint's data, by file."""
+        folder = self.checkpoints / f"step-{max(self.committed(), default=0):08}"
+        return {path.name: path.read_bytes() for path in folder.glob("sums-*.json")}
+
     def metrics(self) -> Iterator[dict[str, Any]]:
         return (line for line in read_lines(self.record.metrics) if "loss" in line)
 
@@ -249,6 +268,14 @@ class Run:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in read_lines(self.record.ledger) if e["event"] == name]
+
+
+def end_jobs(run: Run) -> None:
+    """Kill what a failed test left behind; its ranks follow, because they watch their parent."""
+    for job in run.jobs:
+        if job.process.poll() is None:
+            os.killpg(job.process.pid, signal.SIGKILL)
+            job.process.wait()
 
 
 def assert_named(

@@ -2,10 +2,15 @@
 
 Every method is called on every rank, in the same order. The process group of its context is used
 for nothing else: the background half of a save talks on it while training goes on.
+
+A save ends earlier on one rank than on another. So what a rank knows of it (`in_flight`,
+`settled_failures`, `superseded`, `committed_step`, `durations`) is for votes and for rank 0's
+choices: no rank may go another way because of its own.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import wait
 
@@ -14,15 +19,17 @@ from torch.optim import Optimizer
 
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.store import retention
+from kempner.checkpoint.store.save_failures import SaveFailures
 from kempner.checkpoint.store.selection import choose, choose_to_go_back
-from kempner.checkpoint.tensors.background import BackgroundSaver, RunningSave
+from kempner.checkpoint.tensors.background import BackgroundSaver, RunningSave, unwrap
 from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.checkpoint.tensors.restore import Restorer
 from kempner.checkpoint.tensors.save import SaveFailedError, SaveJob
-from kempner.run.process.exit_codes import DataError
-from kempner.run.process.logs import logger
+from kempner.run.output.logs import logger
+from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.run.record.attempts import SupersededError
 from kempner.run.record.events.checkpoint import CheckpointFailed, Resumed
+from kempner.run.record.events.health import StorageWaited
 from kempner.run.record.save_times import Durations
 
 
@@ -30,7 +37,8 @@ class CheckpointManager:
     """Saves and restores a model and its optimizer below the folder of `context`.
 
     `keep` says which checkpoints stay. Without `background` a save is waited for at once.
-    `durations` is what is known of earlier saves.
+    `durations` is what is known of earlier saves. Raises `UsageError`, on all ranks alike, if a
+    checkpoint cannot hold the state; `check_state` does so for what appears later.
     """
 
     def __init__(
@@ -44,15 +52,26 @@ class CheckpointManager:
         durations: Durations = Durations(),  # noqa: B008 - frozen
     ) -> None:
         self._context, self._folder, self._background = context, context.folder, background
-        self._restorer = Restorer(context, model, optimizer)
+        self._restorer = Restorer(context, unwrap(model), optimizer)
         self._saver = BackgroundSaver(context, model, optimizer)
         self._pruner = retention.Pruner(context.folder, keep, context.fence)
         self._in_flight: RunningSave | None = None
-        self._failed_in_a_row = 0
+        self._failed = SaveFailures()
+        self._refusal: str | None = None
+        self._superseded: SaveFailedError | None = None
         self.committed_step: int | None = None
         """Step of the newest commit of this run that this rank knows of."""
         self.durations = durations
         """How long saves take; rank 0 knows, of this attempt and those before."""
+        self._saver.check(contents=False)
+
+    def check_state(self) -> None:
+        """Raise `UsageError`, on all ranks alike, if a checkpoint cannot hold the state as it is.
+
+        To be called after the first step, since optimizers have no state before it; or else the
+        first save does. What is not sharded must be the same on all ranks, bit for bit.
+        """
+        self._saver.check(contents=True)
 
     def restore(self, accept: Collection[str] = ()) -> TrainState | None:
         """Load the newest checkpoint that verifies; None if the run has none.
@@ -92,16 +111,22 @@ class CheckpointManager:
             )
         return train_state
 
-    def save(self, train_state: TrainState) -> None:
+    def save(self, train_state: TrainState, counted: int | None = None) -> None:
         """Start to save the state as of `train_state`; the previous save is waited for.
 
-        Where that has failed, nothing is started: the ranks count failures in their next vote, and
-        must see this one before there is another.
+        `counted` is how many failed saves in a row the ranks have agreed on in their last vote.
+        Where there are more by now, nothing is started: they must see this one before there is
+        another. Without a vote every call starts a save. Raises as `join`, and `UsageError`, on all
+        ranks alike, if a checkpoint cannot hold the state, or the last save found that out.
         """
-        failures = self._failed_in_a_row
         self.join()
-        if self._failed_in_a_row > failures:
+        if self._refusal is not None:
+            raise UsageError(self._refusal)
+        # What this rank knew before it waited depends on its pace: no other rank would do the same.
+        if counted is not None and self._failed.count > counted:
             return
+        if not self._saver.checked:
+            self.check_state()
         self._in_flight = self._saver.start(train_state)
         if not self._background:
             self.join()
@@ -109,12 +134,11 @@ class CheckpointManager:
     def release_staging(self) -> None:
         """Wait until the copy of the state is out; call it before anything writes the state."""
         if self._in_flight is not None:
-            wait([self._in_flight.job.staged])  # its failure, if any, is the save's, and join tells
+            self._in_flight.job.staged.settle()  # a failure is the save's, and join tells of it
 
     def poll(self) -> None:
         """Take note of a save that has ended; never waits."""
-        if self._in_flight is not None and self._in_flight.done.done():
-            self.join()
+        self.settle(timeout=0)
 
     @property
     def in_flight(self) -> tuple[int, float] | None:
@@ -124,11 +148,20 @@ class CheckpointManager:
         job = self._in_flight.job
         return job.train_state.step, job.age
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the save in flight and take note of how it ended.
+    def join(self) -> None:
+        """Wait for the save in flight and take note of how it ended, as `settle` does.
 
-        After `timeout` seconds it stays in flight. A failure is logged and counted; raises
-        `SupersededError` if a newer attempt owns the run.
+        Raises `SupersededError`, on all ranks alike, if a newer attempt owns the run.
+        """
+        self.settle()
+        if self._superseded is not None:
+            raise SupersededError("; ".join(self._superseded.reasons.values()))
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait for the save in flight and take note of how it ended; a failure is counted.
+
+        After `timeout` seconds it stays in flight: what the ranks know may differ then, and what
+        they do next must not follow from it before they have voted.
         """
         if self._in_flight is None:
             return
@@ -137,7 +170,8 @@ class CheckpointManager:
         save, self._in_flight = self._in_flight, None
         error = save.done.exception()
         if error is None:
-            self.committed_step, self._failed_in_a_row = save.job.train_state.step, 0
+            self.committed_step = save.job.train_state.step
+            self._note_recovery()
             if (took := save.done.result()) is not None:  # on rank 0, which has committed
                 self.durations = self.durations.with_another(took)
                 self._pruner.request()
@@ -145,24 +179,38 @@ class CheckpointManager:
         if not isinstance(error, SaveFailedError):
             raise error
         if error.superseded:
-            raise SupersededError("; ".join(error.reasons.values()))
-        self._failed_in_a_row += 1
-        self._report_failure(save.job, error)
+            self._superseded = error
+            return
+        first, age = not self._failed.count, save.job.age
+        self._failed = self._failed.with_another(time.monotonic(), age, str(error), error.passing)
+        self._refusal = error.refusal
+        self._report_failure(save.job, error, first)
+
+    @property
+    def failures(self) -> SaveFailures:
+        """The saves that failed since the last commit; none while another one is under way."""
+        return self._failed if self._in_flight is None else SaveFailures()
+
+    @property
+    def superseded(self) -> bool:
+        """Whether this rank knows that a newer attempt owns the run."""
+        return self._superseded is not None
 
     @property
     def settled_failures(self) -> int:
-        """Saves that failed since the last commit; 0 while another one is under way."""
-        return self._failed_in_a_row if self._in_flight is None else 0
+        """How many those are."""
+        return self.failures.count
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for the save in flight and, `timeout` seconds at most, for deletions."""
-        self.join()
+        self.settle()
         self._saver.close()
         self._pruner.close(timeout)
 
     def _load_newest(
         self, choose: Callable[[], int | None], accept: Collection[str]
     ) -> TrainState | None:
+        self._saver.forget()  # or the optimizer's state would be in memory twice
         train_state = self._restorer.load_newest(choose, accept)
         if train_state is not None:
             self.committed_step = train_state.step
@@ -176,10 +224,19 @@ class CheckpointManager:
     def _choose(self) -> int | None:
         return choose(self._folder.committed(), self._folder.latest())
 
-    def _report_failure(self, job: SaveJob, error: SaveFailedError) -> None:
+    def _report_failure(self, job: SaveJob, error: SaveFailedError, first: bool) -> None:
         if self._context.rank == 0:
             step = job.train_state.step
             reasons = {f"rank {rank}": why for rank, why in error.reasons.items()}
-            logger().warning("checkpoint failed; the last one is intact", step=step, **reasons)
+            say = logger().warning if first else logger().info  # once for all that follow
+            say("checkpoint failed; the last one is intact", step=step, **reasons)
             self._context.record(CheckpointFailed(step, reasons))
             retention.discard(job.path)
+
+    def _note_recovery(self) -> None:
+        """A save has worked: tell of those before it that did not."""
+        failed, self._failed = self._failed, SaveFailures()
+        if failed.count and self._context.rank == 0:
+            seconds = round(time.monotonic() - failed.since, 1)
+            logger().warning("checkpoints can be written again", failed=failed.count, after=seconds)
+            self._context.record(StorageWaited(failed.reason, seconds, failed.count + 1, rank=0))

@@ -16,6 +16,7 @@ from kempner.checkpoint.store.inventory import checkpoints_of, locate, pick
 from kempner.checkpoint.store.read_marker import reading_at
 from kempner.cli import checkpoint
 from kempner.cli.progress import bar
+from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.run.process.exit_codes import CheckpointWriteError, UsageError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def export(
     step: Annotated[int | None, typer.Option(help="Which checkpoint; `latest` by default.")] = None,
 ) -> None:
     """Write a checkpoint in another format, verifying every block."""
+    raise_open_file_limit()
     chosen = pick(*locate(directory), step)
 
     from kempner.checkpoint.convert.export import export_dcp, export_safetensors, export_torch

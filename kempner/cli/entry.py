@@ -6,7 +6,9 @@ while a rank still imports is noticed as well.
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -19,27 +21,57 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs `kempner` with `arguments` (the process's own when None) and exits with its code.
 
     Raises:
-        SystemExit: always, unless the command failed unexpectedly; then its exception.
+        SystemExit: unless the command failed unexpectedly; then its exception. A rank and a
+            supervisor that are this process's own command end it at once instead: a signal that
+            comes after the last step must not change the code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    _arm_signals(given)
+    armed = _arm(given)
     if given[:1] == ["train"]:
         # A rank imports a million objects, which all stay: to look for garbage among them would
         # take a fifth of its start. `build` enables the collector again.
         gc.disable()
     try:
+        if armed and arguments is None:
+            _run_and_leave(given)
         sys.exit(_run(given))
     finally:
         gc.enable()
 
 
-def _arm_signals(arguments: Sequence[str]) -> None:
-    """Installs the handlers of a command that must stop in order, before any slow import."""
-    if arguments[:1] in (["train"], ["supervise"]):
-        from kempner.run.process.signals import exit_immediately, inbox
+def _arm(arguments: Sequence[str]) -> bool:
+    """Makes ready for what may come before any slow import; whether the command must stop in order.
 
-        inbox().install()
-        inbox().react_with(exit_immediately)
+    Such a command traps the signals, and fails at nothing that it prints. What the others print is
+    what they are asked for, on standard output at least.
+    """
+    from kempner.run.output.console import protect
+
+    must_stop = arguments[:1] in (["train"], ["supervise"])
+    if not must_stop:
+        protect(["stderr"])
+        return False
+    from kempner.run.process.signals import exit_immediately, inbox
+
+    protect()
+    inbox().install()
+    inbox().react_with(exit_immediately)
+    return True
+
+
+def _run_and_leave(arguments: Sequence[str]) -> NoReturn:
+    """Runs the command; the interpreter is not torn down, as that would untrap the signals."""
+    from kempner.run.output.console import leave
+    from kempner.run.process.exit_codes import ExitCode
+
+    try:
+        code = _run(arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else ExitCode.CRASHED
+    except BaseException:  # noqa: BLE001 - shown as Python shows it; then the process ends
+        sys.excepthook(*sys.exc_info())
+        code = ExitCode.CRASHED
+    leave(code)
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -52,6 +84,7 @@ def _run(arguments: Sequence[str]) -> int:
 
     try:
         outcome = app(args=arguments, prog_name="kempner", standalone_mode=False)
+        sys.stdout.flush()
     except ConfigError as error:
         return _complain(str(error), ExitCode.USAGE)
     except RunError as error:
@@ -60,7 +93,27 @@ def _run(arguments: Sequence[str]) -> int:
         return _complain(f"{error.format_message()} (see kempner --help)", ExitCode.USAGE)
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        return _stop_printing(error)
     return ExitCode.COMPLETED if outcome is None else outcome
+
+
+_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
+"""What a standard output that takes nothing any more fails with."""
+
+
+def _stop_printing(error: OSError) -> ExitCode:
+    """Nobody wants the rest, as with `| head`, or there is no room for it; the exit code."""
+    from kempner.run.process.exit_codes import ExitCode
+
+    nothing = os.open(os.devnull, os.O_WRONLY)  # for what Python flushes as it ends
+    os.dup2(nothing, 1)
+    os.close(nothing)
+    if error.errno == errno.EPIPE:
+        return ExitCode.CRASHED  # in silence, as typer does while the command runs
+    return _complain(f"the output cannot be written: {error.strerror}", ExitCode.CRASHED)
 
 
 def _complain(sentence: str, code: ExitCode) -> ExitCode:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,9 @@ from kempner.cli.config import TAKES_OVERRIDES
 from kempner.cluster.slurm.job import restart_count
 from kempner.config.loading import load
 from kempner.config.sections import Config
-from kempner.run.process import logs
+from kempner.run.output import logs
+from kempner.run.output.console import say
+from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import inbox
 from kempner.run.record.run_dir import RunDirectory
@@ -64,7 +66,7 @@ def supervise(
         typer.Option(
             help="Who starts the ranks: local, as children of this process; srun, as a Slurm step "
             "with a task per GPU; torchrun, as a step with a torchrun per node. By default "
-            "slurm.launcher."
+            "slurm.launcher: srun inside of a Slurm job, local elsewhere."
         ),
     ] = None,
     jobid: Annotated[
@@ -86,7 +88,7 @@ def supervise(
     config, given = _load(file, context.args, command)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     program = Program.of_user(command) if command else Program.train(given)
-    chosen = launcher or LauncherName(config.slurm.launcher)
+    chosen = launcher or choose_launcher(config.slurm.launcher, os.environ, nproc, jobid)
     if chosen is not LauncherName.LOCAL:
         if nproc is not None:
             raise UsageError("--nproc is for --launcher local; in a Slurm job set slurm.procs")
@@ -94,6 +96,28 @@ def supervise(
     if jobid is not None:
         raise UsageError("--jobid names a Slurm allocation: use it with --launcher srun")
     return follow(run, LocalLauncher(run, nproc or 1), program, config, inbox())
+
+
+def choose_launcher(
+    configured: str, environ: Mapping[str, str], nproc: int | None, jobid: str | None
+) -> LauncherName:
+    """Who starts the ranks where the command line does not say.
+
+    A job that was submitted to train on all of its GPUs must not silently train on one, unwatched.
+    """
+    if configured != "auto":
+        return LauncherName(configured)
+    job = jobid or environ.get("SLURM_JOB_ID")
+    if not job:
+        return LauncherName.LOCAL
+    if nproc is not None and jobid is None:
+        logger().warning(
+            f"the {nproc} ranks of --nproc are children of this process: job {job} is neither "
+            "watched nor requeued (--launcher srun would do that)"
+        )
+        return LauncherName.LOCAL
+    logger().warning(f"in job {job}: starting the ranks with srun (--launcher srun)")
+    return LauncherName.SRUN
 
 
 def _in_a_job(
@@ -116,7 +140,7 @@ def _in_a_job(
     )
     step = (SrunLauncher if per_task else TorchrunLauncher)(allocation, config.supervise)
     restarts = restart_count(os.environ)
-    print(introduction(allocation, resources, run, given, restarts), flush=True)
+    say(introduction(allocation, resources, run, given, restarts))
     around = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)
     return follow(run, step, program, config, inbox(), around)
 

@@ -6,7 +6,7 @@ import typer
 
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
 from kempner.config.loading import load
-from kempner.run.process import logs
+from kempner.run.output import logs
 from kempner.training.rank_link.rank_link import open_rank_link
 from kempner.training.rank_link.shutdown import ShutdownHandler
 

@@ -39,6 +39,7 @@ KINDS = {
     "kill": _ANYWHERE,
     "stop": _ANYWHERE,
     "hang": _ANYWHERE,
+    "spin": _ANYWHERE,
     "strand": ("step", "load", "eval", "save"),
     "crash": _ANYWHERE,
     "oom": _ANYWHERE,
@@ -52,9 +53,10 @@ KINDS = {
 """What can be asked for, and in which phases; the first one is meant where none is named. The last
 phases are the points inside a save, see `FailPoint`.
 
-kill: SIGKILL to itself. stop: SIGSTOP to itself. hang: a loop in Python. strand: waits in a
-collective for what nobody sends. crash: an exception. oom: asks for more memory than there is. hog:
-takes the host's memory bit by bit until the kernel kills it. nan: the rank's logits, hence loss and
+kill: SIGKILL to itself. stop: SIGSTOP to itself. hang: a loop in Python. spin: a loop in native
+code that holds Python's lock, so that no thread of the process runs. strand: waits in a collective
+for what nobody sends. crash: an exception. oom: asks for more memory than there is. hog: takes the
+host's memory bit by bit until the kernel kills it. nan: the rank's logits, hence loss and
 gradients. nan_gradients: one gradient of the rank. spike: the rank's logits `by` times as large.
 slow: the step takes `by` times as long. disk_full: the rank cannot write a file beyond 64 KiB until
 the save has failed.

@@ -7,7 +7,13 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from kempner.config.fault_spec import parse_faults
-from kempner.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from kempner.config.section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class HangTimeouts(Section):
@@ -50,6 +56,11 @@ class ResilienceSection(Section):
     phase whose duration is not known yet."""
     hang_timeout_max_of: HangTimeouts = HangTimeouts()
     """Largest hang timeouts of single phases."""
+
+    patience: NonNegativeFloat = 600.0
+    """Seconds for which storage may fail (I/O errors, a full disk, a folder that is gone for a
+    while) before a rank gives up and exits; it is tried again until then. A run that is in progress
+    trains on for as long while no checkpoint can be written. 0: no second try."""
 
     straggler_share: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """A rank is a straggler if its work per step exceeds the median of the others by this share of

@@ -199,7 +199,8 @@ class CheckpointSection(Section):
     """Keep steps that are multiples of this forever; must be a multiple of interval. Off by
     default."""
     max_failures: PositiveInt = 3
-    """Saves that may fail in a row before the run ends with exit code 74."""
+    """Saves that may fail in a row before the run ends with exit code 74, but not before
+    resilience.patience seconds without a save that worked, if storage is the reason."""
     accept_changes: list[Literal["data", "seed"]] = []  # noqa: RUF012 - pydantic copies it
     """What may differ from the checkpoint at a resume; otherwise other data or another seed is
     refused."""
@@ -233,6 +234,9 @@ class SuperviseSection(Section):
     lease: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 45.0
     """Seconds without a renewed lease after which a supervisor on another machine counts as dead,
     and a new one may replace it."""
+    keep_attempts: PositiveInt = 20
+    """Attempts whose logs are kept in attempts/; a new one deletes the oldest. Those that GAVE_UP
+    points to stay."""
     max_restarts_without_progress: NonNegativeInt = 3
     """Restarts in a row without a new checkpoint before kempner gives up. As long as each restart
     commits something new, there is no limit. 0: never restart."""
@@ -264,9 +268,10 @@ class SuperviseSection(Section):
 class SlurmSection(Section):
     """How to use a Slurm job; the defaults are what Slurm says about it."""
 
-    launcher: Literal["local", "srun", "torchrun"] = "local"
+    launcher: Literal["auto", "local", "srun", "torchrun"] = "auto"
     """Launcher of `kempner supervise` without --launcher: children of the supervisor, a Slurm step
-    with one task per GPU, or a Slurm step with one torchrun per node."""
+    with one task per GPU, or a Slurm step with one torchrun per node. `auto` is srun inside of a
+    Slurm job and local elsewhere."""
     procs: PositiveInt | None = None
     """Ranks per node; by default one per GPU, or one per task if there are no GPUs."""
     hosts: PositiveInt | None = None

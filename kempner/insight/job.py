@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kempner.cluster.slurm import scontrol
+from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.job import JobState, parse_job
-from kempner.cluster.slurm.scontrol import SlurmError
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.events.attempt import AttemptStarted
 from kempner.run.record.history import RunHistory

@@ -17,8 +17,13 @@ from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.stop import Completed, Stopped, StopRequested
 from kempner.run.record.gave_up import GaveUp
 from kempner.run.record.history import RunHistory
+from kempner.run.record.lease import is_owned
 from kempner.run.record.ledger import read_lines
+from kempner.run.record.recorded_config import checkpoint_folder
 from kempner.run.record.run_dir import RunDirectory
+
+UNSETTLED = "running, or ended without a message"
+"""The state of a run whose ledger says no more: its lease has to tell."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ def summarise(
         last = event.name
         match event:
             case AttemptStarted():
-                attempts, state = attempts + 1, "running, or ended without a message"
+                attempts, state = attempts + 1, UNSETTLED
             case StopRequested():
                 state = f"asked to stop{_why(event)}"
             case Stopped():
@@ -72,13 +77,18 @@ def _why(event: StopRequested | Stopped) -> str:
 
 def gather(ranks: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
     """Ranks in the same place together: thousands of them must fit on a screen."""
-    together: dict[tuple[int, str], list[int]] = {}
+    together: dict[tuple[int, str, str], list[int]] = {}
     for rank in ranks:
-        together.setdefault((rank["step"], rank["phase"]), []).append(rank["rank"])
+        place = (rank["step"], rank["phase"], rank.get("storage", ""))
+        together.setdefault(place, []).append(rank["rank"])
     return tuple(
-        (_name(sorted(members)), f"step {step}, {phase}")
-        for (step, phase), members in sorted(together.items())
+        (_name(sorted(members)), f"step {step}, {phase}{_waiting_for(storage)}")
+        for (step, phase, storage), members in sorted(together.items())
     )
+
+
+def _waiting_for(storage: str) -> str:
+    return f", waiting for storage: {storage}" if storage else ""
 
 
 def _name(ranks: Sequence[int]) -> str:
@@ -97,9 +107,28 @@ def spans(numbers: Iterable[int]) -> str:
 
 def read_status(run: RunDirectory, history: RunHistory) -> Status:
     """The status of the run in a directory, which has this history."""
-    latest = CheckpointFolder(run.checkpoints).latest()
-    status = summarise(history, read_lines(run.metrics), latest)
-    return replace(status, ranks=gather(_read_ranks(run)), gave_up=gave_up.read(run))
+    status = summarise(history, read_lines(run.metrics), _latest_checkpoint(run, history))
+    state = _by_lease(run) if status.state == UNSETTLED else status.state
+    return replace(status, state=state, ranks=gather(_read_ranks(run)), gave_up=gave_up.read(run))
+
+
+def _by_lease(run: RunDirectory) -> str:
+    """Whether a run goes on of whose end the ledger has no word."""
+    try:
+        return "running" if is_owned(run.supervisors) else "ended without a message"
+    except FileNotFoundError:
+        return "ended without a message"
+    except OSError:
+        return UNSETTLED
+
+
+def _latest_checkpoint(run: RunDirectory, history: RunHistory) -> int | None:
+    """By its link; by the ledger where that cannot be seen from here, or not now."""
+    folder = CheckpointFolder(checkpoint_folder(run))
+    try:
+        return folder.latest() if folder.path.exists() else history.last_step
+    except OSError:
+        return history.last_step
 
 
 def _read_ranks(run: RunDirectory) -> list[dict[str, Any]]:

@@ -7,28 +7,23 @@ what is done about it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import TypeAlias
 
 from kempner.cluster.slurm.hostlist import node_of
 from kempner.config.sections import Config
-from kempner.run.control.protocol import (
-    Event,
-    Outcome,
-    PeerLost,
-    Phase,
-    Stop,
-    shorten,
-)
+from kempner.run.control.protocol import Event, Outcome, PeerLost, Phase, Stop, shorten
+from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.logs import logger
 from kempner.run.process.signals import Received
 from kempner.run.process.stop_reason import StopReason, reason_of_signal
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.checkpoint import CheckpointCommitted
 from kempner.run.record.events.health import ConnectionsStalled
+from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.events.stop import Signalled, Stopped, StopRequested
 from kempner.run.record.events.training import Evaluated
 from kempner.run.record.events.vocabulary import parse_event
@@ -37,18 +32,19 @@ from kempner.supervisor.control.events import Connected, Disconnected, Heard, Ne
 from kempner.supervisor.control.rank_roster import RankRoster
 from kempner.supervisor.control.server import ControlServer
 from kempner.supervisor.launchers.base import Launcher
-from kempner.supervisor.monitors.base import Monitors, Snapshot
+from kempner.supervisor.monitors.base import Monitors, Snapshot, Surroundings
 from kempner.supervisor.monitors.findings import Hang
 from kempner.supervisor.monitors.hang_detector import HangDetector
-from kempner.supervisor.monitors.hang_evidence import EVIDENCE, HangEvidence
+from kempner.supervisor.monitors.hang_evidence import NODES_ANSWER, HangEvidence
 from kempner.supervisor.monitors.memory import MemoryMonitor
 from kempner.supervisor.monitors.oom import explained
+from kempner.supervisor.monitors.process_probe import NOT_KILLED, describe_stuck, still_here
 from kempner.supervisor.monitors.reporter import Reporter
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.monitors.straggler import StragglerMonitor
 from kempner.supervisor.policy.attempt_state import AttemptLife, AttemptState, Deadline, Trigger
 from kempner.supervisor.policy.outcome import RankExit, describe_exit, failed
-from kempner.supervisor.policy.stop import StandingStop, StopOrder, renew
+from kempner.supervisor.policy.stop import StandingStop, StopOrder, renew, time_to_abandon
 from kempner.supervisor.slurm.job_monitor import JobSeen
 from kempner.supervisor.slurm.job_view import JobView
 
@@ -58,6 +54,19 @@ LOOK = 0.5
 EXIT_GRACE = 5.0
 """Seconds after the last word of the last rank that its process may take to be gone."""
 
+KILLED_WITHIN = 15.0
+"""Seconds within which a rank that was killed is gone, unless it is stuck in the kernel."""
+
+RESTART_TAKES = 60.0
+"""Seconds from the end of an attempt to the first step of the next one."""
+
+SURE_AFTER = 5.0
+"""Seconds after a SIGKILL from which on a rank that is still there is known to be stuck."""
+
+EXPLAINED_WITHIN = 3.0
+"""Seconds within which Slurm says why a signal came. So long the ledger waits for the reason; the
+ranks are told at once."""
+
 AttemptEvent: TypeAlias = Received | RankExit | News | JobSeen
 
 
@@ -66,12 +75,13 @@ class StopSoFar:
     """What has been heard of a stop.
 
     `standing` is what the ranks were told, None until they are asked to stop; `said` is why they
-    stop by their own words.
+    stop by their own words. `unrecorded` is what the ledger does not tell yet, and since when.
     """
 
     signals: list[Received] = field(default_factory=list)
     standing: StandingStop | None = None
     said: StopReason = StopReason.NONE
+    unrecorded: tuple[StopRequested, float] | None = None
 
     @property
     def reason(self) -> StopReason:
@@ -104,7 +114,8 @@ class AttemptFollower:
         graces = {
             Deadline.STOP: supervise.stop_grace,
             Deadline.CRASH: supervise.crash_grace,
-            Deadline.EVIDENCE: EVIDENCE,
+            Deadline.EVIDENCE: NODES_ANSWER,
+            Deadline.ABANDON: KILLED_WITHIN,
         }
         self._life = AttemptLife(graces, AttemptState.LAUNCHING, now)
         usual_step = times.phases.usual().get(Phase.STEP)
@@ -147,9 +158,21 @@ class AttemptFollower:
         reports = [seen[rank].report] if rank in seen else [s.report for s in seen.values()]
         return max((r.step + (r.phase in (Phase.COMPILE, Phase.STEP)) for r in reports), default=0)
 
+    def too_late_to_restart(self) -> bool:
+        """Whether the job's end is so near that new ranks would have to stop at once."""
+        return self.job.ends_within(RESTART_TAKES, self._times)
+
+    def must_stop(self) -> bool:
+        """Whether only the time for a stop is left of the job's time."""
+        return self.job.ends_within(0.0, self._times)
+
+    def seconds_since_left(self) -> float:
+        """Since the last rank left, or was killed; 0 before that."""
+        return self._times.seconds_since_left()
+
     def over(self) -> bool:
         """Whether nothing is left to follow."""
-        return self._life.state is AttemptState.ENDED
+        return self._life.over
 
     def take_in(self, incoming: SimpleQueue[AttemptEvent], *, wait: bool = True) -> None:
         """Act on all that has happened; `wait` until something has, or `LOOK` seconds are over."""
@@ -165,23 +188,51 @@ class AttemptFollower:
         snapshot = self._snapshot()
         findings = self._monitors.check(snapshot)
         self._heed_the_job()
-        for finding in findings:
-            if isinstance(finding, Hang):
-                self._end_a_hang(finding, snapshot)
-            else:
-                self._reporter.report(finding, snapshot)
+        for hang in (finding for finding in findings if isinstance(finding, Hang)):
+            self._end_a_hang(hang, snapshot)
         self._miss_ranks(snapshot)
-        if snapshot.now > self._life.kill_at:
-            if self._life.state is AttemptState.COLLECTING_EVIDENCE:
-                self._evidence.close(snapshot)
-            self._advance(Trigger.TIME_UP)
+        collected = self._life.state is AttemptState.COLLECTING_EVIDENCE
+        known = collected and self._evidence.complete(snapshot.now)
+        over = known or snapshot.now > self._life.until
+        time_up = over and self._end_its_time(snapshot.now)
         if self._life.state is AttemptState.KILLING:
             self._launcher.kill()
+        if time_up and collected:
+            self._evidence.close(snapshot)
         if self._all_gone():
-            self._advance(Trigger.ALL_ENDED)
+            outstayed = self._launcher.alive() and still_here(self.roster.joined)
+            self._advance(Trigger.OUTSTAYED if outstayed else Trigger.ALL_ENDED)
+        if self._life.over or self._life.state is AttemptState.KILLING:
+            self._times.ranks_left()
+        for finding in findings:
+            if not isinstance(finding, Hang):
+                self._reporter.report(finding, snapshot)
+        self._record_stop(snapshot.now)
+
+    def _end_its_time(self, now: float) -> bool:
+        """Leave behind who outlives a kill; whether who is left is to be killed now."""
+        if self._life.state is AttemptState.KILLING:
+            self._leave_behind(now)
+        left = self.job.seconds_left(now)
+        return self._advance(Trigger.TIME_UP, time_to_abandon(left, KILLED_WITHIN))
+
+    def _leave_behind(self, now: float) -> None:
+        """Name the ranks that outlive a SIGKILL, and their nodes: nothing else can start there."""
+        sure = now - self._life.since >= SURE_AFTER
+        stuck = {**self.roster.survivors(), **still_here(self.roster.joined)} if sure else {}
+        gone = self.roster.joined.keys() - self.roster.survivors().keys()
+        for rank in self.roster.not_ended():
+            cause = "" if rank in gone else NOT_KILLED
+            self._note_end(RankExit(rank, None, ended_by_us=bool(cause), sentence=cause))
+        for rank, there in stuck.items():
+            if reason := describe_stuck(rank, there):
+                logger().error(f"{there.host} is not used again: {reason}")
+                self.roster.stuck[rank] = there
+                self._record(NodeSuspected(there.host, reason))
 
     def tell_phase_durations(self) -> None:
-        """Note for the next attempt how long the phases of this one took."""
+        """Note for the next attempt how long the phases of this one took, and what is left."""
+        self._record_stop()
         for finding in self._times.phases.findings():
             self._reporter.report(finding, self._snapshot())
 
@@ -194,11 +245,12 @@ class AttemptFollower:
             self._times.phases.usual(),
             self._channel.usage(),
             self.roster.joined,
+            Surroundings(self._times.woke_at, self._launcher.waits()),
         )
 
-    def _advance(self, trigger: Trigger) -> bool:
-        """Something has happened to the attempt; whether that leads it to another state."""
-        before, self._life = self._life, self._life.after(trigger, self._times.now())
+    def _advance(self, trigger: Trigger, within: float = inf) -> bool:
+        """Something has happened that allows for so many seconds; whether the state changes."""
+        before, self._life = self._life, self._life.after(trigger, self._times.now(), within)
         if self._life.state is before.state:
             return False
         lasted = round(self._life.since - before.since, 1)
@@ -221,6 +273,7 @@ class AttemptFollower:
         """Take ranks for gone that were not heard of for too long."""
         steps = (report.step for report in snapshot.reports.values())
         self.roster.reached(max(steps, default=0), snapshot.now)
+        self.roster.heard(self._channel.last_reports(), snapshot.now)
         if self._life.holds(Deadline.RECONNECT):
             for end in self.roster.cut_off(snapshot.now):
                 self._note_end(end)
@@ -238,19 +291,19 @@ class AttemptFollower:
                 self.job.take_in(seen, self._times.now())
             case Connected():
                 self._note_connection(attempt_event)
-            case Disconnected(rank, reason):
-                logger().info("rank disconnected", rank=rank, reason=reason)
-                self.roster.disconnected(rank, self._times.now())
+            case Disconnected() as gone:
+                self.roster.disconnected(gone, self._times.now())
+                logger().info("rank disconnected", rank=gone.rank, reason=gone.reason)
             case Heard(rank, Event() as said):
                 self._hear(rank, parse_event(said.name, said.fields))
             case Heard(rank, Outcome() as outcome):
                 self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
 
     def _note_connection(self, there: Connected) -> None:
-        logger().info("rank connected", rank=there.rank, host=there.host, pid=there.pid)
         node = node_of(there.host, self._launcher.nodes)
         self.roster.connected(replace(there, host=node), self._times.now())
         self._advance(Trigger.ALL_JOINED if self.roster.all_joined else Trigger.RANK_JOINED)
+        logger().info("rank connected", rank=there.rank, host=there.host, pid=there.pid)
 
     def _hear(self, rank: int, event: LedgerEvent | None) -> None:
         match event:
@@ -284,7 +337,9 @@ class AttemptFollower:
         self._stop.signals.append(received)
         self.job.look()  # it knows why, and until when
         reason, sentence = reason_of_signal(received.signal), received.signal.name
-        self._ask_to_stop(StopOrder(reason, sentence, self._life.graces[Deadline.STOP]))
+        left, grace = self.job.seconds_left(self._times.now()), self._life.graces[Deadline.STOP]
+        within = grace if left is None else min(grace, max(0.0, left))
+        self._ask_to_stop(StopOrder(reason, sentence, within))
 
     def _heed_the_job(self) -> None:
         """Ask for a stop when the job's end is near, or Slurm is about to end it."""
@@ -298,26 +353,35 @@ class AttemptFollower:
         standing = renew(self._stop.standing, order, now)
         if standing is None:
             return
-        self._stop.standing, seconds_left = standing, standing.by - now
-        if first:
-            self._advance(Trigger.STOP_REQUESTED)
-        self._channel.tell(
-            Stop(standing.reason, shorten(standing.sentence), max(0.0, seconds_left))
-        )
+        self._stop.standing, seconds_left = standing, max(0.0, standing.by - now)
+        self._channel.tell(Stop(standing.reason, shorten(standing.sentence), seconds_left))
         if first:
             self._launcher.ask_to_stop()
+        self._advance(Trigger.STOP_REQUESTED, seconds_left)
+        if first:
             logger().warning(f"{standing.sentence}: stopping after this step, with a checkpoint")
-        reason, sentence = standing.reason.label, standing.sentence
-        self._record(StopRequested(reason, sentence, round(seconds_left, 1)))
+        told = StopRequested(standing.reason.label, standing.sentence, round(seconds_left, 1))
+        self._stop.unrecorded = (told, now)
+        if self.job.id is None or standing.reason is not StopReason.SIGNAL:
+            self._record_stop()
+
+    def _record_stop(self, now: float = inf) -> None:
+        """Tell the ledger of the stop, unless Slurm may still say at `now` why there is one."""
+        if self._stop.unrecorded is None:
+            return
+        told, since = self._stop.unrecorded
+        if now - since > EXPLAINED_WITHIN or self.over():
+            self._stop.unrecorded = None
+            self._record(told)
 
     def _note_end(self, end: RankExit) -> None:
         first_to_fail = failed(end) and not self.roster.any_failed
         if not self.roster.ended(end, self._times.now()):
             return  # its own words came first and say more than its exit status
-        logger().info("rank ended", rank=end.rank, how=describe_exit(end))
         if first_to_fail:
-            self._advance(Trigger.RANK_FAILED)
             self._channel.tell(PeerLost(end.rank, shorten(describe_exit(end))))
+            self._advance(Trigger.RANK_FAILED)
+        logger().info("rank ended", rank=end.rank, how=describe_exit(end))
         if end.status == ExitCode.STOPPED and self._stop.standing is None:
             # A rank that was signalled alone, before it knew the others: they would wait for it.
             # What the ranks have said of it meanwhile is better than that one of them was asked.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.logs import logger
+from kempner.run.process.retry import free_space_helps
 from kempner.run.record import gave_up
 from kempner.run.record.attempts import Attempt, read_current
 from kempner.run.record.events.attempt import RunGivenUp
@@ -21,7 +23,8 @@ _ADVICE: Mapping[ExitCode, str] = {
     ExitCode.PEERS_LOST: "look at the nodes and at the network between them",
     ExitCode.HUNG: "look in the stacks for what each rank was waiting for",
     ExitCode.BAD_DATA: "repair or replace the data or checkpoint named above",
-    ExitCode.CHECKPOINT_FAILED: "free disk space, or set checkpoint.dir to a writable folder",
+    ExitCode.STORAGE_UNAVAILABLE: "see to the storage named above",
+    ExitCode.CHECKPOINT_FAILED: "see why checkpoint.dir could not be written to",
     ExitCode.DIVERGED: "lower optimizer.lr, or look at the data named above",
 }
 
@@ -41,16 +44,24 @@ def give_up(
         attempt=attempt.number,
         first=None if rank is None else FirstFailure(rank, failure.step, node, failure.raised),
         see=[str(path) for path in evidence(run, attempt.number, rank)],
-        advice=f"{_ADVICE[decision.code]}; then delete {run.gave_up}, and start again",
+        advice=f"{_advise(decision)}; then delete {run.gave_up}, and start again",
     )
-    if read_current(run.attempts) != attempt:
-        return verdict
-    Ledger(run.ledger).record(RunGivenUp.from_fields(verdict.fields()), attempt.number)
     try:
+        if read_current(run.attempts) != attempt:
+            return verdict
         gave_up.write(run, verdict)
     except OSError as error:
         logger().warning("cannot be written", file=str(run.gave_up), error=error.strerror)
+        verdict = replace(verdict, advice=f"{_advise(decision)}; then start again")
+    Ledger(run.ledger).record(RunGivenUp.from_fields(verdict.fields()), attempt.number)
     return verdict
+
+
+def _advise(decision: Decision) -> str:
+    """What to do about it."""
+    if decision.code is ExitCode.CHECKPOINT_FAILED and free_space_helps(decision.reason):
+        return "free disk space or raise the quota"
+    return _ADVICE[decision.code]
 
 
 def evidence(run: RunDirectory, attempt: int, rank: int | None) -> list[Path]:

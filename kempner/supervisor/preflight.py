@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 import shutil
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from kempner.config.sections import Config
+from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import await_entry, holds
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.logs import logger
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.history import RunHistory
@@ -19,7 +21,12 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.launchers.base import Launcher
 from kempner.supervisor.nodes.exclusion import Suspect, suspects
 from kempner.supervisor.nodes.health_check import Diagnosis, diagnose
-from kempner.supervisor.nodes.probe import SHARED_WITHIN, ProbeQuestion
+from kempner.supervisor.nodes.probe import SHARED_WITHIN, ProbeQuestion, ProbeResult
+from kempner.supervisor.policy.outcome import Decision
+
+Answers: TypeAlias = Sequence[ProbeResult]
+Patiently: TypeAlias = Callable[[Callable[[], Answers]], Answers | None]
+"""Does something slow; None if it was left to itself because of a stop."""
 
 
 def choose_nodes(
@@ -29,10 +36,14 @@ def choose_nodes(
     config: Config,
     ledger: Ledger,
     history: RunHistory,
+    patiently: Patiently,
 ) -> None:
-    """Have the launcher do without nodes that are unfit or suspect, as far as it can."""
+    """Have the launcher do without nodes that are unfit or suspect, as far as it can.
+
+    The nodes are waited for `patiently`, and are not examined if a stop is asked for meanwhile.
+    """
     if config.resilience.health_check:
-        found = _examine(launcher, attempt, run, config)
+        found = _examine(launcher, attempt, run, config, patiently)
         for warning in found.warnings:
             logger().warning(f"health check: {warning}")
         for node, reason in found.unfit.items():
@@ -42,18 +53,23 @@ def choose_nodes(
 
 
 def nodes_to_exclude(
-    launcher: Launcher, node: str, history: RunHistory, config: Config, code: ExitCode, last: bool
+    launcher: Launcher,
+    node: str,
+    history: RunHistory,
+    config: Config,
+    decision: Decision,
+    last: bool,
 ) -> dict[str, str]:
     """Nodes without which an attempt that failed on `node` had better be made, each with a reason.
 
     No spare node could take their place. That a node's ranks fail first may be chance, or the
     program's own fault: that alone is a reason only where there are other nodes to compare it with,
     and the next start is the `last` one. Where a checkpoint could not be written, rank 0 says so
-    for all.
+    for all; where the nodes do not fit together, any rank.
     """
     accused = _accused(history, config)
     used = launcher.unavoidable(accused)
-    if code is ExitCode.CHECKPOINT_FAILED:
+    if decision.code is ExitCode.CHECKPOINT_FAILED or decision.environment:
         return {name: accused[name].reason for name in used if accused[name].proven}
     by_habit = last and len(launcher.nodes) > 1
     if node not in used or not (accused[node].proven or by_habit):
@@ -65,7 +81,9 @@ def _accused(history: RunHistory, config: Config) -> dict[str, Suspect]:
     return suspects(history.refresh(), time.time(), config.resilience.suspect_for)
 
 
-def _examine(launcher: Launcher, attempt: Attempt, run: RunDirectory, config: Config) -> Diagnosis:
+def _examine(
+    launcher: Launcher, attempt: Attempt, run: RunDirectory, config: Config, patiently: Patiently
+) -> Diagnosis:
     """Ask every node for its vitals, and look whether what they write is seen here."""
     folders = [run.attempt(attempt.number) / "health"]
     if config.checkpoint.dir is not None:
@@ -82,7 +100,9 @@ def _examine(launcher: Launcher, attempt: Attempt, run: RunDirectory, config: Co
             folder.mkdir(parents=True)
             (folder / "supervisor").write_text(nonce)
         began = time.time()
-        told = launcher.survey(question)
+        told = patiently(lambda: launcher.survey(question))
+        if told is None:
+            return Diagnosis({})
         during = (began, time.time())
         wrote = [vitals.node for vitals in told if not set(question.folders) & set(vitals.troubles)]
         unseen = {node: words for node in wrote if (words := _unseen(folders, node, nonce))}

@@ -26,12 +26,14 @@ from kempner.model.sharding import build_model
 from kempner.model.spec.shape import Shape, flops_per_token
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError
+from kempner.run.process.retry import empty, storage_waits
 from kempner.run.record.attempts import Attempt, Fence
 from kempner.run.record.events.attempt import FaultsPlanned
 from kempner.run.record.events.checkpoint import StartedAnew
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Recorder
 from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.used_before import used_before
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
@@ -55,9 +57,12 @@ def build(
     """Everything the loop needs, with the state of the newest checkpoint."""
     run = rank_link.run
     shards_open = config.data.num_shards_per_rank
-    corpus = _open_tokens("data.dataset_path", config.data.dataset_path, max_open=shards_open)
+    corpus = _open_tokens(run, "data", config.data.dataset_path, max_open=shards_open)
     vocab_size = _vocabulary(config, corpus)
     shape = Shape.of(config.model, vocab_size)
+    evaluation = _open_evaluation(config, run, vocab_size)
+    with rank_link.progress.waiting("what the others have read"):
+        ranks.agree_on(_what_steps_depend_on(config, corpus, evaluation.corpus))
     model = build_model(config, vocab_size, ranks.device, ranks.mesh)
     if ranks.device.type == "cpu" and ranks.world.size > 1:
         from kempner.training.groups.collective_timer import time_collectives  # imports FSDP
@@ -66,7 +71,7 @@ def build(
     optimizer = build_optimizer(model, config.optimizer)
     _collect_garbage_again()
     record = partial(rank_link.record, attempt)
-    history = RunHistory.read(run.ledger) if ranks.world.rank == 0 else RunHistory()
+    history = read_history(run, attempt) if ranks.world.rank == 0 else RunHistory()
     section = config.checkpoint
     checkpoints = CheckpointManager(
         CheckpointContext(
@@ -76,6 +81,7 @@ def build(
             group=ranks.saves,
             record=record,
             waiting=rank_link.progress.waiting,
+            known=_known_checkpoint(config, run, history),
         ),
         model,
         optimizer,
@@ -83,8 +89,8 @@ def build(
         background=section.async_save,
         durations=history.durations,
     )
-    if ranks.world.rank == 0:
-        _snapshot_config(config, run, attempt)
+    if ranks.world.rank == 0:  # last: what it names was found
+        storage_waits().retry(partial(_snapshot_config, config, run, attempt), worked=True)
     if faults.planned:
         record(FaultsPlanned(tuple(faults.planned)))
     train_state = _resume(config, ranks, checkpoints, record, history)
@@ -98,13 +104,27 @@ def build(
         tools=Tools(
             data=Data(partial(_open_feed, config, corpus, ranks), train_state),
             step_metrics=_open_telemetry(config, run, ranks, attempt, shape, train_state),
-            evaluation=_open_evaluation(config, vocab_size),
+            evaluation=evaluation,
             faults=faults,
             progress=rank_link.progress,
             record=record,
         ),
         state=LoopState(train_state, Health(train_state.losses)),
     )
+
+
+def _what_steps_depend_on(
+    config: Config, corpus: Corpus, held_out: Corpus | None
+) -> dict[str, object]:
+    """What each rank has read for itself: a file may be edited while the ranks start."""
+    facts: dict[str, object] = {
+        "the configuration (its digest)": digest(config),
+        "data.dataset_path (its fingerprint)": fingerprint(corpus.index, config.train.seq_len),
+    }
+    if held_out is not None:
+        held_out_print = fingerprint(held_out.index, config.train.seq_len)
+        facts["eval.dataset_path (its fingerprint)"] = held_out_print
+    return facts
 
 
 def _collect_garbage_again() -> None:
@@ -195,7 +215,7 @@ def _snapshot_config(config: Config, run: RunDirectory, attempt: Attempt) -> Non
     if not run.config.exists():
         replace_durable(run.config, content, unique=attempt.nonce)
     elif run.config.read_bytes() != content:
-        replace_durable(run.attempt(attempt.number) / "config.toml", content, unique=attempt.nonce)
+        replace_durable(run.changed_config(attempt.number), content, unique=attempt.nonce)
 
 
 def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainState) -> Feed:
@@ -218,18 +238,45 @@ def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainS
     )
 
 
-def _open_tokens(key: str, folder: str, **options: int) -> Corpus:
+def _open_tokens(run: RunDirectory, section: str, folder: str, **options: int) -> Corpus:
     """Raises `DataError` with the key that names the folder."""
+    key = "dataset_path"
     try:
-        return Corpus.open(folder, **options)
+        worked = used_before(run, section, key, folder)
+        return Corpus.open(folder, worked=worked, **options)
     except DataError as error:
-        raise DataError(f"{key}={folder}: {error}") from error
+        raise DataError(f"{section}.{key}={folder}: {error}") from error
 
 
-def _open_evaluation(config: Config, vocab_size: int) -> Evaluation:
+def read_history(run: RunDirectory, attempt: Attempt) -> RunHistory:
+    """What the ledger tells; raises as `StorageWaits.retry` where it cannot be read now.
+
+    Later attempts know that there is one, and wait for a while if they do not see it.
+    """
+
+    def read() -> RunHistory:
+        there = run.ledger.is_file() and run.ledger.stat().st_size
+        if attempt.number > 1 and not there:
+            raise empty(run.ledger)
+        return RunHistory.read(run.ledger)
+
+    try:
+        return storage_waits().retry(read, worked=True, path=run.ledger)
+    except OSError:  # it was never written: the disk was full, say
+        return RunHistory()
+
+
+def _known_checkpoint(config: Config, run: RunDirectory, history: RunHistory) -> int | None:
+    """The step of the newest checkpoint that must be there; none in a folder that is new."""
+    return (
+        history.last_step if used_before(run, "checkpoint", "dir", config.checkpoint.dir) else None
+    )
+
+
+def _open_evaluation(config: Config, run: RunDirectory, vocab_size: int) -> Evaluation:
     if config.eval.dataset_path is None or config.eval.interval is None:
         return Evaluation(config, None)
-    corpus = _open_tokens("eval.dataset_path", config.eval.dataset_path)
+    corpus = _open_tokens(run, "eval", config.eval.dataset_path)
     if corpus.index.vocab_size > vocab_size:
         raise DataError(
             f"eval.dataset_path={config.eval.dataset_path} has {corpus.index.vocab_size} token "
@@ -249,7 +296,6 @@ def _open_telemetry(
     display = open_display(ranks.world.rank, train_state.step, config.train.max_steps)
     if train_state.step > 0:
         display.say(f"resumed at step {train_state.step}, sample {train_state.cursor}")
-    run.samples(0).parent.mkdir(parents=True, exist_ok=True)
     step_metrics = StepMetrics(
         config,
         run,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import resource
@@ -20,9 +21,9 @@ from kempner.checkpoint.tensors.state import local_part
 from kempner.config.fault_spec import FailPoint, Fault, parse_faults
 from kempner.config.sections import Config
 from kempner.run.control.protocol import Phase
+from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.fail_points import set_fail_point
-from kempner.run.process.logs import logger
 from kempner.run.record.attempts import read_current
 from kempner.training.rank_link.rank_link import RankLink
 
@@ -75,7 +76,7 @@ class FaultInjector:
     def maybe_inject(self, phase: str, step: int | None = None) -> None:
         """Whatever is due in this phase, or at this point of a save, of this step happens now."""
         for fault in self._due(
-            ("kill", "stop", "hang", "strand", "crash", "oom", "hog"), phase, step
+            ("kill", "stop", "hang", "spin", "strand", "crash", "oom", "hog"), phase, step
         ):
             match fault.kind:
                 case "kill":
@@ -84,6 +85,8 @@ class FaultInjector:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "hang":
                     _hang()
+                case "spin":
+                    _spin()
                 case "strand":
                     dist.recv(torch.empty(1))
                 case "crash":
@@ -135,6 +138,12 @@ class FaultInjector:
 def _hang() -> None:
     while True:
         time.sleep(1)
+
+
+def _spin() -> None:
+    libc = ctypes.PyDLL(None)  # keeps the lock, which ctypes.CDLL gives up
+    while True:
+        libc.sleep(1_000_000)  # a signal ends it
 
 
 def _ask_for_too_much() -> None:

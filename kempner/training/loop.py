@@ -16,8 +16,8 @@ from kempner.data.serve.loader import Feed, MicroBatch, StepBatch
 from kempner.model.transformer import Transformer
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Phase
-from kempner.run.process.exit_codes import DivergedError, ExitCode
-from kempner.run.process.logs import logger
+from kempner.run.output.logs import logger
+from kempner.run.process.exit_codes import DivergedError, ExitCode, PeersLostError, RunError
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.training import Diverged, Evaluated, RolledBack
 from kempner.run.record.ledger import Recorder
@@ -30,7 +30,11 @@ from kempner.training.observe.metrics import StepMetrics
 from kempner.training.policy.anomalies import Health, Plan, observe, plan_rollback
 from kempner.training.policy.lr_schedule import learning_rate
 from kempner.training.rank_link.shutdown import ShutdownHandler
-from kempner.training.vote.final_save import finish, refuse_to_go_on_unsaved
+from kempner.training.vote.final_save import (
+    finish,
+    refuse_to_go_on_unsaved,
+    secure_last_step,
+)
 from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 
 
@@ -51,6 +55,17 @@ class Data:
 
     def __init__(self, open_feed: Callable[[TrainState], Feed], train_state: TrainState) -> None:
         self._open, self.feed = open_feed, open_feed(train_state)
+        self.failure: RunError | None = None
+        """Why there is no more data on this rank."""
+
+    def take(self, give_up: Callable[[], bool]) -> StepBatch | None:
+        """The next batch; None if `give_up` says so first, or there is none to come."""
+        try:
+            return self.feed.take(give_up)
+        except RunError as error:
+            logger().error(f"no data for the next step: {error}")
+            self.failure = error
+            return None
 
     def reopen(self, train_state: TrainState) -> None:
         """Go on at another train state."""
@@ -110,13 +125,17 @@ class Training:
     def vote(self, void: bool = False) -> Vote:
         """What this rank wants at this moment."""
         self.checkpoints.poll()
+        failures, now = self.checkpoints.failures, time.monotonic()
         at_the_end = self.train_state.step == self.config.train.max_steps
         return Vote(
             stop=self.shutdown.reason(),
             void=void,
             diverged=self.health.trouble is not None or (at_the_end and not self.health.sound),
-            failed_saves=self.checkpoints.settled_failures,
+            failed_saves=failures.count,
+            unsaved_for=failures.lasting(now),
+            save_again=failures.due(now),
             seconds_left=self.shutdown.seconds_left(),
+            superseded=self.checkpoints.superseded,
         )
 
     @property
@@ -143,8 +162,10 @@ def train(run: Training) -> ExitCode:
     # The last step, too, must be a sound one: what is suspicious then gets a vote of its own.
     while (run.train_state.step < last or not run.health.sound) and not agreed.stop:
         step = run.train_state.step + 1
-        batch = run.tools.data.feed.take(give_up=run.shutdown.should_shutdown)
+        batch = run.tools.data.take(give_up=run.shutdown.should_shutdown)
         ballot = run.vote_group.open(run.vote(void=batch is None))
+        if batch is None and (agreed := ballot.close()).all_void:
+            break  # nobody waits in the step for anybody: a stop need not wait for its end
         with run.tools.faults.during_step(step, run.model):
             loss = accumulate(
                 run.model,
@@ -158,11 +179,12 @@ def train(run: Training) -> ExitCode:
         run.checkpoints.release_staging()
         with run.progress.waiting("the vote"):
             agreed = ballot.close()
-        if agreed.void or batch is None or (agreed.diverged and agreed.stop):
+        if agreed.void or (agreed.diverged and agreed.stop):
             break  # a rank had no data, or nobody wants the step: it did not happen, on any rank
         if agreed.diverged:
             roll_back(run)
             continue
+        assert batch is not None  # a rank without one has made the vote void
         rate = run.rate(step)
         norm = update(
             run.model,
@@ -178,7 +200,7 @@ def train(run: Training) -> ExitCode:
         due = save_is_due(run, agreed)
         take_note(run, everything=due or is_last_step(run, agreed))
         if due:
-            save_unless_suspicious(run)
+            save_unless_suspicious(run, agreed)
         if not agreed.stop:
             agreed = evaluate_if_due(run)
     return finish_run(run, agreed)
@@ -216,14 +238,16 @@ def save_is_due(run: Training, agreed: VoteResult) -> bool:
 
     Raises `CheckpointWriteError`, on all ranks alike, when saves keep failing.
     """
-    refuse_to_go_on_unsaved(agreed, run.config.checkpoint.max_failures)
-    on_interval = run.train_state.step % run.config.checkpoint.interval == 0
-    # After a second failure the next try waits for the interval: what is wrong will take a while.
-    overdue = agreed.failed_saves == 1 or run.state.save_postponed
-    return not is_last_step(run, agreed) and (on_interval or overdue)
+    config = run.config
+    limits = config.checkpoint.max_failures, config.resilience.patience
+    refuse_to_go_on_unsaved(run.checkpoints, agreed, *limits)
+    on_interval = run.train_state.step % config.checkpoint.interval == 0
+    # While saves fail, the interval is of no account: the next try has a time of its own.
+    due = agreed.save_again if agreed.failed_saves else on_interval or run.state.save_postponed
+    return due and not is_last_step(run, agreed)
 
 
-def save_unless_suspicious(run: Training) -> None:
+def save_unless_suspicious(run: Training, agreed: VoteResult) -> None:
     """Start to save, unless the last steps are suspicious: then it is due again after the next."""
     run.state.save_postponed = not run.health.sound
     if run.state.save_postponed:
@@ -231,9 +255,9 @@ def save_unless_suspicious(run: Training) -> None:
     step = run.train_state.step
     with (
         run.progress.during(Phase.SAVE),
-        run.tools.faults.during_save(step, run.checkpoints.join),
+        run.tools.faults.during_save(step, run.checkpoints.settle),
     ):
-        run.checkpoints.save(run.train_state)
+        run.checkpoints.save(run.train_state, agreed.failed_saves)
 
 
 def roll_back(run: Training) -> None:
@@ -296,10 +320,14 @@ def evaluate_if_due(run: Training) -> VoteResult:
 def finish_run(run: Training, agreed: VoteResult) -> ExitCode:
     """Commit the state of the last step if there is time, say why the run ends, and part.
 
-    Raises `CheckpointWriteError` if the state cannot be committed.
+    Raises `CheckpointWriteError` if the state cannot be committed, and what keeps the data of a
+    rank from being read.
     """
     run.progress.phase = Phase.SAVE
     take_note(run, everything=True)
+    if agreed.void and not agreed.stop:
+        secure_last_step(run)
+        raise run.tools.data.failure or PeersLostError("another rank has no data to go on with")
     code, words = finish(run, agreed)
     run.tools.step_metrics.say(words)
     run.tools.step_metrics.close()

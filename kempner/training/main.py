@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
+from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import torch
 
 from kempner.cluster.slurm.hostlist import node_name
+from kempner.cluster.slurm.job import restart_count
 from kempner.cluster.world import World
-from kempner.config.sections import Config
+from kempner.config.sections import Config, SuperviseSection
 from kempner.run.control.launch_env import Launch
 from kempner.run.control.protocol import Phase
+from kempner.run.output.console import leave
+from kempner.run.output.logs import logger, open_log
 from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
-from kempner.run.process.logs import logger, open_log
-from kempner.run.record.attempts import Attempt, begin_attempt
+from kempner.run.process.retry import PASSING, storage_waits
+from kempner.run.record.attempts import Attempt, begin_attempt, prune_attempts
 from kempner.run.record.events.attempt import AttemptStarted
+from kempner.run.record.lease import Lease
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.build import build
 from kempner.training.fault_injection import arm
 from kempner.training.groups.device_check import check_device
 from kempner.training.groups.process_groups import Ranks, choose_device, connect
-from kempner.training.loop import train
+from kempner.training.loop import Training, train
 from kempner.training.oom_message import describe_shortage
 from kempner.training.rank_link.rank_link import RankLink
 from kempner.training.rank_link.shutdown import ShutdownHandler
@@ -59,21 +64,22 @@ def main(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> NoRe
             logger().error("lost another rank", reason=sentence.partition("\n")[0])
         else:
             logger().exception("unexpected exception")
-    sys.stdout.flush()
-    sys.stderr.flush()
     rank_link.leave(code, sentence)
     # Not sys.exit: a daemon thread in native code, Gloo's destructors or a loader worker that is
     # stuck on storage could turn a clean end into an abort or a hang.
-    os._exit(code)
+    leave(code)
 
 
 def classify(error: BaseException, rank_link: RankLink) -> ExitCode:
-    """The exit code for an exception that nobody expected: a lost peer, or a crash of our own.
+    """The exit code for an exception that nobody expected: a lost peer, storage that fails, or a
+    crash of our own.
 
     The supervisor's word comes first. What the error says decides where its word is not there yet,
     or there is no supervisor.
     """
     told = rank_link.link is not None and rank_link.link.peer_lost is not None
+    if isinstance(error, OSError) and error.filename is not None and error.errno in PASSING:
+        return ExitCode.STORAGE_UNAVAILABLE  # with a file: it is not about a connection
     lost = isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_GONE)
     )
@@ -94,15 +100,25 @@ def run_rank(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> 
     ranks = connect(world, config)
     grace = config.supervise.stop_grace if rank_link.launch is not None else None
     shutdown.join_group(grace, rank_link.tell_of_signal)
-    attempt = agree_on_attempt(run, ranks, rank_link.launch)
-    open_log(run.log(attempt.number, world.rank), attempt=attempt.number, rank=world.rank)
-    progress.enter(Phase.LOAD)
-    faults.maybe_inject(Phase.LOAD)
-    training = build(config, rank_link, ranks, attempt, shutdown, faults)
-    progress.enter(Phase.COMPILE)
-    logger().info(
-        "ready", step=training.train_state.step, reached=progress.reached, **_place(ranks)
-    )
+    storage_waits().configure(config.resilience.patience, shutdown.should_shutdown)
+    ownership = take_run(run, ranks, rank_link.launch, config.supervise)
+    try:
+        attempt = ownership.attempt
+        storage_waits().tell_to(partial(rank_link.tell_of_wait, attempt))
+        open_log(run.log(attempt.number, world.rank), attempt=attempt.number, rank=world.rank)
+        progress.enter(Phase.LOAD)
+        faults.maybe_inject(Phase.LOAD)
+        training = build(config, rank_link, ranks, attempt, shutdown, faults)
+        progress.enter(Phase.COMPILE)
+        logger().info(
+            "ready", step=training.train_state.step, reached=progress.reached, **_place(ranks)
+        )
+        return _train(training)
+    finally:
+        ownership.release()
+
+
+def _train(training: Training) -> ExitCode:
     try:
         return train(training)
     finally:
@@ -121,19 +137,56 @@ def thread_count(config: Config, world: World) -> int:
     return max(1, len(os.sched_getaffinity(0)) // world.local_size)
 
 
-def agree_on_attempt(run: RunDirectory, ranks: Ranks, launch: Launch | None) -> Attempt:
-    """The supervisor's attempt, or one that rank 0 begins where there is no supervisor."""
+@dataclass(frozen=True)
+class Ownership:
+    """The attempt that a rank belongs to, and the claim on the run of rank 0 without a supervisor.
+
+    With one the supervisor holds the claim.
+    """
+
+    attempt: Attempt
+    lease: Lease | None = None
+
+    def release(self) -> None:
+        """Let go of the run: whoever starts it next need not wait."""
+        if self.lease is not None:
+            self.lease.release()
+
+
+def take_run(
+    run: RunDirectory, ranks: Ranks, launch: Launch | None, section: SuperviseSection
+) -> Ownership:
+    """The supervisor's attempt, or one that rank 0 begins where there is no supervisor.
+
+    Raises `UsageError`, on every rank, if somebody else owns the run, or it cannot be written.
+    """
     if launch is not None:
-        return launch.attempt
-    attempt: Attempt | None = None
+        return Ownership(launch.attempt)
+    mine: Ownership | str = ""
     if ranks.world.rank == 0:
-        attempt = begin_attempt(run)
-        world = ranks.world
-        started = AttemptStarted(ranks=world.size, launcher=world.launcher)
-        Ledger(run.ledger).record(started, attempt.number)
-    told = ranks.broadcast(attempt)
+        mine = _begin(run, ranks.world, section)
+    told = ranks.broadcast(mine.attempt if isinstance(mine, Ownership) else mine)
+    if isinstance(told, str):
+        raise UsageError(told)
     assert isinstance(told, Attempt)  # rank 0 made one
-    return told
+    return mine if isinstance(mine, Ownership) else Ownership(told)
+
+
+def _begin(run: RunDirectory, world: World, section: SuperviseSection) -> Ownership | str:
+    """A new attempt of the run, which is ours now; otherwise why not, for the other ranks."""
+    try:
+        lease = Lease.acquire(run, section.lease, restart_count(os.environ))
+    except UsageError as error:
+        return str(error)
+    try:
+        attempt = begin_attempt(run)
+    except UsageError as error:
+        lease.release()
+        return str(error)
+    started = AttemptStarted(ranks=world.size, launcher=world.launcher)
+    Ledger(run.ledger).record(started, attempt.number)
+    prune_attempts(run, section.keep_attempts)
+    return Ownership(attempt, lease)
 
 
 def _place(ranks: Ranks) -> dict[str, object]:

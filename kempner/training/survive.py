@@ -12,36 +12,43 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kempner.checkpoint.format.manifest import Identity, Origin
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors.context import CheckpointContext
+from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.config.resilience import ResilienceSection
 from kempner.config.sections import CheckpointSection, DistributedSection, SuperviseSection
 from kempner.run.control.launch_env import Launch, LaunchTerms
 from kempner.run.control.protocol import Phase
-from kempner.run.process import logs
-from kempner.run.process.exit_codes import ExitCode, RunError
-from kempner.run.process.logs import logger, open_log
+from kempner.run.output import logs
+from kempner.run.output.console import protect, say
+from kempner.run.output.logs import logger, open_log
+from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
+from kempner.run.process.retry import storage_waits
+from kempner.run.process.signals import ignore_from_now_on
 from kempner.run.record.attempts import Attempt, Fence
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
-from kempner.training.build import host_facts, versions
+from kempner.training.build import host_facts, read_history, versions
 from kempner.training.compute.seeds import set_rng
 from kempner.training.groups.process_groups import Ranks, adopt
-from kempner.training.main import agree_on_attempt, classify
+from kempner.training.main import Ownership, classify, take_run
 from kempner.training.rank_link.rank_link import RankLink, join
 from kempner.training.rank_link.shutdown import ShutdownHandler
 from kempner.training.vote.final_save import finish, refuse_to_go_on_unsaved
@@ -68,41 +75,87 @@ def survive(
     `run_dir` is the run directory; by default the supervisor's, or else `runs/<script>`.
 
     After a stop the state is committed, and iterating raises `SystemExit` with 75. Raises
-    `UsageError`, `DataError` or `CheckpointWriteError` with a sentence, which is printed without a
-    traceback.
+    `UsageError` (also if the ranks are called with different `steps`, `save_every` or `seed`),
+    `DataError` or `CheckpointWriteError` with a sentence, which is printed without a traceback.
+
+    From this call to the end of the loop, however it ends, the stop signals come here; then they do
+    again what they did before. In another thread than the main one Python traps no signals, and
+    only the supervisor's orders stop the loop.
     """
+    protect()
     logs.configure()
     shutdown = ShutdownHandler()
     shutdown.install()
+    try:
+        return _prepare(
+            model, optimizer, Todo(steps, save_every, seed, keep_last), run_dir, shutdown
+        )
+    except BaseException:
+        shutdown.uninstall()
+        raise
+
+
+def _prepare(
+    model: nn.Module,
+    optimizer: Optimizer,
+    todo: Todo,
+    run_dir: str | Path | None,
+    shutdown: ShutdownHandler,
+) -> Survivor:
+    """Find the others and the run, and load the newest checkpoint."""
     launch = Launch.from_environment(os.environ)
     told = launch.terms if launch is not None else None
     run = RunDirectory(Path(run_dir or (told.run if told else _beside(sys.argv[0]))))
-    rank_link = join(run, _as_told(told), shutdown)
+    section = _as_told(told)
+    rank_link = join(run, section, shutdown)
     last_words = _LastWords(rank_link)
+    todo.check()
     rank_link.progress.enter(Phase.LOAD)
-    device = next(model.parameters()).device
-    ranks = adopt(rank_link.world, device, timedelta(seconds=DistributedSection().timeout))
+    first = next(model.parameters(), None)
+    if first is None:
+        raise UsageError("survive(model): it has no parameters, so there is nothing to save")
+    raise_open_file_limit()
+    ranks = adopt(rank_link.world, first.device, timedelta(seconds=DistributedSection().timeout))
     shutdown.join_group(told.stop_grace if told else None, rank_link.tell_of_signal)
-    attempt = agree_on_attempt(run, ranks, rank_link.launch)
+    patience = told.patience if told else ResilienceSection().patience
+    storage_waits().configure(patience, shutdown.should_shutdown)
+    with rank_link.progress.waiting("what the others are to do"):
+        ranks.agree_on({"steps": todo.steps, "save_every": todo.save_every, "seed": todo.seed})
+    ownership = take_run(run, ranks, rank_link.launch, section)
+    attempt = ownership.attempt
+    storage_waits().tell_to(partial(rank_link.tell_of_wait, attempt))
     open_log(run.log(attempt.number, ranks.world.rank), attempt=attempt.number)
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
-    checkpoints = _open_checkpoints(
-        run, model, optimizer, ranks, rank_link, attempt, seed, keep_last
-    )
-    todo = Todo(steps, save_every, seed)
-    survivor = Survivor(todo, rank_link, attempt, ranks, shutdown, checkpoints, last_words)
-    optimizer.register_step_pre_hook(lambda *_: checkpoints.release_staging())
+    try:
+        checkpoints = _open_checkpoints(run, model, optimizer, ranks, rank_link, attempt, todo)
+        survivor = Survivor(todo, rank_link, ownership, ranks, shutdown, checkpoints, last_words)
+    except BaseException:
+        ownership.release()
+        raise
+    # Of every optimizer: another one may step other parts of the model.
+    register_optimizer_step_pre_hook(lambda *_: checkpoints.release_staging())
     return survivor
 
 
 @dataclass(frozen=True)
 class Todo:
-    """What a loop is to do: so many `steps`, with a save every `save_every` of them."""
+    """What a loop is to do: so many `steps`, with a save every `save_every` of them, of which the
+    last `keep_last` stay.
+    """
 
     steps: int
     save_every: int
     seed: int
+    keep_last: int
+
+    def check(self) -> None:
+        """Raise `UsageError` if it cannot be done."""
+        least = {"steps": 1, "save_every": 1, "keep_last": 2, "seed": None}
+        for name, smallest in least.items():
+            given = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, Integral):
+                raise UsageError(f"survive({name}={given!r}): write a whole number")
+            if smallest is not None and given < smallest:
+                raise UsageError(f"survive({name}={given}): it must be at least {smallest}")
 
 
 class Survivor:
@@ -112,13 +165,13 @@ class Survivor:
         self,
         todo: Todo,
         rank_link: RankLink,
-        attempt: Attempt,
+        ownership: Ownership,
         ranks: Ranks,
         shutdown: ShutdownHandler,
         checkpoints: CheckpointManager,
         last_words: _LastWords,
     ) -> None:
-        self._todo, self._rank_link, self._attempt = todo, rank_link, attempt
+        self._todo, self._rank_link, self._ownership = todo, rank_link, ownership
         self._last_words, self._progress = last_words, rank_link.progress
         self.ranks, self.shutdown, self.checkpoints = ranks, shutdown, checkpoints
         self.vote_group = VoteGroup(ranks.votes)
@@ -128,12 +181,25 @@ class Survivor:
         """Always False: only the loop itself could judge its losses."""
 
     def __iter__(self) -> Iterator[int]:
+        code: ExitCode | None = None
+        try:
+            code = yield from self._steps()
+        finally:
+            self._ownership.release()
+            # Whom the supervisor stops has nothing left to do, and is not to die of a signal now.
+            if code is None or code is ExitCode.COMPLETED or self._rank_link.launch is None:
+                self.shutdown.uninstall()
+        if code is not ExitCode.COMPLETED:
+            raise SystemExit(int(code))
+
+    def _steps(self) -> Generator[int, None, ExitCode]:
+        """The steps that are left; then how the loop ended."""
         self._progress.step = self.train_state.step
         self._progress.enter(Phase.COMPILE)
         if self.train_state.step:
             self._say(f"resumed at step {self.train_state.step}")
         logger().info("ready", step=self.train_state.step, pid=os.getpid())
-        agreed = VoteResult()
+        agreed, unchecked = VoteResult(), True
         while self.train_state.step < self._todo.steps and not agreed.stop:
             step = self.train_state.step + 1
             ballot = self.vote_group.open(self.vote())
@@ -141,45 +207,54 @@ class Survivor:
             yield step
             with self._progress.waiting("the vote"):
                 agreed = ballot.close()
+            if unchecked:  # the optimizer has its state now
+                self.checkpoints.check_state()
+                unchecked = False
             self.train_state = replace(self.train_state, step=step, cursor=step)
             self._progress.made(step)
             if self._save_is_due(agreed):
                 with self._progress.during(Phase.SAVE):
-                    self.checkpoints.save(self.train_state)
-        self._leave(agreed)
+                    self.checkpoints.save(self.train_state, agreed.failed_saves)
+        return self._leave(agreed)
 
     def vote(self) -> Vote:
         """This rank's vote at this moment."""
         self.checkpoints.poll()
+        failures, now = self.checkpoints.failures, time.monotonic()
         return Vote(
             stop=self.shutdown.reason(),
-            failed_saves=self.checkpoints.settled_failures,
+            failed_saves=failures.count,
+            unsaved_for=failures.lasting(now),
+            save_again=failures.due(now),
             seconds_left=self.shutdown.seconds_left(),
+            superseded=self.checkpoints.superseded,
         )
 
     def record(self, event: LedgerEvent) -> None:
         """Record an event in the run's ledger."""
-        self._rank_link.record(self._attempt, event)
+        self._rank_link.record(self._ownership.attempt, event)
 
     def _save_is_due(self, agreed: VoteResult) -> bool:
-        refuse_to_go_on_unsaved(agreed, CheckpointSection().max_failures)
+        limits = CheckpointSection().max_failures, storage_waits().patience
+        refuse_to_go_on_unsaved(self.checkpoints, agreed, *limits)
         step = self.train_state.step
-        due = step % self._todo.save_every == 0 or agreed.failed_saves == 1
+        on_interval = step % self._todo.save_every == 0
+        due = agreed.save_again if agreed.failed_saves else on_interval
         return due and step < self._todo.steps and not agreed.stop
 
-    def _leave(self, agreed: VoteResult) -> None:
+    def _leave(self, agreed: VoteResult) -> ExitCode:
+        """Commit what can be, and part from the other ranks."""
         self._progress.phase = Phase.SAVE
         code, words = finish(self, agreed)
         self._say(words)
         self._progress.phase = Phase.EXIT
         self.ranks.final_barrier()
         self._last_words.code = code
-        if code is not ExitCode.COMPLETED:
-            raise SystemExit(int(code))
+        return code
 
     def _say(self, words: str) -> None:
         if self.ranks.world.rank == 0:
-            print(words, flush=True)
+            say(words)
 
 
 class _LastWords:
@@ -199,18 +274,19 @@ class _LastWords:
     def _say(self) -> None:
         if self.code is not None:
             self._rank_link.leave(self.code, "")
+        ignore_from_now_on()
 
     def _hook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         self.code = None
         if isinstance(error, RunError):
-            print(f"kempner: {error}", file=sys.stderr, flush=True)
             self._rank_link.report_unfit_node(error)
             self._rank_link.leave(error.code, str(error))
+            say(f"kempner: {error}", sys.stderr)
             return
-        self._earlier_hook(kind, error, trace)
         self._rank_link.leave(classify(error, self._rank_link), f"{kind.__name__}: {error}")
+        self._earlier_hook(kind, error, trace)
 
 
 def _as_told(terms: LaunchTerms | None) -> SuperviseSection:
@@ -234,14 +310,13 @@ def _open_checkpoints(
     ranks: Ranks,
     rank_link: RankLink,
     attempt: Attempt,
-    seed: int,
-    keep_last: int,
+    todo: Todo,
 ) -> CheckpointManager:
-    history = RunHistory.read(run.ledger) if ranks.world.rank == 0 else RunHistory()
+    history = read_history(run, attempt) if ranks.world.rank == 0 else RunHistory()
     identity = Identity(
         world=ranks.world.size,
         mesh={"ranks": ranks.world.size},
-        seed=seed,
+        seed=todo.seed,
         data_fingerprint="",
         model={},
         optimizer=type(optimizer).__name__.lower(),
@@ -254,7 +329,8 @@ def _open_checkpoints(
         group=ranks.saves,
         record=partial(rank_link.record, attempt),
         waiting=rank_link.progress.waiting,
+        known=history.last_step,
     )
     return CheckpointManager(
-        context, model, optimizer, keep=Keep(keep_last), durations=history.durations
+        context, model, optimizer, keep=Keep(todo.keep_last), durations=history.durations
     )

@@ -26,6 +26,7 @@ TITLES = {
     "G": "Training",
     "H": "Configurations",
     "I": "What goes beyond",
+    "J": "What fails for a moment",
 }
 
 HEAD = """\

@@ -23,18 +23,22 @@ SMALLEST = (
 )
 """Overrides for a checkpoint of few bytes, and of as many files as any."""
 
+READY = '"event": "ready"'
+"""What a rank logs before its first step."""
 
-def ranks(run: Run, job: Job, world: int) -> list[int]:
-    """The process ids of an attempt's ranks, by rank, once they are building the model.
+
+def ranks(run: Run, job: Job, world: int, said: str) -> list[int]:
+    """The process ids of an attempt's ranks, by rank, once their logs have the text `said`.
 
     They are children of the job, not of the test: a parent that waits would take the tracer's news.
     """
     attempt = len(run.jobs)
 
     def there() -> bool:
-        return all(run.record.log(attempt, rank).exists() for rank in range(world))
+        logs = [run.record.log(attempt, rank) for rank in range(world)]
+        return all(log.exists() and said in log.read_text() for log in logs)
 
-    wait_until(there, "the ranks' logs", job=job)
+    wait_until(there, f"the ranks' logs with {said!r}", job=job)
     children = psutil.Process(job.process.pid).children()
     by_rank = {int(child.environ().get("RANK", "0")): child.pid for child in children}
     return [by_rank[rank] for rank in range(world)]
@@ -46,9 +50,14 @@ def attach(
     world: int,
     entered: Callable[[Call, int], None] = lambda call, rank: None,
     left: Callable[[Call, int], None] = lambda call, rank: None,
+    said: str = READY,
 ) -> Tracer:
-    """Trace the ranks of a job that has just started; the callbacks are given the rank, too."""
-    pids = ranks(run, job, world)
+    """Trace the ranks of a job that has just started; the callbacks are given the rank, too.
+
+    It begins when their logs have the text `said`. What they import is over by `READY`: traced, it
+    takes half a minute. The first save may have begun by then.
+    """
+    pids = ranks(run, job, world, said)
     return Tracer(
         pids,
         lambda call: entered(call, pids.index(call.pid)),
@@ -74,7 +83,7 @@ def trace(run: Run, job: Job, world: int) -> Trace:
         if call.path.startswith(here):
             calls.append((call, rank))
 
-    tracer = attach(run, job, world, left=keep)
+    tracer = attach(run, job, world, left=keep, said="")
     assert job.wait(120) == 0, job.output()
     tracer.join()
     return Trace(run, calls)

@@ -5,17 +5,21 @@ Every decision is the real one; what is modelled is when it hears of what.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
+from math import inf
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kempner.cluster.slurm.allocation import Allocation, without
+from kempner.cluster.slurm.command import next_pause
 from kempner.cluster.slurm.job import JobState
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.attempt import AttemptFailed, RunGivenUp
-from kempner.run.record.events.job import Requeued, RequeueRefused
+from kempner.run.record.events.job import NotRequeued, Requeued
+from kempner.supervisor.attempt import RESTART_TAKES
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang
 from kempner.supervisor.monitors.hang_detector import HangDetector
@@ -26,6 +30,7 @@ from kempner.supervisor.policy.attempt_state import AttemptLife, AttemptState, D
 from kempner.supervisor.policy.outcome import Decision, RankExit
 from kempner.supervisor.policy.restart import Failure
 from kempner.supervisor.policy.stop import StandingStop, StopOrder
+from kempner.supervisor.slurm.job_monitor import LATE, WITHOUT_END
 from simulated.engine import Process, Steps
 from simulated.ranks import Ranks
 
@@ -38,6 +43,10 @@ ASK_EVERY = 10.0
 
 PROBE = 15.0
 """Seconds that a node gets to answer."""
+
+T = TypeVar("T")
+Asking: TypeAlias = Generator[float | None, None, T]
+"""`Steps` that come to a result."""
 
 
 class Daemon:
@@ -58,14 +67,16 @@ class Daemon:
         )
         self.host = job.nodes[0]
         self.ranks: Ranks | None = None
+        self._signalled = False
         self.main = Process(world.engine, self.life, self._live())
 
     def signal(self) -> None:
         """A stop signal has come."""
-        self._warned = True
+        self._signalled = self._warned = True
         self._ask_slurm()
-        grace = self._world.config.supervise.stop_grace
-        self._ask_to_stop(StopOrder(StopReason.SIGNAL, "SIGTERM", grace))
+        grace, left = self._world.config.supervise.stop_grace, self._seconds_left()
+        within = grace if left is None else min(grace, max(0.0, left))
+        self._ask_to_stop(StopOrder(StopReason.SIGNAL, "SIGTERM", within))
 
     def _live(self) -> Steps:
         while True:
@@ -74,26 +85,54 @@ class Daemon:
             self._begin()
             decision = yield from self._follow()
             if decision.code in restart.FAILURES and not self.stop_reason:
-                failure = self._failure(decision)
-                budget = self._world.config.supervise.max_restarts_without_progress
-                verdict = restart.decide_restart(decision, failure, earlier, budget)
-                self._world.record(AttemptFailed(**asdict(failure)))
-                self._world.oracle.failed(self._job.id, failure.step, failure.raised)
-                gone: tuple[str, ...] = ()
-                if verdict.again:
-                    gone = yield from self._probe()
-                    left = without(self._allocation, gone)
-                    least = self._world.setting.least or len(self._allocation.nodes)
-                    if len(left.nodes) >= least:
-                        self._allocation = left
-                        self._world.oracle.starting_again(self._job.id, set(gone) & set(left.nodes))
-                        continue
-                    decision = replace(decision, bad_nodes=gone)
-                else:
-                    self._world.record(self._verdict(decision, failure))
-                    self._world.oracle.gave_up(self._job.id, decision)
-            self._part(decision)
+                decision, again = yield from self._restart_or_finish(decision, earlier)
+                if again:
+                    continue
+            yield from self._part(decision)
             return
+
+    def _restart_or_finish(
+        self, decision: Decision, earlier: Sequence[Failure]
+    ) -> Asking[tuple[Decision, bool]]:
+        """Get ready to start again after a failure, or not; what ends the run here, if it does."""
+        failure, oracle = self._failure(decision), self._world.oracle
+        budget = self._world.config.supervise.max_restarts_without_progress
+        verdict = restart.decide_restart(decision, failure, earlier, budget)
+        self._world.record(AttemptFailed(**asdict(failure)))
+        oracle.failed(self._job.id, failure.step, failure.raised, failure.node_lost)
+        if not verdict.again:
+            self._world.record(self._verdict(decision, failure))
+            oracle.gave_up(self._job.id, decision)
+            return decision, False
+        if self._may_come_back and self._ends_within(RESTART_TAKES):
+            return replace(decision, code=ExitCode.STOPPED), False
+        gone = yield from self._wait_and_probe(verdict.pause)
+        if self._is_asked_to_stop:
+            return replace(decision, code=ExitCode.STOPPED), False
+        left = without(self._allocation, gone)
+        if len(left.nodes) < (self._world.setting.least or len(self._allocation.nodes)):
+            return replace(decision, bad_nodes=gone), False
+        self._allocation = left
+        oracle.starting_again(self._job.id, set(gone) & set(left.nodes))
+        return decision, True
+
+    @property
+    def _may_come_back(self) -> bool:
+        return self._first is not None and self._first.may_requeue
+
+    @property
+    def _is_asked_to_stop(self) -> bool:
+        """Whether, between two attempts, there is a reason to begin no other one."""
+        return self._signalled or self._ends_within(0.0)
+
+    def _wait_and_probe(self, pause: float) -> Asking[tuple[str, ...]]:
+        """Ask who is there, after a pause: not at all, or no longer, once a stop is asked for."""
+        ready = self._world.engine.now + pause
+        while not self._is_asked_to_stop and (left := ready - self._world.engine.now) > 0:
+            yield min(left, self._world.setting.looks)
+        if self._is_asked_to_stop:
+            return ()
+        return (yield from self._probe())
 
     def _begin(self) -> None:
         """What `AttemptFollower` starts with; and the ranks."""
@@ -102,7 +141,7 @@ class Daemon:
         self._stop: StandingStop | None = None
         section = world.config.supervise
         graces = {Deadline.STOP: section.stop_grace, Deadline.CRASH: section.crash_grace}
-        graces[Deadline.EVIDENCE] = 0.0
+        graces |= {Deadline.EVIDENCE: 0.0, Deadline.ABANDON: 0.0}
         self._attempt_life = AttemptLife(graces, AttemptState.LAUNCHING, now)
         self._hang: Hang | None = None
         self._warned = self.foreseen = False
@@ -121,7 +160,7 @@ class Daemon:
         self.ranks = self._job.ranks = Ranks(world, attempt, hosts, self._hear)
         world.launched(self.ranks)
 
-    def _follow(self) -> Steps:  # type: ignore[misc]  # a generator with a result
+    def _follow(self) -> Asking[Decision]:
         ranks = self.ranks
         assert ranks is not None
         while len(self._ends) < ranks.size:
@@ -148,16 +187,14 @@ class Daemon:
             if self._advance(Trigger.HANG_FOUND):
                 self._hang = hang
                 self._pace.misjudged(hang.phase, hang.still)
-        if now > self._attempt_life.kill_at:
+        if now > self._attempt_life.until:
             self._advance(Trigger.TIME_UP)
         if self._attempt_life.state is AttemptState.KILLING:
             ranks.kill()
 
-    def _advance(self, trigger: Trigger) -> bool:
-        before, self._attempt_life = (
-            self._attempt_life,
-            self._attempt_life.after(trigger, self._awake()),
-        )
+    def _advance(self, trigger: Trigger, within: float = inf) -> bool:
+        before, now = self._attempt_life, self._awake()
+        self._attempt_life = before.after(trigger, now, within)
         return self._attempt_life.state is not before.state
 
     def _ask_slurm(self) -> None:
@@ -173,16 +210,42 @@ class Daemon:
         if self._first is None or self._seen is None:
             return
         self._durations = self.ranks.saves.learned if self.ranks else self._durations
+        lead, margin = self._lead_and_margin(self._seen)
         found = stop.decide_stop(
             self._first,
             self._seen,
             self._world.setting.kill_wait,
-            left=None if self._job_ends is None else self._job_ends - self._awake(),
-            lead=stop.stop_lead(self._durations, self._pace.quantile(0.95), self._seen.times.limit),
+            left=self._seconds_left(),
+            lead=lead,
+            margin=margin,
             warned=self._warned,
         )
         if found is not None:
             self._ask_to_stop(found)
+
+    def _lead_and_margin(self, job: JobState) -> tuple[float, float]:
+        limit, gap = job.times.limit, self._pace.quantile(0.95)
+        margin = stop.exit_margin((), limit)
+        return stop.stop_lead(self._durations, gap, limit, margin), margin
+
+    def _seconds_left(self) -> float | None:
+        """Until the end of a job that runs or is suspended; None without one, or if not known."""
+        if self._job_ends is None or self._seen is None:
+            return None
+        if not (self._seen.running or self._seen.state == "SUSPENDED"):
+            return None
+        return self._job_ends - self._awake()
+
+    def _ends_within(self, seconds: float) -> bool:
+        """Whether a stop has to begin within so many seconds (fewer in a short job), or by now."""
+        left = self._seconds_left()
+        if left is None or self._seen is None:
+            return False
+        limit = self._seen.times.limit
+        lead, _ = self._lead_and_margin(self._seen)
+        return left <= lead + (
+            seconds if limit is None else min(seconds, stop.MARGIN_SHARE * limit)
+        )
 
     @property
     def stop_reason(self) -> StopReason:
@@ -193,8 +256,7 @@ class Daemon:
         standing = stop.renew(self._stop, order, now)
         if standing is None:
             return
-        if self._stop is None:
-            self._advance(Trigger.STOP_REQUESTED)
+        self._advance(Trigger.STOP_REQUESTED, standing.by - now)
         self._stop, self.foreseen = standing, standing.reason is StopReason.DEADLINE
         if self.ranks is not None:
             self.ranks.ask(standing.by - now)
@@ -223,6 +285,8 @@ class Daemon:
             step=self.ranks.train_state.step,
             committed=self._world.history.last_step,
             raised=culprit.raised if culprit is not None else "",
+            node_lost=decision.environment or (culprit is not None and outcome.is_lost(culprit)),
+            code=int(decision.code),
         )
 
     def _verdict(self, decision: Decision, failure: Failure) -> RunGivenUp:
@@ -236,7 +300,7 @@ class Daemon:
             advice="",
         )
 
-    def _probe(self) -> Steps:  # type: ignore[misc]  # a generator with a result
+    def _probe(self) -> Asking[tuple[str, ...]]:
         """Ask the hosts of ranks that are gone without a word whether they are there."""
         assert self.ranks is not None
         lost = {e.rank for e in self._exits() if e.status is None and not e.ended_by_us}
@@ -245,26 +309,40 @@ class Daemon:
         yield 1.0 + PROBE * len(gone)
         return gone
 
-    def _part(self, decision: Decision) -> None:
+    def _part(self, decision: Decision) -> Steps:
         world, job = self._world, self._job
-        state, step = world.slurm.show(job), world.history.last_step
+        state = yield from self._job_at_last(decision)
+        step = world.history.last_step
         fruitless = requeue.requeues_without_progress(world.history, job.id, step)
         parting = requeue.decide_requeue(decision, self._first, state, True, fruitless)
         refusal = ""
         if parting.requeue:
             preempted = state is not None and state.times.preempt is not None
-            world.record(Requeued(step, job.id, preempted=preempted))
             refusal = world.slurm.requeue(job, tuple(map(int, decision.bad_nodes)))
+            if not refusal:
+                world.record(Requeued(step, job.id, preempted=preempted))
         else:
             world.oracle.parted(job.id, decision, state)
         if refusal:
-            world.record(RequeueRefused(refusal))
+            world.record(NotRequeued(step, refusal))
             world.oracle.refused()
         if decision.code is ExitCode.COMPLETED:
             world.oracle.completed(world.setting.max_steps)
             world.complete = True
         self.life.end()
         world.slurm.batch_over(job)
+
+    def _job_at_last(self, decision: Decision) -> Asking[JobState | None]:
+        """What Slurm says of the job, asked until it is too late if the job is to go on."""
+        left, failures = self._seconds_left(), 0
+        until = self._world.engine.now + (WITHOUT_END if left is None else left + LATE)
+        goes_on = decision.code in requeue.RESUMES_ELSEWHERE or decision.bad_nodes
+        while (state := self._world.slurm.show(self._job)) is None and goes_on:
+            failures += 1
+            if self._world.engine.now + next_pause(failures) > until:
+                break
+            yield next_pause(failures)
+        return state
 
     def _awake(self) -> float:
         """The clock that stands still while suspended."""

@@ -7,6 +7,7 @@ model leaves out: caches and power loss (what is changed is there, at once and f
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -92,7 +93,7 @@ class Place:
 
     def readlink(self) -> str:
         if not isinstance(link := self._find(), Link):
-            raise OSError(f"{self} is no link")
+            raise OSError(errno.EINVAL, "is no link", str(self))
         return link
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:

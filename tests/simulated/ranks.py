@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from kempner.checkpoint.format.train_state import Rollback, TrainState
 from kempner.data.order.batch_slices import Slicing
@@ -21,7 +22,7 @@ from kempner.training import loop
 from kempner.training.policy import anomalies, final_save
 from kempner.training.policy.anomalies import Health, Numbers, remembered
 from kempner.training.policy.final_save import Action, SaveInFlight, SaveSituation, SaveTimes
-from kempner.training.vote.final_save import LAST_TRIES
+from kempner.training.vote import final_save as last_votes
 from simulated.crew import Crew, Hear
 from simulated.engine import Process, Steps
 from simulated.saves import Saves
@@ -84,7 +85,8 @@ class Ranks(Crew):
         while self.train_state.step < setting.max_steps or not self.health.sound:
             stop = self.asked_at is not None
             self.saves.poll()
-            failed = self.saves.settled_failures
+            failures, now = self.saves.failures, self.world.engine.now
+            unsaved, again = failures.lasting(now), failures.due(now)
             at_the_end = self.train_state.step == setting.max_steps
             diverged = self.health.trouble is not None or (at_the_end and not self.health.sound)
             yield from self.work(setting.step * self.world.slowness())
@@ -94,7 +96,13 @@ class Ranks(Crew):
                 yield from self._roll_back()
                 continue
             self._make_step()
-            verdict = SimpleNamespace(stop=stop, failed_saves=failed)
+            verdict = SimpleNamespace(
+                stop=stop,
+                failed_saves=failures.count,
+                unsaved_for=unsaved,
+                save_again=again,
+                superseded=False,
+            )
             if loop.save_is_due(self._as_loop(), verdict):
                 self.save_postponed = not self.health.sound
                 if self.health.sound:
@@ -148,7 +156,7 @@ class Ranks(Crew):
 
     def _leave(self) -> Steps:  # type: ignore[misc]  # a generator with a result
         yield from self.enter(Phase.SAVE)
-        stopping, tries, clock = self.asked_at is not None, LAST_TRIES, self.world.engine
+        stopping, tries, clock = self.asked_at is not None, last_votes.LAST_TRIES, self.world.engine
         while True:
             self.saves.poll()
             move = final_save.decide_final_save(
@@ -158,13 +166,15 @@ class Ranks(Crew):
                     in_flight=self._save_in_flight(),
                     save_times=self._save_times(),
                     warned_for=0.0 if self.asked_at is None else clock.now - self.asked_at,
-                    seconds_left=None if self.deadline is None else self.deadline - clock.now,
-                    tries_left=tries,
+                    seconds_left=self._seconds_left(),
+                    next_try=self._next_try(tries),
                     suspicious=not self.health.sound,
                 )
             )
             if move.action is Action.WAIT:
                 yield from self.saves.join(move.patience)
+            elif move.action is Action.PAUSE:
+                yield from self.work(move.patience or 0.0)
             elif move.action is Action.SAVE:
                 tries -= 1
                 yield from self.saves.begin()
@@ -176,6 +186,23 @@ class Ranks(Crew):
         if move.action is Action.ABANDON and self.saves.durations.saves:
             self.world.abandoned(self, move.lost)
         return (ExitCode.STOPPED if stopped else ExitCode.COMPLETED), ""
+
+    def _seconds_left(self) -> float | None:
+        return None if self.deadline is None else self.deadline - self.world.engine.now
+
+    def _next_try(self, tries: int) -> float | None:
+        now, failures = self.world.engine.now, self.saves.failures
+        agreed = SimpleNamespace(
+            failed_saves=failures.count,
+            unsaved_for=failures.lasting(now),
+            seconds_left=self._seconds_left(),
+        )
+        patience = self.world.config.resilience.patience
+        with (
+            patch.object(last_votes, "time", SimpleNamespace(monotonic=lambda: now)),
+            patch.object(last_votes, "storage_waits", lambda: SimpleNamespace(patience=patience)),
+        ):
+            return last_votes.next_try(self._as_loop(), agreed, tries)  # type: ignore[arg-type]
 
     def _save_in_flight(self) -> SaveInFlight | None:
         step = self.saves.in_flight_step
@@ -203,6 +230,7 @@ class Ranks(Crew):
         """What the real loop's decisions look at."""
         return SimpleNamespace(
             config=self.world.config,
+            checkpoints=self.saves,
             train_state=self.train_state,
             state=SimpleNamespace(save_postponed=self.save_postponed),
         )

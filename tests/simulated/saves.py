@@ -10,6 +10,7 @@ from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder, in_progr
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.store import commit, retention, selection
 from kempner.checkpoint.store.retention import Keep
+from kempner.checkpoint.store.save_failures import SaveFailures
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.attempts import Fence, SupersededError
 from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed
@@ -40,7 +41,7 @@ class Saves:
         self._waiting = False
         self._extra = self._asleep = 0.0
         self._superseded: SupersededError | None = None
-        self.failed_in_a_row = 0
+        self._failed = SaveFailures()
         self.committed_step: int | None = None
         self.durations = self.learned = world.history.durations
         """What the ranks know, and what the supervisor makes of it."""
@@ -56,9 +57,9 @@ class Saves:
         return 0.0 if self._in_flight is None else self._world.engine.now - self._in_flight[1]
 
     @property
-    def settled_failures(self) -> int:
-        """Saves that failed since the last commit; 0 while another one is under way."""
-        return self.failed_in_a_row if self._in_flight is None else 0
+    def failures(self) -> SaveFailures:
+        """The saves that failed since the last commit; none while another one is under way."""
+        return self._failed if self._in_flight is None else SaveFailures()
 
     def delay(self, seconds: float) -> None:
         """What is being written takes longer."""
@@ -71,9 +72,9 @@ class Saves:
 
     def begin(self) -> Steps:
         """Save the state as it is, once the save before is over."""
-        failures = self.failed_in_a_row
+        failures = self._failed.count
         yield from self.join()
-        if self.failed_in_a_row > failures:
+        if self._failed.count > failures:
             return
         self._in_flight = self._ranks.train_state, self._world.engine.now
         self._asleep = self._world.asleep(self._ranks)
@@ -156,10 +157,13 @@ class Saves:
         except SupersededError as error:
             self._superseded = error
             self._world.oracle.superseded()
-        except OSError:
-            self.failed_in_a_row += 1
+        except OSError as error:
+            now, age = self._world.engine.now, self.age
+            self._failed = self._failed.with_another(now, age, "no space", passing=True)
             if failing:
                 self._world.oracle.save_failed()
+            else:
+                self._world.oracle.save_refused(self._ranks.attempt.number, str(error))
         except Died:
             self._ranks.die(0)
             return
@@ -196,7 +200,7 @@ class Saves:
             self._world.act_as(attempt.number)
 
     def _committed(self, train_state: TrainState, took: SaveSeconds) -> None:
-        self.committed_step, self.failed_in_a_row = train_state.step, 0
+        self.committed_step, self._failed = train_state.step, SaveFailures()
         self.durations = self.durations.with_another(took)
         slept = self._world.asleep(self._ranks) > self._asleep
         if not slept:

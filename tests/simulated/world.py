@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from kempner.cluster.slurm.command import LONGEST_PAUSE
 from kempner.config.sections import (
     CheckpointSection,
     Config,
@@ -169,11 +170,14 @@ class World(Storage):
         return self.engine.now < self._impaired_until
 
     def _hand_back(self, job: Job, ranks: Ranks) -> None:
-        if job.ranks is not ranks or (state := self.slurm.show(job)) is None:
+        if job.ranks is not ranks:
             return
-        if orphan_requeue.decide_orphan_requeue(state, state.restarts).requeue:
-            self.record(Requeued(self.history.last_step, job.id))
-            self.slurm.requeue(job)
+        if (state := self.slurm.show(job)) is None:
+            self.engine.call(LONGEST_PAUSE, lambda: self._hand_back(job, ranks))
+            return
+        if orphan_requeue.decide_orphan_requeue(state, state.restarts, superseded=False).requeue:
+            if not self.slurm.requeue(job):
+                self.record(Requeued(self.history.last_step, job.id))
         elif state.state == "RUNNING" and state.may_requeue:
             raise Violation(Invariant.UNFINISHED, "the ranks leave a job without a supervisor")
 

@@ -179,6 +179,11 @@ class Cluster(Services):
         self.scontrol("reconfigure")
 
     def _restart_controller(self) -> None:
+        self.lose_controller()
+        self.restore_controller()
+
+    def lose_controller(self) -> None:
+        """The controller goes away: nobody's job ends, and no command gets an answer."""
         login = self.machines[LOGIN]
         patience = time.monotonic() + 5
 
@@ -189,8 +194,24 @@ class Cluster(Services):
 
         login.signal(signal.SIGTERM, only="slurmctld")
         wait_until(gone, "slurmctld has left", interval=0.05)
-        self.daemon(LOGIN, "slurmctld")
-        self.await_port(LOGIN, LOGIN, 6817)
+
+    def restore_controller(self) -> None:
+        """The controller comes back and goes on where it was; harmless if it is there."""
+        if "slurmctld" not in self.machines[LOGIN].processes().values():
+            self.daemon(LOGIN, "slurmctld")
+            self.await_port(LOGIN, LOGIN, 6817)
+
+    def lose_accounting(self) -> None:
+        """The accounting database goes away."""
+        login = self.machines[LOGIN]
+        login.signal(signal.SIGKILL, only="slurmdbd")
+        wait_until(lambda: "slurmdbd" not in login.processes().values(), "slurmdbd has left")
+
+    def restore_accounting(self) -> None:
+        """The accounting database comes back, and hears of what it missed."""
+        if "slurmdbd" not in self.machines[LOGIN].processes().values():
+            self.daemon(LOGIN, "slurmdbd")
+            self.await_port(LOGIN, LOGIN, 6819)
 
     def _set_qos(self) -> None:
         grace = f"gracetime={self.options.grace}"
@@ -255,6 +276,8 @@ class Cluster(Services):
 
     def restore(self) -> None:
         """End every job and mend every fault."""
+        self.restore_accounting()
+        self.restore_controller()
         for node, interface in sorted(self._cut):
             if self.machines[node].up:  # or it boots with whole links
                 self.heal(node, interface)

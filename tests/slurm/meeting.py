@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from kempner.cluster.world import discover
 from kempner.config.loading import load
+from kempner.run.output.logs import configure
 from kempner.run.process.exit_codes import RunError
-from kempner.run.process.logs import configure
 from kempner.training.groups.process_groups import connect
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the control channel share."""
+"""What the unit tests share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,22 @@ import pytest
 from callers import Supervisor
 
 from kempner.run.control import client as link_module
+from kempner.run.output import courier
+from kempner.run.process import retry
+from kempner.run.process.retry import StorageWaits
 from kempner.supervisor.control import server as channel_module
+
+
+@pytest.fixture(autouse=True)
+def nothing_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests have waited for is not known to this one."""
+    monkeypatch.setattr(retry, "_waits", StorageWaits())
+
+
+@pytest.fixture(autouse=True)
+def all_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told is there at once, also on a machine that is busy for half a second."""
+    monkeypatch.setattr(courier, "PATIENCE", 60.0)
 
 
 @pytest.fixture
@@ -19,3 +34,12 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
     yield supervisor
     monkeypatch.setattr(link_module, "LAST_WORDS", 0.0)
     supervisor.close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> StorageWaits:
+    """This process waits for storage, as a rank does."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(retry, "_waits", waits := StorageWaits())
+    waits.configure(patience=60.0)
+    return waits

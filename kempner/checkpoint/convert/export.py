@@ -18,7 +18,7 @@ from kempner.checkpoint.format.contents import Saved
 from kempner.checkpoint.format.manifest import FileEntry
 from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.io.file_writer import reserve, write_all
-from kempner.checkpoint.io.verified_reader import VerifiedFile
+from kempner.checkpoint.io.verified_reader import Cursor, VerifiedFile
 from kempner.checkpoint.tensors.dcp_metadata import metadata_of
 from kempner.run.process.durable_io import fsync_directory, publish, write_durable
 
@@ -96,19 +96,20 @@ def model_tensors(source: Source) -> dict[str, Saved]:
 def _copy(source: Source, name: str, entry: FileEntry, target: Path, on_bytes: OnBytes) -> None:
     file = VerifiedFile(source.path / name, entry, source.manifest.files)
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    cursor = Cursor(file)
     try:
         reserve(descriptor, entry.bytes)
         step = _SLAB_BLOCKS * file.block_bytes
         buffer = memoryview(bytearray(min(step, entry.bytes)))
         for start in range(0, entry.bytes, step):
             slab = buffer[: min(step, entry.bytes - start)]
-            file.fill(slab, start // file.block_bytes)
+            cursor.fill(slab, start // file.block_bytes)
             write_all(descriptor, slab, start)
             on_bytes(len(slab))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-        file.close()
+        cursor.close()
 
 
 def _shard_name(number: int, of: int) -> str:

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ import xxhash
 from kempner.checkpoint.format.names import MANIFEST
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.run.process.exit_codes import DataError
+from kempner.run.process.retry import read_filled, storage_waits
 
 FORMAT: Final = 1
 BLOCK_BYTES: Final = 1 << 20
@@ -137,11 +139,15 @@ def _plain(name: str) -> str:
     return name
 
 
-def read(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises `DataError` if it is absent or damaged."""
+def read(checkpoint: Path, worked: bool = False) -> Manifest:
+    """The manifest of a checkpoint folder; `worked` is whether it is known to be there.
+
+    Raises `DataError` if it is absent or damaged, and as `StorageWaits.retry` where it cannot be
+    read now.
+    """
     path = checkpoint / MANIFEST
     try:
-        return decode(path.read_bytes(), path)
+        return decode(storage_waits().retry(partial(read_filled, path), worked), path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 

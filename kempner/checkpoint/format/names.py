@@ -14,6 +14,7 @@ Anything else belongs to somebody else, and is never read, moved or deleted.
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ METADATA = ".metadata"
 VERIFIED = "verified.jsonl"
 WITHDRAWN = "manifest.withdrawn.json"
 """The manifest's name once the checkpoint is to be deleted."""
+
+_NO_LINK = {errno.ENOENT, errno.ENOTDIR, errno.EINVAL}
+"""Error numbers of readlink(2) where there is no link of that name."""
 
 _STEP = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"(step-\d{8,})\.(abandoned|damaged)-a(\d+)(?:\.\d+)?")
@@ -112,12 +116,21 @@ class CheckpointFolder:
         """The step that `latest` names, or None if it is absent or names no step of ours.
 
         The link's text decides, not what it resolves to: a link that points out of this folder is
-        not followed.
+        not followed. Raises `OSError` if it cannot be read now.
         """
         try:
             return parse_step(str((self.path / LATEST).readlink()))
-        except OSError:
-            return None
+        except OSError as error:
+            if error.errno in _NO_LINK:
+                return None
+            raise
+
+    def is_bare(self) -> bool:
+        """Whether nothing in it is ours, or it is not there. Raises `OSError`."""
+        if not self.path.is_dir():
+            return True
+        names = [entry.name for entry in self.path.iterdir()]
+        return not any(n == LATEST or parse_step(n) or parse_aside(n) for n in names)
 
     def point_latest(self, step: int, unique: str) -> None:
         """Swap `latest` to `step` by an atomic rename, durably."""

@@ -2,77 +2,127 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
 
 import numpy as np
 import xxhash
 
 from kempner.checkpoint.format.manifest import FileEntry, FileSums, decode_sidecar, whole_sum
+from kempner.checkpoint.io.patient_reads import read_listed
 from kempner.run.process.exit_codes import DataError
+from kempner.run.process.retry import empty, read_filled
+
+T = TypeVar("T")
 
 
 class VerifiedFile:
-    """One data file of a checkpoint, open for reading, with the checksums of its blocks."""
+    """One data file of a checkpoint, with the checksums of its blocks."""
 
     def __init__(self, path: Path, entry: FileEntry, files: Mapping[str, FileEntry]) -> None:
-        """Open `path`; raises `DataError` if it or its sidecar is not as the manifest says."""
-        self.name = path.name
+        """Read the checksums; raises `DataError` if they are not as the manifest says."""
+        self.path = path
         self.block_bytes, self.sums = _sums_of(path, entry, files)
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DataError(f"{path.name} cannot be read: {error.strerror}") from error
-        length = os.fstat(self._descriptor).st_size
-        if length != entry.bytes:
-            self.close()
-            raise DataError(f"{path.name} has {length} bytes instead of {entry.bytes}")
 
-    def peek(self, start: int, length: int) -> bytes:
-        """Bytes as they are on disk, unchecked: for what is read and checked, too."""
-        return os.pread(self._descriptor, length, start)
-
-    def fill(self, content: memoryview, first: int) -> None:
-        """Read whole blocks from block `first` on into `content`, and check each.
-
-        Raises `DataError`, naming the block, if one is not what was written.
-        """
-        start, done = first * self.block_bytes, 0
-        while done < len(content):
-            try:
-                count = os.preadv(self._descriptor, [content[done:]], start + done)
-            except OSError as error:
-                raise DataError(
-                    f"{self.name} cannot be read from byte {start + done}: {error.strerror}"
-                ) from error
-            if count == 0:
-                raise DataError(f"{self.name} ends at byte {start + done}")
-            done += count
-        for number, begin in enumerate(range(0, len(content), self.block_bytes), first):
-            block = content[begin : begin + self.block_bytes]
-            if xxhash.xxh3_64_hexdigest(block) != self.sums.blocks[number]:
-                raise DataError(
-                    f"{self.name}: block {number} (from byte {number * self.block_bytes}) "
-                    "does not match its checksum"
-                )
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.path.name
 
 
 class Cursor:
     """One thread's way through a file: ranges in ascending order share blocks, read once.
 
-    Memory is used again from read to read: fresh pages cost more than reading into them.
+    The file is open from the first read to `close`, and opened anew where it cannot be read: so
+    many files are open at once as threads read. Memory is used again from read to read: fresh pages
+    cost more than reading into them.
     """
 
     def __init__(self, file: VerifiedFile) -> None:
         self._file = file
+        self._descriptor: int | None = None
         self._buffer = memoryview(bytearray())
         self._first = self._last = 0  # the blocks that the buffer holds
         self.bytes_read = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; the next read opens it again."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            with suppress(OSError):  # of a server that has forgotten it
+                os.close(descriptor)
+
+    def peek(self, start: int, length: int) -> bytes:
+        """Bytes as they are on disk, unchecked: for what is read and checked, too."""
+        return self._read(lambda descriptor: os.pread(descriptor, length, start))
+
+    def fill(self, content: memoryview, first: int) -> None:
+        """Read whole blocks from block `first` on into `content`, and check each.
+
+        Raises `DataError`, naming the block, if one is not what was written, and as
+        `StorageWaits.retry` where it cannot be read now.
+        """
+        file = self._file
+        self._read(lambda descriptor: self._pour(descriptor, content, first * file.block_bytes))
+        for number, begin in enumerate(range(0, len(content), file.block_bytes), first):
+            block = content[begin : begin + file.block_bytes]
+            if xxhash.xxh3_64_hexdigest(block) != file.sums.blocks[number]:
+                raise DataError(
+                    f"{file.name}: block {number} (from byte {number * file.block_bytes}) "
+                    "does not match its checksum"
+                )
+
+    def _read(self, work: Callable[[int], T]) -> T:
+        """Do `work` on the open file, and again on one opened anew."""
+
+        def once() -> T:
+            try:
+                return work(self._open())
+            except BaseException:
+                self.close()
+                raise
+
+        try:
+            return read_listed(self._file.path, once)
+        except DataError as error:
+            raise DataError(f"{self._file.name} {error}") from error
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            self._descriptor = os.open(self._file.path, os.O_RDONLY | os.O_CLOEXEC)
+            length, expected = os.fstat(self._descriptor).st_size, self._file.sums.bytes
+            if expected and not length:
+                raise empty(self._file.path, expected)
+            if length != expected:
+                raise DataError(f"has {length} bytes instead of {expected}")
+        return self._descriptor
+
+    def _pour(self, descriptor: int, content: memoryview, start: int) -> None:
+        done = 0
+        while done < len(content):
+            count = os.preadv(descriptor, [content[done:]], start + done)
+            if count == 0:
+                self.close()
+                self._open()  # which says what has become of it
+                raise OSError(errno.EIO, f"nothing was read at byte {start + done}")
+            done += count
 
     def read(self, start: int, end: int) -> memoryview:
         """The bytes from `start` up to `end`, checked; valid until the next read."""
@@ -96,7 +146,7 @@ class Cursor:
             buffer = np.empty(length, np.uint8).data
         buffer[: len(kept)] = kept
         missing = buffer[len(kept) : length]
-        self._file.fill(missing, first + len(kept) // size)
+        self.fill(missing, first + len(kept) // size)
         self.bytes_read += len(missing)
         self._buffer, self._first, self._last = buffer, first, last
 
@@ -106,9 +156,9 @@ def _sums_of(path: Path, entry: FileEntry, files: Mapping[str, FileEntry]) -> tu
         raise DataError(f"{path.name} has no block checksums in the manifest")
     sidecar = path.with_name(entry.sums)
     try:
-        content = sidecar.read_bytes()
-    except OSError as error:
-        raise DataError(f"{sidecar.name} cannot be read: {error.strerror}") from error
+        content = read_listed(sidecar, partial(read_filled, sidecar))
+    except DataError as error:
+        raise DataError(f"{sidecar.name} {error}") from error
     if whole_sum(content) != files[entry.sums].xxh3_128:
         raise DataError(f"{sidecar.name}: checksum does not match")
     block_bytes, sums = decode_sidecar(content, sidecar)

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import xxhash
 
@@ -21,7 +21,9 @@ from kempner.checkpoint.format.manifest import (
     whole_sum,
 )
 from kempner.checkpoint.format.names import MANIFEST
+from kempner.checkpoint.io.patient_reads import read_listed
 from kempner.run.process.exit_codes import DataError
+from kempner.run.process.retry import empty
 
 READERS = 4
 """Files that are read at a time."""
@@ -42,7 +44,10 @@ class Damage:
 
 
 def verify(checkpoint: Path, on_read: OnRead = lambda count: None) -> list[Damage]:
-    """Everything that is wrong with a checkpoint; empty if every byte is as committed."""
+    """Everything that is wrong with a checkpoint; empty if every byte is as committed.
+
+    Raises as `StorageWaits.retry` where it cannot be read now.
+    """
     try:
         manifest = read(checkpoint)
     except DataError as error:
@@ -70,7 +75,10 @@ def verify_files(
     names: Iterable[str],
     on_read: OnRead = lambda count: None,
 ) -> list[Damage]:
-    """Check the named files against the manifest, so that ranks can share the reading."""
+    """Check the named files against the manifest, so that ranks can share the reading.
+
+    Raises as `StorageWaits.retry` where one cannot be read now: that is no damage.
+    """
     damages: list[Damage] = []
     for name in names:
         entry = manifest.files.get(name)
@@ -85,8 +93,6 @@ def verify_files(
             _check_blocks(checkpoint / name, entry, block_bytes, sums, on_read)
         except DataError as error:
             damages.append(Damage(name, str(error)))
-        except OSError as error:
-            damages.append(Damage(name, f"cannot be read: {error.strerror}"))
     return damages
 
 
@@ -103,10 +109,17 @@ def _load_sidecar(
 
 
 def _check_whole(path: Path, entry: FileEntry) -> bytes:
-    content = path.read_bytes()
+    content = read_listed(path, partial(_read_whole, path, entry))
     _check_length(len(content), entry)
     if whole_sum(content) != entry.xxh3_128:
         raise DataError("checksum does not match")
+    return content
+
+
+def _read_whole(path: Path, entry: FileEntry) -> bytes:
+    content = path.read_bytes()
+    if entry.bytes and not content:
+        raise empty(path, entry.bytes)
     return content
 
 
@@ -121,9 +134,9 @@ def _check_blocks(
     expected = sums.get(path.name)
     if expected is None or expected.bytes != entry.bytes:
         raise DataError("its block checksums do not list this file")
-    with open(path, "rb") as file:
-        _check_length(os.fstat(file.fileno()).st_size, entry)
-        damaged = _damaged_blocks(file, expected, block_bytes, on_read)
+    damaged = read_listed(
+        path, partial(_damaged_blocks, path, entry, expected, block_bytes, on_read)
+    )
     if damaged:
         more = f", and neither do {len(damaged) - 1} more blocks" if damaged[1:] else ""
         first, at = damaged[0], damaged[0] * block_bytes
@@ -131,14 +144,20 @@ def _check_blocks(
 
 
 def _damaged_blocks(
-    file: BinaryIO, expected: FileSums, block_bytes: int, on_read: OnRead
+    path: Path, entry: FileEntry, expected: FileSums, block_bytes: int, on_read: OnRead
 ) -> list[int]:
+    """The numbers of the blocks that are wrong. Raises `OSError` if the file cannot be read."""
     damaged = []
-    for number, digest in enumerate(expected.blocks):
-        block = file.read(block_bytes)
-        if xxhash.xxh3_64_hexdigest(block) != digest:
-            damaged.append(number)
-        on_read(len(block))
+    with open(path, "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        if entry.bytes and not length:
+            raise empty(path, entry.bytes)
+        _check_length(length, entry)
+        for number, digest in enumerate(expected.blocks):
+            block = file.read(block_bytes)
+            if xxhash.xxh3_64_hexdigest(block) != digest:
+                damaged.append(number)
+            on_read(len(block))
     return damaged
 
 

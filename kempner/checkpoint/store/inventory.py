@@ -10,6 +10,7 @@ from kempner.checkpoint.format.manifest import Manifest, digest, read
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder, parse_aside, parse_step
 from kempner.checkpoint.io.verify_log import Finding, read_findings
 from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.record.recorded_config import checkpoint_folder
 from kempner.run.record.run_dir import RunDirectory
 
 
@@ -34,7 +35,7 @@ def locate(directory: Path) -> tuple[CheckpointFolder, Path | None]:
 
     In the last case the second value is that checkpoint. Raises `UsageError` if there is nothing.
     """
-    inside = RunDirectory(directory).checkpoints
+    inside = checkpoint_folder(RunDirectory(directory))
     folder = CheckpointFolder(inside if inside.is_dir() else directory)
     if any(_ours(folder)):
         return folder, None

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from kempner.checkpoint.format.names import CheckpointFolder, marker_name, parse_step
-from kempner.run.process.logs import logger
+from kempner.run.output.logs import logger
 
 RENEW_EVERY = 5.0
 """Seconds between changes of a marker."""

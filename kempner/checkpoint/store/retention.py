@@ -24,8 +24,8 @@ from kempner.checkpoint.format.names import (
 )
 from kempner.checkpoint.io.file_writer import yield_to_training
 from kempner.checkpoint.store.read_marker import Readers
+from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import fsync_directory
-from kempner.run.process.logs import logger
 from kempner.run.record.attempts import Fence, SupersededError
 
 

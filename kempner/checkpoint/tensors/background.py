@@ -5,20 +5,25 @@ from __future__ import annotations
 import hashlib
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from kempner.checkpoint.format import shard_plan
 from kempner.checkpoint.format.names import in_progress_name
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import yield_to_training
 from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.checkpoint.tensors.file_buffer import tensor_specs
-from kempner.checkpoint.tensors.route import FileLayout, Route
+from kempner.checkpoint.tensors.replicas import SharedBuffers, agree, digests
+from kempner.checkpoint.tensors.route import FileLayout, Routes
 from kempner.checkpoint.tensors.save import SaveJob
-from kempner.checkpoint.tensors.staging import Stager
-from kempner.checkpoint.tensors.state import Binding
+from kempner.checkpoint.tensors.staging import StagedCopy, Stager
+from kempner.checkpoint.tensors.state import capture
+from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.save_times import SaveSeconds
 
 
@@ -34,39 +39,89 @@ class BackgroundSaver:
     """Copies the state on one thread, and writes and commits the copy on another."""
 
     def __init__(self, context: CheckpointContext, model: nn.Module, optimizer: Optimizer) -> None:
-        self._context, self._model, self._optimizer = context, model, optimizer
-        self._device = next(iter(model.parameters())).device
-        self._stager = Stager(self._device)
+        self._context, self._shared = context, SharedBuffers(model)
+        self._routes = Routes(context, unwrap(model), optimizer)
+        self._stager = Stager(self._routes.device)
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=yield_to_training)
-        self._route: Route | None = None
+        self._copy: StagedCopy | None = None
         self._saves = 0
+        self.checked = False
+        """Whether the contents have been checked; the same on all ranks."""
+
+    def check(self, contents: bool) -> None:
+        """Raise `UsageError`, on all ranks alike, if a checkpoint cannot hold the state.
+
+        With `contents`, what is not sharded is compared between the ranks as well, bit for bit.
+        """
+        alone = self._context.world == 1
+        if contents and not alone:
+            self._shared.share()
+        agree(self._context, lambda: self._look(contents and not alone))
+        self.checked = self.checked or contents
 
     def start(self, train_state: TrainState) -> RunningSave:
-        """Start to save the state as of `train_state`; the save before must have ended."""
+        """Start to save the state as of `train_state`; the save before must have ended.
+
+        What a checkpoint cannot hold makes the save fail, on all ranks.
+        """
         self._saves += 1
         context, attempt = self._context, self._context.fence.attempt
         unique = hashlib.blake2b(f"{attempt.nonce}.{self._saves}".encode(), digest_size=4)
         name = in_progress_name(train_state.step, attempt.number, unique.hexdigest())
         started = time.monotonic()
-        route = self._find_route()
-        staged = route.stage(self._stager, train_state.step)
+        layout, self._copy, held = self._stage(train_state.step)
         path = context.folder.path / name
-        job = SaveJob(context, train_state, path, route.layout, staged, started)
-        return RunningSave(job, self._writer.submit(job.run))
+        job = SaveJob(context, train_state, path, layout, self._copy, started, held)
+        return RunningSave(job, self._writer.submit(self._run, job))
+
+    def forget(self) -> None:
+        """Let go of the state's tensors, which are about to be replaced."""
+        self._learn_from_last_copy()
+        self._routes.forget()
 
     def close(self) -> None:
         """End the threads, once a save that is under way has ended."""
         self._stager.close()
         self._writer.shutdown()
 
-    def _find_route(self) -> Route:
-        """The way of the state into its file; made anew when its tensors are not what they were."""
-        if self._route is None or not self._route.binding.intact():
-            binding = Binding(self._model, self._optimizer)
-            specs = tensor_specs(binding.table, self._context.world)
-            if self._route is None or self._route.layout.specs != specs:
-                layout = FileLayout.of(specs, self._device, self._context.group)
-            else:
-                layout = self._route.layout
-            self._route = Route.of(binding, layout)
-        return self._route
+    def _stage(self, step: int) -> tuple[FileLayout, StagedCopy, dict[str, int]]:
+        """Start to copy the state, and take digests of what forward passes write on each rank."""
+        self._learn_from_last_copy()
+        alone = self._context.world == 1
+        if not alone:
+            self._shared.share()
+        try:
+            route = self._routes.find()
+        except UsageError as error:
+            nothing = StagedCopy(())
+            nothing.done.set_exception(error)
+            return self._routes.empty_layout(), nothing, {}
+        copy = route.stage(self._stager, step)
+        binding = route.binding
+        held = {} if alone else digests({key: binding.table[key] for key in binding.buffers})
+        return route.layout, copy, held
+
+    def _run(self, job: SaveJob) -> SaveSeconds | None:
+        if self._saves == 1:  # a manager may save without having restored; later it must be there
+            with suppress(OSError):  # the save will say so
+                job.path.parent.mkdir(parents=True, exist_ok=True)
+        return job.run()
+
+    def _learn_from_last_copy(self) -> None:
+        if self._copy is not None:
+            self._routes.copy_at_once(self._copy.settle())
+            self._copy = None
+
+    def _look(self, contents: bool) -> dict[str, int]:
+        """What this rank holds: a number for each tensor."""
+        table = capture(self._routes.model, self._routes.optimizer)
+        specs = tensor_specs(table, self._context.world)
+        held = {spec.key: shard_plan.digest([spec]) for spec in specs}
+        if contents:
+            held |= digests(table)
+        return held
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module within `DistributedDataParallel`, or the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model

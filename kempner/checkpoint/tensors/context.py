@@ -14,6 +14,7 @@ from kempner.checkpoint.format.manifest import Identity
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.run.process.exit_codes import RunError
+from kempner.run.process.retry import StorageUnavailableError, describe, storage_waits
 from kempner.run.record.attempts import Fence
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.ledger import Recorder
@@ -31,7 +32,8 @@ class CheckpointContext:
 
     `identity` says what a checkpoint must have in common with the run, `fence` which attempt is
     writing. `group` is a Gloo group of its own over all ranks. `record` takes events for the
-    ledger. `waiting` is entered while a load waits for other ranks.
+    ledger. `waiting` is entered while a load waits for other ranks. `known` is the step of the
+    newest checkpoint that the ledger knows of: there must be some, then.
     """
 
     path: Path
@@ -40,6 +42,7 @@ class CheckpointContext:
     group: dist.ProcessGroup
     record: Recorder = record_nothing
     waiting: Waiting = untimed
+    known: int | None = None
 
     @cached_property
     def folder(self) -> CheckpointFolder:
@@ -59,9 +62,9 @@ class CheckpointContext:
     def broadcast_from_rank0(self, answer: Callable[[], T]) -> T:
         """What only one process may ask of the file system, asked by rank 0 for all.
 
-        A `RunError` of rank 0 is raised on every rank.
+        It asks again where storage fails. A `RunError` of rank 0 is raised on every rank.
         """
-        box: list[object] = [_answer_or_error(answer) if self.rank == 0 else None]
+        box: list[object] = [self._answer_or_error(answer) if self.rank == 0 else None]
         with self.waiting("the word of rank 0"):
             dist.broadcast_object_list(box, group_src=0, group=self.group)
         if isinstance(box[0], RunError):
@@ -69,9 +72,17 @@ class CheckpointContext:
         told: T = box[0]  # type: ignore[assignment]  # what rank 0's answer returned
         return told
 
+    def gather(self, mine: T) -> list[T]:
+        """What each rank gives, in their order, on every rank."""
+        gathered: list[T | None] = [None] * self.world
+        with self.waiting("the others' part of a checkpoint"):
+            dist.all_gather_object(gathered, mine, group=self.group)
+        return gathered  # type: ignore[return-value]  # all of them have given theirs
 
-def _answer_or_error(answer: Callable[[], T]) -> T | RunError:
-    try:
-        return answer()
-    except RunError as error:
-        return error
+    def _answer_or_error(self, answer: Callable[[], T]) -> T | RunError:
+        try:
+            return storage_waits().retry(answer, worked=True, path=self.path)
+        except RunError as error:
+            return error
+        except OSError as error:
+            return StorageUnavailableError(f"{self.path} cannot be used: {describe(error)}")

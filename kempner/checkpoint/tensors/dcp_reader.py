@@ -12,6 +12,7 @@ import pickle
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from kempner.checkpoint.format.compact_index import INDEX, CompactIndex, decode
 from kempner.checkpoint.format.contents import Contents, Part, Saved, overlap
 from kempner.checkpoint.format.manifest import Manifest
 from kempner.checkpoint.format.names import METADATA
+from kempner.checkpoint.io.patient_reads import read_listed
 from kempner.checkpoint.io.verify import verify_files
 from kempner.checkpoint.tensors.file_buffer import container
 from kempner.run.process.durable_io import await_entry
 from kempner.run.process.exit_codes import DataError, NotSharedError
+from kempner.run.process.retry import storage_waits
 
 _DCP = "torch.distributed.checkpoint"
 _LET_THROUGH = {
@@ -128,19 +131,28 @@ def open_contents(checkpoint: Path, manifest: Manifest) -> Contents:
     """What a checkpoint holds. Raises `DataError` unless that is as the manifest says.
 
     A rank may see the folder later than rank 0, which has chosen it: that is waited for. One that
-    never does raises `NotSharedError`: the checkpoint is no worse for it.
+    never does raises `NotSharedError`: the checkpoint is no worse for it. Where nothing is seen of
+    the folder that it is in, storage is away, and waited for.
     """
-    if not await_entry(checkpoint):
-        raise NotSharedError(
-            f"{checkpoint} is not visible on {platform.node()}, although rank 0 has chosen it: is "
-            "it on a file system that all nodes share?"
-        )
+    storage_waits().retry(partial(_await_folder, checkpoint), worked=True)
     name = INDEX if INDEX in manifest.files else METADATA
     for damage in verify_files(checkpoint, manifest, [name]):
         raise DataError(str(damage))
     if name == INDEX:
-        return _read_index(checkpoint / INDEX)
-    return StockContents(RestrictedReader(checkpoint).read_metadata())
+        return read_listed(checkpoint / INDEX, partial(_read_index, checkpoint / INDEX))
+    reader = RestrictedReader(checkpoint)
+    return StockContents(read_listed(checkpoint / METADATA, reader.read_metadata))
+
+
+def _await_folder(checkpoint: Path) -> None:
+    """Raises `OSError` if its storage is away, and `NotSharedError` if it alone is not there."""
+    checkpoint.parent.stat()
+    if not await_entry(checkpoint):
+        checkpoint.parent.stat()
+        raise NotSharedError(
+            f"{checkpoint} is not visible on {platform.node()}, although rank 0 has chosen it: is "
+            "it on a file system that all nodes share?"
+        )
 
 
 def _read_index(path: Path) -> CompactIndex:

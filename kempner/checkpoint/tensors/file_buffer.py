@@ -12,7 +12,7 @@ import io
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,19 @@ from torch.serialization import skip_data
 from kempner.checkpoint.format.shard_plan import Container, Placed, TensorSpec, file_length
 from kempner.checkpoint.io.file_writer import DIRECT_ALIGNMENT
 from kempner.checkpoint.tensors.state import is_sharded
+from kempner.run.process.exit_codes import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def tensor_specs(table: Mapping[str, Tensor], world: int) -> list[TensorSpec]:
     """The specs of a state; the same on every rank.
 
-    A tensor that is no DTensor is taken to be the same on all ranks of the `world`.
+    A tensor that is no DTensor is taken to be the same on all ranks of the `world`. Raises
+    `UsageError` for a DTensor that is not spread over all of them, or not in plain shards.
     """
+    _refuse_partial_meshes(table, world)
     return [_spec(key, tensor, world) for key, tensor in table.items()]
 
 
@@ -93,6 +99,23 @@ class FileBuffer:
             self._buffer[at : at + len(content)] = source
 
 
+def _refuse_partial_meshes(table: Mapping[str, Tensor], world: int) -> None:
+    """Raise `UsageError` for a mesh that is not all ranks in their order, as a plan takes it."""
+    meshes: dict[DeviceMesh, str] = {}  # a few for thousands of tensors, and slow to list
+    for key, tensor in table.items():
+        if is_sharded(tensor):
+            meshes.setdefault(tensor.device_mesh, key)
+    for mesh, key in meshes.items():
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks != list(range(world)):
+            some = f"{', '.join(map(str, ranks[:4]))}{', ...' if ranks[4:] else ''}"
+            raise UsageError(
+                f"{key} is sharded over a mesh of the ranks {some}, and a checkpoint only holds "
+                f"what is sharded over all {world} ranks in their order; for replicas of shards "
+                "give fully_shard a mesh of two dimensions"
+            )
+
+
 def _spec(key: str, tensor: Tensor, world: int) -> TensorSpec:
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
@@ -107,5 +130,5 @@ def _spec(key: str, tensor: Tensor, world: int) -> TensorSpec:
         elif isinstance(placement, Replicate):
             placements.append(None)
         else:
-            raise NotImplementedError(f"{key} is placed as {placement}, which cannot be planned")
+            raise UsageError(f"{key} is placed as {placement}, which a checkpoint cannot hold")
     return TensorSpec(key, shape, dtype, tuple(tensor.device_mesh.shape), tuple(placements))

@@ -59,8 +59,9 @@ def fill(
 ) -> int:
     """Read the local part of every tensor of `table`, in place; returns the bytes read.
 
-    Raises `DataError` if a block is damaged, a file is missing, or an element is not covered. What
-    the ranks of a world read between them is every block of every file.
+    Raises `DataError` if a block is damaged, a file is missing, or an element is not covered, and
+    as `StorageWaits.retry` where a file cannot be read now. What the ranks of a world read between
+    them is every block of every file.
     """
     pieces = [
         part
@@ -72,18 +73,14 @@ def fill(
         raise DataError(str(damage))
     names = sorted({piece.stored.file for piece in pieces})
     files: dict[str, VerifiedFile] = {}
-    try:
-        for name in names:
-            if name not in manifest.files:
-                raise DataError(f"{name} is not in the manifest")
-            files[name] = VerifiedFile(checkpoint / name, manifest.files[name], manifest.files)
-        pieces.sort(key=lambda piece: (piece.stored.file, piece.stored.start))
-        with ThreadPoolExecutor(READERS, "reader") as pool:
-            runs = _runs(pieces)
-            return sum(pool.map(lambda run: _read_run(run, table, files), runs))
-    finally:
-        for file in files.values():
-            file.close()
+    for name in names:
+        if name not in manifest.files:
+            raise DataError(f"{name} is not in the manifest")
+        files[name] = VerifiedFile(checkpoint / name, manifest.files[name], manifest.files)
+    pieces.sort(key=lambda piece: (piece.stored.file, piece.stored.start))
+    with ThreadPoolExecutor(READERS, "reader") as pool:
+        runs = _runs(pieces)
+        return sum(pool.map(lambda run: _read_run(run, table, files), runs))
 
 
 def _idle_files(manifest: Manifest) -> Iterable[str]:
@@ -152,19 +149,19 @@ def _read_run(
     run: Sequence[_Piece], table: Mapping[str, Tensor], files: Mapping[str, VerifiedFile]
 ) -> int:
     """Read pieces of one file; returns the bytes read."""
-    file = files[run[0].stored.file]
-    cursor, checked = Cursor(file), -1
-    for piece in run:
-        container = piece.stored.start
-        before = _data_offset(file.peek(container, _PREFIX_BYTES), piece.stored)
-        if checked != container:
-            cursor.read(container, container + before)  # what was peeked at, now checked
-            checked = container
-        _copy(piece, local_part(table[piece.key]), before, cursor)
-    end = run[-1].stored.start + run[-1].stored.length
-    if end == file.sums.bytes:
-        cursor.read(end - 1, end)  # the file's last block may hold no data
-    return cursor.bytes_read
+    file, checked = files[run[0].stored.file], -1
+    with Cursor(file) as cursor:
+        for piece in run:
+            container = piece.stored.start
+            before = _data_offset(cursor.peek(container, _PREFIX_BYTES), piece.stored)
+            if checked != container:
+                cursor.read(container, container + before)  # what was peeked at, now checked
+                checked = container
+            _copy(piece, local_part(table[piece.key]), before, cursor)
+        end = run[-1].stored.start + run[-1].stored.length
+        if end == file.sums.bytes:
+            cursor.read(end - 1, end)  # the file's last block may hold no data
+        return cursor.bytes_read
 
 
 def _copy(piece: _Piece, target: Tensor, before: int, cursor: Cursor) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import platform
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -21,8 +24,15 @@ from kempner.checkpoint.store.read_marker import reading
 from kempner.checkpoint.tensors import state
 from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.checkpoint.tensors.load import fill
-from kempner.run.process.exit_codes import DataError, UsageError
-from kempner.run.process.logs import logger
+from kempner.run.output.logs import logger
+from kempner.run.process.exit_codes import (
+    DataError,
+    NotSharedError,
+    PeersLostError,
+    RunError,
+    UsageError,
+)
+from kempner.run.process.retry import StorageUnavailableError, WaitStoppedError, storage_waits
 from kempner.run.record.events.checkpoint import CheckpointDamaged
 
 T = TypeVar("T")
@@ -64,8 +74,9 @@ class Restorer:
         return reading(self._folder, step) if self._context.rank == 0 else nullcontext()
 
     def _prepare_folder(self) -> None:
+        known = self._context.known is not None
         try:
-            self._folder.path.mkdir(parents=True, exist_ok=True)
+            storage_waits().retry(self._make_folder, worked=known, path=self._folder.path)
         except OSError as error:
             raise UsageError(
                 f"the checkpoint folder {self._folder.path} cannot be made ({error.strerror}); "
@@ -75,9 +86,20 @@ class Restorer:
         for leftover, failure in retention.sweep(self._folder, attempt):
             logger().warning("cannot delete a leftover", path=str(leftover), error=str(failure))
 
+    def _make_folder(self) -> None:
+        """Raises `OSError`, also where checkpoints must be and are not: their storage is away."""
+        if (known := self._context.known) is not None and self._folder.is_bare():
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"no checkpoint is there, although the ledger knows of step {known} (if they were "
+                "deleted on purpose, start under another run.name)",
+                str(self._folder.path),
+            )
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+
     def _read_manifest(self, step: int) -> tuple[Manifest | None, list[Damage]]:
         try:
-            return read(self._folder.step(step)), []
+            return read(self._folder.step(step), worked=True), []
         except DataError as error:
             return None, [Damage(MANIFEST, str(error))]
 
@@ -89,29 +111,44 @@ class Restorer:
             raise DataError(f"cannot continue from {path}: {'; '.join(judgement.refusals)}")
         from kempner.checkpoint.tensors.dcp_reader import open_contents  # imports DCP
 
-        contents, damages = self._together(lambda: open_contents(path, manifest))
+        contents, damages = self._together(path, lambda: open_contents(path, manifest))
         if contents is None:
             return damages
         saved = state.saved_optimizer_tensors(contents)
         state.create_optimizer_state(self._model, self._optimizer, saved)
         table = state.capture(self._model, self._optimizer)
         state.check_shapes(table, contents)
-        _, damages = self._together(lambda: fill(table, path, manifest, contents))
+        _, damages = self._together(path, lambda: fill(table, path, manifest, contents))
         if not damages:
+            state.adopt_numbers(self._model, self._optimizer, table)
             self._context.broadcast_from_rank0(partial(self._go_on_from, step, judgement.remarks))
         return damages
 
-    def _together(self, work: Callable[[], T]) -> tuple[T | None, list[Damage]]:
-        """Do this rank's part of a load; its result, or None if any rank found damage."""
-        result, found = None, None
+    def _together(self, path: Path, work: Callable[[], T]) -> tuple[T | None, list[Damage]]:
+        """Do this rank's part of a load of `path`; its result, or None if any rank found damage.
+
+        Where a rank cannot do its part, every rank raises: that one its own error.
+        """
+        result: T | None = None
+        found: Damage | RunError | None = None
+        rank = self._context.rank
         try:
             result = work()
         except DataError as error:
-            found = Damage(f"rank {self._context.rank}", str(error))
-        gathered: list[Damage | None] = [None] * self._context.world
+            found = Damage(f"rank {rank}", str(error))
+        except RunError as error:
+            found = error
+        gathered: list[Damage | RunError | None] = [None] * self._context.world
         with self._context.waiting("the others' part of a load"):
             dist.all_gather_object(gathered, found, group=self._context.group)
-        damages = [damage for damage in gathered if damage is not None]
+        if isinstance(found, RunError):
+            if gathered[0] is None and isinstance(found.__cause__, FileNotFoundError):
+                raise _not_seen(path) from found
+            raise found
+        for other, words in enumerate(gathered):
+            if isinstance(words, RunError):
+                raise _of_another(other, words)
+        damages = [damage for damage in gathered if isinstance(damage, Damage)]
         return (None if damages else result), damages
 
     def _reject(self, step: int, damages: list[Damage]) -> None:
@@ -128,3 +165,18 @@ class Restorer:
             self._folder.point_latest(step, unique=f"a{attempt.number}-{attempt.nonce}")
         for remark in remarks:
             logger().warning(remark)
+
+
+def _not_seen(path: Path) -> NotSharedError:
+    """For a rank that has not found what rank 0 has for as long as its patience lasts."""
+    return NotSharedError(
+        f"{path} is not visible on {platform.node()}, although rank 0 sees it: is it on a file "
+        "system that all nodes share?"
+    )
+
+
+def _of_another(rank: int, error: RunError) -> RunError:
+    """What to raise where another rank cannot load its part."""
+    if isinstance(error, StorageUnavailableError | WaitStoppedError):
+        return type(error)(f"rank {rank}: {error}")
+    return PeersLostError(f"rank {rank} cannot load its part: {error}")

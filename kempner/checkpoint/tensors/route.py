@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from kempner.checkpoint.format import compact_index, shard_plan
 from kempner.checkpoint.format.manifest import FileEntry, whole_sum
 from kempner.checkpoint.format.names import METADATA
-from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, page_aligned
-from kempner.checkpoint.tensors.staging import Stager, may_pin
+from kempner.checkpoint.tensors.context import CheckpointContext
+from kempner.checkpoint.tensors.file_buffer import (
+    FileBuffer,
+    container,
+    page_aligned,
+    tensor_specs,
+)
+from kempner.checkpoint.tensors.staging import StagedCopy, Stager, may_pin
 from kempner.checkpoint.tensors.state import Binding, local_part
 
 
@@ -83,20 +90,79 @@ class Route:
     layout: FileLayout
     steady: list[tuple[Tensor, Tensor]]
     """Written by nobody between two updates: copied beside the next forward pass."""
+    watched: list[tuple[str, Tensor]]
+    """Keys of what is steady, and the tensors that count writes to it."""
     volatile: list[tuple[Tensor, Tensor]]
-    """Buffers, which that forward pass may write: copied at once."""
+    """Buffers, which that forward pass may write, and whatever else is: copied at once."""
 
     @classmethod
-    def of(cls, binding: Binding, layout: FileLayout) -> Route:
-        """Pair what `binding` found with the image of `layout`."""
-        pairs: dict[bool, list[tuple[Tensor, Tensor]]] = {False: [], True: []}
-        for key, view in zip(layout.keys, layout.image.views, strict=True):
-            pairs[key in binding.buffers].append((view, local_part(binding.table[key])))
-        return cls(binding, layout, steady=pairs[False], volatile=pairs[True])
+    def of(cls, binding: Binding, layout: FileLayout, at_once: Collection[str] = ()) -> Route:
+        """Pair what `binding` found with the image of `layout`.
 
-    def stage(self, stager: Stager, step: int) -> Future[None]:
+        `at_once` are the keys of parameters and optimizer state that are written outside updates.
+        """
+        steady, watched, volatile = [], [], []
+        for key, view in zip(layout.keys, layout.image.views, strict=True):
+            tensor = local_part(binding.table[key])
+            hasty = key in binding.buffers or key in binding.numbers or key in at_once
+            if hasty or tensor.is_inference():  # such tensors count no writes
+                volatile.append((view, tensor))
+            else:
+                steady.append((view, tensor))
+                watched += [(key, counting) for counting in binding.written_as(key)]
+        return cls(binding, layout, steady, watched, volatile)
+
+    def stage(self, stager: Stager, step: int) -> StagedCopy:
         """Start to copy the state of `step`; nothing may write to what is steady until done."""
+        self.binding.read_numbers()
         for view, tensor in self.volatile:
             view.copy_(tensor)
+        copy = StagedCopy(self.watched)
         views, parts = [view for view, _ in self.steady], [part for _, part in self.steady]
-        return stager.copy(views, parts, step)
+        copy.done = stager.copy(views, parts, step)
+        return copy
+
+
+class Routes:
+    """Finds the state of a model and its optimizer, and its way into this rank's file.
+
+    The way is kept for as long as the tensors are the same, the layout while their specs are.
+    """
+
+    def __init__(self, context: CheckpointContext, model: nn.Module, optimizer: Optimizer) -> None:
+        self.device = next(iter(model.parameters())).device
+        self.model, self.optimizer = model, optimizer
+        self._context = context
+        self._layout: FileLayout | None = None
+        self._at_once: frozenset[str] = frozenset()
+        self.route: Route | None = None
+
+    def find(self) -> Route:
+        """The way of the state into its file.
+
+        Raises `UsageError` if a checkpoint cannot hold the state.
+        """
+        if self.route is None or not self.route.binding.intact():
+            binding = Binding(self.model, self.optimizer)
+            specs = tensor_specs(binding.table, self._context.world)
+            if self._layout is None or self._layout.specs != specs:
+                self._layout = self._plan(specs)
+            self.route = Route.of(binding, self._layout, self._at_once)
+        return self.route
+
+    def empty_layout(self) -> FileLayout:
+        """That of a file without anything, for a state that no file can hold."""
+        return self._plan([])
+
+    def copy_at_once(self, keys: Collection[str]) -> None:
+        """Copy these in the thread that trains from now on."""
+        if not self._at_once.issuperset(keys):
+            self._at_once |= frozenset(keys)
+            self.route = None
+
+    def forget(self) -> None:
+        """Let go of the tensors, which are about to be replaced; the layout stays."""
+        self.route = None
+
+    def _plan(self, specs: list[shard_plan.TensorSpec]) -> FileLayout:
+        return FileLayout.of(specs, self.device, self._context.group)

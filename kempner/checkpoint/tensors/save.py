@@ -1,6 +1,6 @@
 """The background half of a save: wait for the copy, write, agree, commit.
 
-Each rank writes its buffer into a file and sums it. Then each tells rank 0 six numbers, rank 0
+Each rank writes its buffer into a file and sums it. Then each tells rank 0 seven numbers, rank 0
 commits, and tells the others. Whatever fails on one rank fails the save on all of them, at once
 and with that rank's words.
 """
@@ -8,8 +8,8 @@ and with that rank's words.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -30,11 +30,15 @@ from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.store import commit
 from kempner.checkpoint.tensors.context import CheckpointContext
+from kempner.checkpoint.tensors.replicas import combine, describe_difference
 from kempner.checkpoint.tensors.route import FileLayout
+from kempner.checkpoint.tensors.staging import StagedCopy
 from kempner.config.fault_spec import FailPoint
+from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import join_directory, write_durable
+from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.fail_points import fail_point
-from kempner.run.process.logs import logger
+from kempner.run.process.retry import StorageUnavailableError
 from kempner.run.record.attempts import SupersededError
 from kempner.run.record.events.checkpoint import CheckpointCommitted
 from kempner.run.record.save_times import SaveSeconds
@@ -45,12 +49,33 @@ _HALF = 1 << 63
 
 
 class SaveFailedError(Exception):
-    """A save that is not to be had: per rank that failed, why. The same on all ranks."""
+    """A save that is not to be had: per rank that failed, why. The same on all ranks.
 
-    def __init__(self, reasons: Mapping[int, str], superseded: bool) -> None:
+    `passing` is whether it is for storage alone, so that time may heal it; `refusal` a sentence
+    where no save of this state can succeed, whatever the storage does.
+    """
+
+    def __init__(
+        self,
+        reasons: Mapping[int, str],
+        superseded: bool,
+        passing: bool,
+        refusal: str | None = None,
+    ) -> None:
         super().__init__("; ".join(f"rank {rank}: {why}" for rank, why in reasons.items()))
         self.reasons = reasons
-        self.superseded = superseded
+        self.superseded, self.passing, self.refusal = superseded, passing, refusal
+
+
+class TornCopyError(Exception):
+    """Something was written to while it was copied."""
+
+    def __init__(self, written: Collection[str]) -> None:
+        more = f" and {len(written) - 1} more" if len(written) > 1 else ""
+        super().__init__(
+            f"{min(written)}{more} changed outside of optimizer.step before the copy was complete; "
+            "it is copied without a gap from now on"
+        )
 
 
 @dataclass(frozen=True)
@@ -58,15 +83,17 @@ class SaveJob:
     """One rank's part in one save.
 
     `path` is the folder that becomes the checkpoint of `train_state`, `staged` the copy into the
-    buffer of `layout`, `started` when the save was asked for, by `time.monotonic`.
+    buffer of `layout`, `started` when the save was asked for, by `time.monotonic`. `held` has
+    digests that must be the same on every rank.
     """
 
     context: CheckpointContext
     train_state: TrainState
     path: Path
     layout: FileLayout
-    staged: Future[None]
+    staged: StagedCopy
     started: float
+    held: Mapping[str, int]
 
     @property
     def age(self) -> float:
@@ -79,20 +106,22 @@ class SaveJob:
         Raises `SaveFailedError` on every rank if anything failed on any.
         """
         group, took = self.context.group, None
-        wait([self.staged])
+        wait([self.staged.done])
         staged_after = self.age
         note, error = _attempt(self._write_files)
-        notes = _tell_rank_0(note or _Note(ok=False, plan=self.layout.digest), group)
+        notes = _tell_rank_0(note or _Note(ok=False, plan=self.layout.digest, held=0), group)
         fail_point(FailPoint.COMMIT, self.train_state.step)
         if self.context.rank == 0 and _agreed(notes):
             took, error = _attempt(lambda: self._commit(notes, staged_after))
         if not _told_by_rank_0(took is not None, group):
-            raise _gather_failures(error, self.layout.digest, group) from error
+            raise _gather_failures(
+                _Failure.of(error, self.layout.digest, self.held), group
+            ) from error
         return took
 
     def _write_files(self) -> _Note:
         """This rank's file, its sums, and on rank 0 the file that says what is where."""
-        self.staged.result()
+        self.staged.done.result()
         join_directory(self.path)
         rank = self.context.rank
         name = data_file(rank)
@@ -102,9 +131,12 @@ class SaveJob:
         write_durable(self.path / sidecar_name(rank), sidecar)
         if rank == 0:  # at hundreds of ranks it is no small file
             write_stream(self.path / self.layout.described_in, self.layout.described)
+        if written := self.staged.settle():
+            raise TornCopyError(written)
         return _Note(
             ok=True,
             plan=self.layout.digest,
+            held=combine(self.held),
             data_bytes=sums.bytes,
             sidecar_bytes=len(sidecar),
             sidecar_sum=whole_sum(sidecar),
@@ -131,20 +163,40 @@ class _Note:
 
     ok: bool
     plan: int
+    held: int
     data_bytes: int = 0
     sidecar_bytes: int = 0
     sidecar_sum: str = "0" * 32
 
     def encode(self) -> Tensor:
         high, low = int(self.sidecar_sum[:16], 16), int(self.sidecar_sum[16:], 16)
-        numbers = (self.ok, self.plan, self.data_bytes, self.sidecar_bytes)
+        numbers = (self.ok, self.plan, self.held, self.data_bytes, self.sidecar_bytes)
         return torch.tensor([*map(int, numbers), high - _HALF, low - _HALF], dtype=torch.int64)
 
     @classmethod
     def decode(cls, numbers: Tensor) -> _Note:
-        ok, planned, data_bytes, sidecar_bytes, high, low = numbers.tolist()
+        ok, planned, held, data_bytes, sidecar_bytes, high, low = numbers.tolist()
         total = f"{high + _HALF:016x}{low + _HALF:016x}"
-        return cls(bool(ok), planned, data_bytes, sidecar_bytes, total)
+        return cls(bool(ok), planned, held, data_bytes, sidecar_bytes, total)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a rank has to say when a save has failed; `why` if it failed there."""
+
+    plan: int
+    held: Mapping[str, int]
+    why: str | None
+    superseded: bool
+    refused: bool
+    passing: bool
+
+    @classmethod
+    def of(cls, error: Exception | None, plan: int, held: Mapping[str, int]) -> _Failure:
+        why = str(error) if error is not None else None
+        superseded, refused = isinstance(error, SupersededError), isinstance(error, UsageError)
+        storage = isinstance(error, OSError | StorageUnavailableError)
+        return cls(plan, held, why, superseded, refused, storage)
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -167,8 +219,9 @@ def _tell_rank_0(note: _Note, group: dist.ProcessGroup) -> list[_Note]:
 
 
 def _agreed(notes: Sequence[_Note]) -> bool:
-    """Whether every rank wrote its part, and all by the same plan."""
-    return all(note.ok and note.plan == notes[0].plan for note in notes)
+    """Whether every rank wrote its part, all by the same plan, and what they share is the same."""
+    first = notes[0]
+    return all(note.ok and (note.plan, note.held) == (first.plan, first.held) for note in notes)
 
 
 def _list_files(notes: Sequence[_Note], described: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
@@ -187,15 +240,18 @@ def _told_by_rank_0(committed: bool, group: dist.ProcessGroup) -> bool:
     return bool(word.item())
 
 
-def _gather_failures(
-    error: Exception | None, planned: int, group: dist.ProcessGroup
-) -> SaveFailedError:
+def _gather_failures(mine: _Failure, group: dist.ProcessGroup) -> SaveFailedError:
     """What to raise on every rank: all that went wrong on any."""
-    words: list[tuple[str, bool] | int] = [0] * dist.get_world_size(group)
-    mine = (str(error), isinstance(error, SupersededError)) if error is not None else planned
-    dist.all_gather_object(words, mine, group=group)
-    told = {rank: said for rank, said in enumerate(words) if isinstance(said, tuple)}
-    reasons = {rank: reason for rank, (reason, _) in told.items()}
-    if not reasons:
-        reasons = {0: f"the ranks planned differently: {words}"}
-    return SaveFailedError(reasons, any(superseded for _, superseded in told.values()))
+    told: list[_Failure] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(told, mine, group=group)
+    reasons = {rank: said.why for rank, said in enumerate(told) if said.why is not None}
+    refusal = next((said.why for said in told if said.refused), None)
+    if not reasons and any(said.plan != mine.plan for said in told):
+        reasons = {0: f"the ranks planned differently: {[said.plan for said in told]}"}
+    elif not reasons:
+        refusal = describe_difference([said.held for said in told])
+        reasons = {0: refusal}
+    superseded = any(said.superseded for said in told)
+    failed = [said for said in told if said.why is not None]
+    passing = bool(failed) and all(said.passing for said in failed)
+    return SaveFailedError(reasons, superseded, passing, refusal)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Lock
 
 import psutil
 import torch
@@ -53,6 +54,45 @@ class Stager:
             self._stream.wait_event(ready)
             torch._foreach_copy_(buffers, tensors, non_blocking=True)
             self._stream.synchronize()
+
+
+class StagedCopy:
+    """A copy under way, and which of the tensors were written to before it was complete.
+
+    `watched` are keys, and tensors whose version counters tell of writes to what has that key. They
+    are read before the copy begins: create this first, and set `done` then.
+
+    Every operation of torch that writes in place counts, in inference mode as well, except: through
+    `Tensor.data` or NumPy; the fused optimizers; and `torch._foreach_*` on DTensors.
+    """
+
+    def __init__(self, watched: Sequence[tuple[str, Tensor]]) -> None:
+        self.done: Future[None] = Future()
+        self._lock = Lock()
+        self._watched = watched
+        self._versions = _versions(watched)
+        self._written: frozenset[str] | None = None
+
+    def settle(self) -> frozenset[str]:
+        """Wait for the copy; the keys of what was written to before the first call of this.
+
+        The thread that trains calls it before it updates the state, and the one that has written
+        the file before it commits: whichever comes first decides. The latter does not see an
+        operation that is still under way: one that has taken longer than the file.
+        """
+        wait([self.done])
+        with self._lock:
+            if self._written is None:
+                now, self._written = _versions(self._watched), frozenset()
+                if now != self._versions:
+                    pairs = zip(self._watched, now, self._versions, strict=True)
+                    self._written = frozenset(key for (key, _), new, old in pairs if new != old)
+                self._watched = ()  # or tensors that are replaced would stay in memory
+            return self._written
+
+
+def _versions(watched: Sequence[tuple[str, Tensor]]) -> list[int]:
+    return [tensor._version for _, tensor in watched]  # thousands, twice a save
 
 
 def may_pin(device: torch.device, length: int) -> bool:

@@ -1,14 +1,16 @@
 """Converts model and optimizer state to a flat table of tensors, and back.
 
-Keys are `model.<parameter>` and `optimizer.<parameter>.<entry>`. Hyper-parameters are not among
-them: they follow from the configuration and the step.
+Keys are `model.<parameter>` and `optimizer.<parameter>.<entry>`; a Python number that an optimizer
+keeps is a tensor without dimensions under `optimizer.<parameter>.<entry>:number`. Hyper-parameters
+are not among them: they follow from the configuration and the step.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _OPTIMIZER = "optimizer."
+_NUMBER = ":number"
+_NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -37,20 +41,91 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 def capture(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """References to every tensor of the state (no copies); sharded ones as DTensors.
 
-    Raises `UsageError` if the optimizer steps parameters that the model no longer has: what it
-    keeps for them would be missing in every checkpoint.
+    Raises `UsageError` for what a checkpoint cannot hold: what is not a plain tensor or a DTensor,
+    entries of the state dict that are copies, trained parameters that it leaves out, and state of
+    parameters that the model no longer has.
     """
-    table = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    table = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for key, value in table.items():
+        _refuse_unless_tensor(key, value)
+    _refuse_copies(model, table)
     parameters = dict(model.named_parameters())
     if strangers := len(optimizer.state.keys() - set(parameters.values())):
         raise UsageError(
             f"the optimizer has state for {strangers} parameters that the model does not have: "
             "they were replaced (by load_state_dict(assign=True)?); create the optimizer afterwards"
         )
-    for name, parameter in parameters.items():
-        for entry, value in optimizer.state.get(parameter, {}).items():
-            table[f"{_OPTIMIZER}{name}.{entry}"] = value
+    for name, entries in _states(model, optimizer):
+        for entry, value in entries.items():
+            key = _entry_key(name, entry, value)
+            if type(value) in _NUMBER_DTYPES:
+                value = torch.tensor(value, dtype=_NUMBER_DTYPES[type(value)])
+            _refuse_unless_tensor(key, value)
+            table[key] = value
     return table
+
+
+def _states(
+    model: nn.Module, optimizer: Optimizer
+) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+    """What the optimizer keeps for each parameter that has a name."""
+    for name, parameter in model.named_parameters():
+        yield name, optimizer.state.get(parameter, {})
+
+
+def _entry_key(name: str, entry: object, value: object) -> str:
+    if not isinstance(entry, str) or "." in entry or entry.endswith(_NUMBER):
+        raise UsageError(
+            f"the optimizer keeps {entry!r} for {name}, and a checkpoint only holds entries whose "
+            "names are strings without a dot"
+        )
+    return f"{_OPTIMIZER}{name}.{entry}{_NUMBER if type(value) in _NUMBER_DTYPES else ''}"
+
+
+def _refuse_unless_tensor(key: str, value: object) -> None:
+    """Raise `UsageError` for what has no memory of its own that could be copied and filled."""
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+        raise UsageError(
+            f"{key} is of type {kind}; a checkpoint only holds tensors, and numbers of optimizers"
+        )
+    memory = _memory(value)
+    try:
+        memory.untyped_storage().data_ptr()
+        usable = memory.device.type != "meta" and not memory.is_quantized
+    except (RuntimeError, NotImplementedError, ValueError):  # wrappers; sparse ones; lazy ones
+        usable = False
+    if not usable:
+        kind = "lazy" if nn.parameter.is_lazy(memory) else str(memory.layout)
+        raise UsageError(
+            f"{key} is a {type(memory).__name__} ({kind}, on {memory.device}), and a checkpoint "
+            "only holds plain tensors and DTensors of them"
+        )
+
+
+def _refuse_copies(model: nn.Module, table: Mapping[str, Tensor]) -> None:
+    """Raise `UsageError` unless the state dict is the model's memory, with all that is trained."""
+    own = _storages(chain(model.parameters(), model.buffers()))
+    for key, tensor in table.items():
+        if not own.issuperset(_storages([tensor])):
+            raise UsageError(
+                f"{key} of model.state_dict() is a copy, not the memory of a parameter or buffer, "
+                "so that a checkpoint could not be loaded into it: state_dict hooks that copy or "
+                "convert and FullyShardedDataParallel are not supported; fully_shard is"
+            )
+    saved = _storages(table.values())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not saved.issuperset(_storages([parameter])):
+            raise UsageError(
+                f"{name} is trained, but model.state_dict() leaves it out, so that no checkpoint "
+                "would contain it"
+            )
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    """The addresses of the storages in which there is anything."""
+    memories = (_memory(tensor) for tensor in tensors)
+    return {m.untyped_storage().data_ptr() for m in memories if m.numel()}
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -72,21 +147,46 @@ class Binding:
         self._optimizer = optimizer
         self._states = list(optimizer.state.values())
         modules = (module._parameters for module in model.modules())
-        holders: list[Mapping[str, Tensor | None]] = [*modules, *optimizer.state.values()]
+        holders: list[Mapping[str, object]] = [*modules, *optimizer.state.values()]
         self._sizes = [(holder, len(holder)) for holder in holders]
         self._held = [
             (holder, name, tensor, _memory(tensor), _memory(tensor).data_ptr())
             for holder in holders
             for name, tensor in holder.items()
-            if tensor is not None
+            if isinstance(tensor, Tensor)
         ]
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._numbers = [
+            (state, entry, type(value), self.table[_entry_key(name, entry, value)])
+            for name, state in _states(model, optimizer)
+            for entry, value in state.items()
+            if type(value) in _NUMBER_DTYPES
+        ]
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = {
             key
             for key in self.table
             if not key.startswith(_OPTIMIZER) and key.removeprefix("model.") not in parameters
         }
         """Keys of what a forward pass may write, unlike parameters and optimizer state."""
+        self.numbers = {key for key in self.table if key.endswith(_NUMBER)}
+        """Keys of the optimizer's Python numbers."""
+        self._parameters = parameters
+
+    def read_numbers(self) -> None:
+        """Bring the table's copies of the optimizer's Python numbers up to date."""
+        for state, entry, _, tensor in self._numbers:
+            tensor.fill_(state[entry])
+
+    def written_as(self, key: str) -> tuple[Tensor, ...]:
+        """The tensors whose version counters tell of writes to the tensor of `key`.
+
+        A DTensor and its local tensor count separately, and what a state dict returns for it shares
+        the counter of the former only.
+        """
+        tensor = self.table[key]
+        if not key.startswith(_OPTIMIZER):
+            tensor = self._parameters.get(key.removeprefix("model."), tensor)
+        return (tensor, _memory(tensor)) if is_sharded(tensor) else (tensor,)
 
     def intact(self) -> bool:
         """Whether model and optimizer still consist of these very tensors, at their addresses."""
@@ -96,6 +196,8 @@ class Binding:
         if any(now is not then for now, then in zip(states, self._states, strict=True)):
             return False
         if any(len(holder) != size for holder, size in self._sizes):
+            return False
+        if any(type(state.get(entry)) is not kind for state, entry, kind, _ in self._numbers):
             return False
         for holder, name, tensor, memory, address in self._held:  # thousands, at every save
             if (
@@ -133,12 +235,24 @@ def create_optimizer_state(
             raise DataError(f"the checkpoint has {key}, but the model has no parameter {name}")
         parameter = parameters[name]
         dtype = getattr(torch, tensor.dtype)
+        if entry.endswith(_NUMBER):
+            number = torch.zeros((), dtype=dtype).item()
+            optimizer.state[parameter][entry.removesuffix(_NUMBER)] = number
+            continue
         if tensor.shape == parameter.shape:
             value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
             device = parameter.device if on_device[id(parameter)] else torch.device("cpu")
             value = torch.zeros(tensor.shape, dtype=dtype, device=device)
         optimizer.state[parameter][entry] = value
+
+
+def adopt_numbers(model: nn.Module, optimizer: Optimizer, table: Mapping[str, Tensor]) -> None:
+    """Give the optimizer the Python numbers of a `table` that a load has filled."""
+    for name, entries in _states(model, optimizer):
+        for entry, value in entries.items():
+            if type(value) in _NUMBER_DTYPES:
+                entries[entry] = table[_entry_key(name, entry, value)].item()
 
 
 def saved_optimizer_tensors(contents: Contents) -> dict[str, Saved]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import Enum
 
 _NOTHING = ("", "(null)", "None", "N/A", "Unknown", "NONE")
@@ -32,7 +32,8 @@ def node_fields(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class JobTimes:
-    """`end` and `preempt` in seconds since the epoch, `limit` in seconds; None for what is not set.
+    """`end` and `preempt` in seconds since the epoch by the controller's clock, `limit` in seconds;
+    None for what is not set.
 
     `end` is the limit of a running job (a preemption moves it) and the end of one that is over;
     `limit` is how long the job may run, None for UNLIMITED.
@@ -47,13 +48,18 @@ class JobTimes:
 class JobNodes:
     """`count` is how many nodes a job has, or asks for; `held` and `excluded` are host lists.
 
-    `partition` may be several names with commas between.
+    `partition` may be several names with commas between. `required` is a host list, `features` a
+    constraint and `resources` the TresPerNode, each as the job asks for it.
     """
 
     held: str = ""
     count: int = 1
     excluded: str = ""
     partition: str = ""
+    reservation: str = ""
+    required: str = ""
+    features: str = ""
+    resources: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,8 @@ def parse_job(fields: Mapping[str, str]) -> JobState:
         may_requeue=fields.get("Requeue") == "1",
         batch=fields.get("BatchFlag", "0") != "0",  # one more for each launch that failed
         times=JobTimes(
-            end=_time(fields.get("EndTime", "")),
-            preempt=_time(fields.get("PreemptTime", "")),
+            end=parse_time(fields.get("EndTime", "")),
+            preempt=parse_time(fields.get("PreemptTime", "")),
             limit=_seconds(fields.get("TimeLimit", "")),
         ),
         nodes=JobNodes(
@@ -104,6 +110,10 @@ def parse_job(fields: Mapping[str, str]) -> JobState:
             count=int(fields.get("NumNodes", "1").partition("-")[0]),
             excluded=_said(fields, "ExcNodeList"),
             partition=_said(fields, "Partition"),
+            reservation=_said(fields, "Reservation"),
+            required=_said(fields, "ReqNodeList"),
+            features=_said(fields, "Features"),
+            resources=_said(fields, "TresPerNode"),
         ),
     )
 
@@ -162,6 +172,27 @@ def job_id(environ: Mapping[str, str]) -> str | None:
     return f"{array}_{task}" if array and task else job
 
 
+def in_batch_script(
+    environ: Mapping[str, str],
+    pid: int,
+    parent_of: Callable[[int], int],
+    session_of: Callable[[int], int],
+) -> bool:
+    """Whether process `pid` is the job's batch script, or one that it runs itself.
+
+    Not a task of a step (`srun --pty`), nor a shell in a terminal that the script only serves, such
+    as Jupyter's: that has a session of its own. From there people watch what they do, and the job
+    is not ours to signal or to requeue. `parent_of` and `session_of` are about processes by id.
+    """
+    script = environ.get("SLURM_TASK_PID", "")
+    if "SLURM_STEP_ID" in environ or not script.isdecimal():
+        return False
+    ancestor = pid
+    while ancestor not in (0, int(script)):
+        ancestor = parent_of(ancestor)
+    return ancestor != 0 and session_of(pid) == session_of(ancestor)
+
+
 def restart_count(environ: Mapping[str, str]) -> int:
     """How often this job was put back into the queue; Slurm leaves the variable out at first."""
     return int(environ.get("SLURM_RESTART_COUNT") or "0")
@@ -172,9 +203,14 @@ def _said(fields: Mapping[str, str], name: str) -> str:
     return "" if value in _NOTHING else value
 
 
-def _time(text: str) -> float | None:
-    """Slurm prints local time, and a job's host shares the controller's zone."""
-    return None if text in _NOTHING else datetime.fromisoformat(text).timestamp()
+def parse_time(text: str) -> float | None:
+    """A time of the controller's clock, in seconds since the epoch; None if it is not set.
+
+    In UTC: `command.client_environment` sees to that.
+    """
+    if text in _NOTHING:
+        return None
+    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
 
 
 def _seconds(text: str) -> float | None:

@@ -1,71 +1,98 @@
-"""Runs Slurm's commands: query, signal and requeue a job.
+"""What Slurm is asked and told: query, signal and requeue a job.
 
-Each has a time limit and is tried again while the controller does not answer. Never to be called
-from a signal handler.
+Each command is repeated for `within` seconds while it has no answer, shortly by default; 0 runs it
+once. Never to be called from a signal handler.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from kempner.cluster.slurm.hostlist import expand_hosts
-from kempner.cluster.slurm.job import job_fields, node_fields
-
-_TIMEOUT = 20.0
-"""Seconds for one command; Slurm's own clients give up on a controller after about ten."""
-_TRIES = 3
-_PAUSE = 1.0
-"""Seconds before another try."""
-
-# What the clients say when the controller is away for a moment: restarting, failing over, busy.
-_PASSING = (
-    "Unable to contact slurm controller",
-    "Socket timed out",
-    "Connection refused",
-    "Connection reset",
-    "Slurm backup controller in standby mode",
-    "Slurm temporarily unable to accept job",
-    "Resource temporarily unavailable",
+from kempner.cluster.slurm.command import (
+    SHORTLY,
+    SlurmError,
+    SlurmSilentError,
+    ask,
+    patiently,
+    tell,
 )
+from kempner.cluster.slurm.hostlist import expand_hosts
+from kempner.cluster.slurm.job import JobState, job_fields, node_fields, parse_job, parse_time
+
+T = TypeVar("T")
+
+_ALWAYS = ("JobId", "JobState", "Restarts", "Requeue", "TimeLimit", "EndTime", "NumNodes")
+"""Fields without which an answer about a job is not whole."""
+
+CLOCK_WITHIN = 2.0
+"""Seconds within which an answer must come that is to tell the controller's clock."""
 
 
-class SlurmError(Exception):
-    """A command of Slurm is missing, was refused or had no answer: one sentence."""
+@dataclass(frozen=True)
+class ClusterSettings:
+    """What slurm.conf sets, in seconds, and the controller's clock.
+
+    `ahead` is what to add to `time.monotonic` for seconds since the epoch by that clock; None if
+    the answer took too long to tell.
+    """
+
+    kill_wait: float
+    node_timeout: float
+    ahead: float | None
 
 
-class SlurmMissingError(SlurmError):
-    """The command is not installed here."""
-
-
-class SlurmRefusedError(SlurmError):
-    """The controller answered no, `answer` in its own words."""
-
-    def __init__(self, command: str, answer: str) -> None:
-        super().__init__(f"`{command}` was refused: {answer}")
-        self.answer = answer
-
-
-def show_job(job: str) -> dict[str, str]:
+def show_job(job: str, within: float = SHORTLY) -> dict[str, str]:
     """The fields of a job or of one element of an array, for `kempner.cluster.slurm.job.parse_job`.
 
     Raises `SlurmError`.
     """
-    return job_fields(_run(["scontrol", "show", "job", "-o", job]))
+    return _ask(["scontrol", "show", "job", "-o", job], _whole_job, within)
 
 
-def show_node(node: str) -> dict[str, str]:
+def job_state(job: str, within: float = SHORTLY) -> JobState:
+    """The state of a job or of one element of an array. Raises `SlurmError`."""
+    try:
+        return parse_job(show_job(job, within))
+    except ValueError as error:
+        raise SlurmSilentError(f"`scontrol show job -o {job}` cannot be read: {error}") from error
+
+
+def show_node(node: str, within: float = SHORTLY) -> dict[str, str]:
     """The fields of a node. Raises `SlurmError`."""
-    return node_fields(_run(["scontrol", "show", "node", "-o", node]))
+
+    def read(text: str) -> dict[str, str] | None:
+        fields = node_fields(text)
+        return fields if _ended(text) and {"NodeName", "State"} <= set(fields) else None
+
+    return _ask(["scontrol", "show", "node", "-o", node], read, within)
+
+
+def show_nodes(nodes: Sequence[str]) -> list[dict[str, str]]:
+    """The fields of each of these nodes. Raises `SlurmError`."""
+
+    def read(text: str) -> list[dict[str, str]] | None:
+        found = [node_fields(line) for line in text.splitlines()]
+        named = [fields for fields in found if {"NodeName", "State"} <= set(fields)]
+        return named if _ended(text) and len(named) == len(set(nodes)) else None
+
+    return _ask(["scontrol", "show", "node", "-o", ",".join(nodes)], read, SHORTLY)
+
+
+def node_states(nodes: Sequence[str]) -> dict[str, str]:
+    """The State of each of these nodes, such as `IDLE+CLOUD`. Raises `SlurmError`."""
+    return {fields["NodeName"]: fields["State"] for fields in show_nodes(nodes)}
 
 
 def output_file(job: str) -> str:
     """Where a job's output goes; empty if Slurm does not say. Raises `SlurmError`."""
-    found = re.findall(r"^   StdOut=(.*)$", _run(["scontrol", "show", "job", job]), re.MULTILINE)
+    told = _ask(["scontrol", "show", "job", job], _text, SHORTLY)
+    found = re.findall(r"^   StdOut=(.*)$", told, re.MULTILINE)
     return found[-1] if found else ""
 
 
@@ -75,75 +102,106 @@ def launches(job: str) -> list[str]:
     Without `-D` sacct shows the last one only. A job that goes on without a node that it lost has a
     record for that, too, which is no launch. Raises `SlurmError`.
     """
-    told = _run(["sacct", "-D", "-X", "-n", "-P", "-j", job, "--format=State"])
+    told = _ask(["sacct", "-D", "-X", "-n", "-P", "-j", job, "--format=State"], _text, within=3.0)
     return [line for line in told.splitlines() if line != "RESIZING"]
 
 
-def submit_line(job: str) -> str:
+def submit_line(job: str, within: float = SHORTLY) -> str:
     """The command by which a job was submitted, as the accounting keeps it: once more for each time
     that it lost nodes. Raises `SlurmError`.
     """
-    told = _run(["sacct", "-X", "-n", "-P", "-j", job, "--format=SubmitLine"]).splitlines()
-    return told[-1] if told else ""
+    command = ["sacct", "-X", "-n", "-P", "-j", job, "--format=SubmitLine"]
+    return _ask(command, _text, within).splitlines()[-1]
 
 
-def write_script(job: str, file: Path) -> None:
+def write_script(job: str, file: Path, within: float = SHORTLY) -> None:
     """Write a job's batch script, as it was submitted, to `file`. Raises `SlurmError`."""
-    _run(["scontrol", "write", "batch_script", job, str(file)])
+    _tell(["scontrol", "write", "batch_script", job, str(file)], within)
 
 
 def submit(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Run a command of sbatch; the last word that it says, the new job's id.
+    """Run a command of sbatch; the new job's id.
 
     Not repeated when an answer was lost, because the first may have worked. Raises `SlurmError`.
     """
-    return _run(command, tries=1, environ=environ).split()[-1]
+
+    def read(text: str) -> str | None:
+        found = re.search(r"(?:^|\s)(\d+)(?:;\S+)?\n\Z", text)
+        return found[1] if found else None
+
+    return ask(command, read, environ)
 
 
-def configured_seconds(name: str) -> float | None:
-    """A time that slurm.conf sets, in seconds; None if the answer has none of that name.
+def cluster_settings(within: float = SHORTLY) -> ClusterSettings:
+    """What the controller says of the cluster and of the time. Raises `SlurmError`.
 
-    Raises `SlurmError`.
+    No other answer carries its clock: in `squeue -o %L` and in RunTime of `scontrol show job` it is
+    the clock of the host on which the command runs.
     """
-    shown = _run(["scontrol", "show", "config"])
-    found = re.search(rf"^{name}\s*= (\d+) sec", shown, re.MULTILINE)
-    return float(found[1]) if found else None
+
+    def ask_now() -> ClusterSettings:
+        began = time.monotonic()
+        return ask(["scontrol", "show", "config"], lambda text: read_settings(text, began))
+
+    return patiently(ask_now, within)
 
 
-def partition_nodes(partitions: str) -> set[str]:
+def read_settings(text: str, asked_at: float) -> ClusterSettings | None:
+    """What `scontrol show config` says, asked at a time of `time.monotonic`; None if not all."""
+    clock = re.match(r"Configuration data as of (\S+)\n", text)
+    found = [re.search(rf"^{name}\s*= (\d+) sec\n", text, re.MULTILINE) for name in _SETTINGS]
+    if clock is None or found[0] is None or found[1] is None:
+        return None
+    now, took = parse_time(clock[1]), time.monotonic() - asked_at
+    told = now is not None and took <= CLOCK_WITHIN
+    return ClusterSettings(
+        kill_wait=float(found[0][1]),
+        node_timeout=float(found[1][1]),
+        ahead=now - asked_at if now is not None and told else None,
+    )
+
+
+_SETTINGS = ("KillWait", "SlurmdTimeout")
+
+
+def partition_nodes(partitions: str, within: float = SHORTLY) -> set[str]:
     """All nodes of one or more partitions, in whatever state. Raises `SlurmError`.
 
     `partitions` are names with commas between, as a job shows them.
     """
     found: set[str] = set()
     for name in partitions.split(","):
-        shown = _run(["scontrol", "show", "partition", name, "-o"])
-        fields = dict(word.partition("=")[::2] for word in shown.split())
-        found.update(hostnames(fields["Nodes"]))
+        found.update(_nodes_of(["scontrol", "show", "partition", name, "-o"], within))
     return found
+
+
+def reservation_nodes(name: str) -> set[str]:
+    """The nodes of a reservation. Raises `SlurmError`."""
+    return set(_nodes_of(["scontrol", "show", "reservation", name, "-o"], SHORTLY))
 
 
 def requeue(job: str) -> None:
     """Put a job back into the queue; its processes are signalled at once, this one's included.
 
     Ask for the job's state first: a cancelled job is brought back to life by this. Not repeated
-    when an answer was lost, because the first may have worked. Raises `SlurmError`.
+    when an answer was lost, because the first may have worked: `kempner.cluster.slurm.put_back`
+    looks. Raises `SlurmError`.
     """
-    _run(["scontrol", "requeue", job], tries=1)
+    _tell(["scontrol", "requeue", job], within=0.0)
 
 
-def signal_tasks(job: str, signal_name: str = "TERM") -> None:
+def signal_tasks(job: str, signal_name: str = "TERM", within: float = 0.0) -> None:
     """Send a signal once to the top process of every task, not to the batch script.
 
     Of the whole job, not of a step: that would deliver it twice while any job is pending (Slurm
     22.05). Raises `SlurmError`.
     """
-    _run(["scancel", "-s", signal_name, job])
+    _tell(["scancel", "-s", signal_name, job], within)
 
 
 def end_step(job: str, step: str) -> None:
     """Kill a step's tasks. Takes seconds if one of its nodes is gone. Raises `SlurmError`."""
-    _run(["scancel", "-s", "KILL", f"{job}.{step}"])
+    _tell(["scancel", "-s", "KILL", f"{job}.{step}"], SHORTLY)
 
 
 def keep_nodes(job: str, nodes: Sequence[str]) -> None:
@@ -154,65 +212,80 @@ def keep_nodes(job: str, nodes: Sequence[str]) -> None:
     shells that want to adapt their variables.
     """
     with tempfile.TemporaryDirectory() as folder:
-        _run(["scontrol", "update", f"jobid={job}", f"NodeList={','.join(nodes)}"], cwd=folder)
+        command = ["scontrol", "update", f"jobid={job}", f"NodeList={','.join(nodes)}"]
+        patiently(lambda: tell(command, folder), SHORTLY)
 
 
-def ask_for(job: str, *, nodes: int, without: Sequence[str] = (), after: float = 0.0) -> None:
+def exclude(job: str, nodes: Sequence[str]) -> None:
+    """Keep a job that waits away from these nodes, and from no others. Raises `SlurmError`."""
+    _tell(["scontrol", "update", f"jobid={job}", f"ExcNodeList={','.join(nodes)}"], SHORTLY)
+
+
+def release(job: str) -> None:
+    """Let a job go that is held. Raises `SlurmError`."""
+    _tell(["scontrol", "release", job], SHORTLY)
+
+
+def ask_for(
+    job: str,
+    *,
+    nodes: int,
+    without: Sequence[str] | None = None,
+    after: float = 0.0,
+    within: float = SHORTLY,
+) -> None:
     """How many `nodes` a requeued job is to get, and which not; `after` so many seconds.
 
-    Raises `SlurmError`.
+    Where it may not run is left as it is without a list of it. Raises `SlurmError`.
     """
-    excluded = [f"ExcNodeList={','.join(without)}"] if without else []
+    excluded = [] if without is None else [f"ExcNodeList={','.join(without)}"]
     later = [f"StartTime=now+{after:.0f}"] if after else []
-    _run(["scontrol", "update", f"jobid={job}", f"NumNodes={nodes}", *excluded, *later])
+    command = ["scontrol", "update", f"jobid={job}", f"NumNodes={nodes}", *excluded, *later]
+    _tell(command, within)
 
 
 def hostnames(nodelist: str) -> list[str]:
-    """The host names of a list, asked of scontrol; worked out here where there is none.
+    """The host names of a list; scontrol is asked where it is written in a way not known here.
 
     Raises `ValueError` with a sentence if it is no host list.
     """
     try:
-        return _run(["scontrol", "show", "hostnames", nodelist]).split()
-    except SlurmError:
         return expand_hosts(nodelist)
-
-
-def _run(
-    command: Sequence[str],
-    tries: int = _TRIES,
-    environ: Mapping[str, str] | None = None,
-    cwd: str | None = None,
-) -> str:
-    """Its output. What it complains about while it exits with 0 (a plugin, say) is no failure."""
-    for left in reversed(range(tries)):
+    except ValueError as error:
         try:
-            return _once(command, environ, cwd)
-        except SlurmRefusedError as refusal:
-            passing = any(text in refusal.answer for text in _PASSING)
-            if not (passing and left):
-                raise
-            time.sleep(_PAUSE)
-    raise AssertionError("the last try returns or raises")
+            command = ["scontrol", "show", "hostnames", nodelist]
+            return _ask(command, _text, SHORTLY).split()
+        except SlurmError:
+            raise error from None
 
 
-def _once(command: Sequence[str], environ: Mapping[str, str] | None, cwd: str | None) -> str:
-    shown = " ".join(command)
-    try:
-        done = subprocess.run(
-            command,
-            env=environ,
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT,
-            stdin=subprocess.DEVNULL,
-        )
-    except FileNotFoundError as error:
-        raise SlurmMissingError(f"`{command[0]}` is not on the PATH of this host") from error
-    except subprocess.TimeoutExpired as error:
-        raise SlurmRefusedError(shown, f"no answer within {_TIMEOUT:g} s") from error
-    complaint = (done.stderr.strip() or done.stdout.strip()).replace("\n", "; ")
-    if done.returncode != 0:
-        raise SlurmRefusedError(shown, complaint or f"exit code {done.returncode}")
-    return done.stdout
+def _nodes_of(command: Sequence[str], within: float) -> list[str]:
+    """The field Nodes of a partition or a reservation."""
+
+    def read(text: str) -> list[str] | None:
+        fields = dict(word.partition("=")[::2] for word in text.split())
+        return hostnames(fields["Nodes"]) if _ended(text) and "Nodes" in fields else None
+
+    return _ask(command, read, within)
+
+
+def _ask(command: Sequence[str], read: Callable[[str], T | None], within: float) -> T:
+    return patiently(lambda: ask(command, read), within)
+
+
+def _tell(command: Sequence[str], within: float) -> None:
+    patiently(lambda: tell(command), within)
+
+
+def _whole_job(text: str) -> dict[str, str] | None:
+    fields = job_fields(text)
+    return fields if _ended(text) and set(_ALWAYS) <= set(fields) else None
+
+
+def _text(text: str) -> str | None:
+    return text if _ended(text) else None
+
+
+def _ended(text: str) -> bool:
+    """Whether the last line is not cut off, and says something."""
+    return text.endswith("\n") and bool(text.strip())

@@ -7,6 +7,7 @@ directory is the concatenation of the shards in the index's order.
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -17,6 +18,7 @@ from xxhash import xxh3_128_hexdigest
 from kempner.config.errors import dotted
 from kempner.data.order.shuffle import PERMUTATION_VERSION
 from kempner.run.process.exit_codes import DataError
+from kempner.run.process.retry import read_filled, storage_waits
 
 INDEX_FILE = "index.json"
 WINDOW_VERSION = 1
@@ -101,14 +103,15 @@ class Index(Record):
         return (json.dumps(self.model_dump(), indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def read_index(directory: Path) -> Index:
-    """The index of a prepared directory.
+def read_index(directory: Path, worked: bool = False) -> Index:
+    """The index of a prepared directory; `worked` is whether this run has read it before.
 
-    Raises DataError, naming file and key, if there is none or it does not make sense.
+    Raises DataError, naming file and key, if there is none or it does not make sense, and as
+    `StorageWaits.retry` where it cannot be read now.
     """
     path = directory / INDEX_FILE
     try:
-        content = path.read_bytes()
+        content = storage_waits().retry(partial(read_filled, path), worked)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(
             f"{directory} is not prepared data: it has no {INDEX_FILE}; "

@@ -15,23 +15,26 @@ Files are read with positioned reads and never mapped: an I/O error of a mapping
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
-from kempner.data.files.index import Dtype, Index, Shard, read_index, sample_count
+from kempner.data.files.index import INDEX_FILE, Dtype, Index, Shard, read_index, sample_count
 from kempner.run.process.exit_codes import DataError
+from kempner.run.process.retry import empty, storage_waits
 
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 
@@ -101,10 +104,11 @@ class Corpus:
     """The token stream of a prepared directory, read where it is needed.
 
     At most `max_open` shards are open at once. An instance belongs to one thread; `reopened`
-    gives another thread its own. Pickled, it travels without its open files.
+    gives another thread its own. Pickled, it travels without its open files. `worked` is whether
+    this run has read the directory before.
     """
 
-    def __init__(self, directory: Path, index: Index, max_open: int) -> None:
+    def __init__(self, directory: Path, index: Index, max_open: int, worked: bool = False) -> None:
         if max_open < 1:
             raise ValueError(f"a corpus needs at least one open file, not {max_open}")
         self.directory = directory
@@ -113,36 +117,65 @@ class Corpus:
         self.dtype = numpy_dtype(index.dtype)
         self._starts = index.starts()
         self._open: OrderedDict[int, int] = OrderedDict()
+        self._worked, self._read_before = worked, set[int]()
 
     @classmethod
-    def open(cls, directory: str | Path, max_open: int = 64) -> Corpus:
+    def open(cls, directory: str | Path, max_open: int = 64, worked: bool = False) -> Corpus:
         """Read the index; the shards are opened, and checked against it, when they are needed.
 
-        Raises DataError if the index is missing or damaged.
+        Raises as `read_index`.
         """
-        return cls(Path(directory), read_index(Path(directory)), max_open)
+        return cls(Path(directory), read_index(Path(directory), worked), max_open, worked)
 
     def reopened(self, max_open: int) -> Corpus:
         """The same corpus with open files of its own."""
-        return Corpus(self.directory, self.index, max_open)
+        return Corpus(self.directory, self.index, max_open, self._worked)
 
     def samples(self, seq_len: int) -> int:
         """How many samples there are; DataError if there are none."""
         return sample_count(self.index, seq_len)
 
-    def sample(self, number: int, seq_len: int) -> Tokens:
+    def sample(
+        self,
+        number: int,
+        seq_len: int,
+        *,
+        worked: bool = False,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Tokens:
         """Sample [seq_len + 1]: inputs are all but the last token, targets all but the first.
 
-        Raises IndexError beyond the last sample, DataError as `read` does.
+        Raises IndexError beyond the last sample, and as `read`.
         """
-        return self.read(number * seq_len, seq_len + 1)
+        return self.read(number * seq_len, seq_len + 1, worked=worked, stop=stop)
 
-    def read(self, start: int, count: int) -> Tokens:
+    def read(
+        self,
+        start: int,
+        count: int,
+        *,
+        worked: bool = False,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Tokens:
         """Tokens [count] from position `start` of the stream on, across shards.
 
-        Raises IndexError outside the stream; DataError, naming the shard, if it is missing,
-        cannot be read, or is not the file that the index describes.
+        `worked` is whether another process is known to have read them before, `stop` whether a wait
+        for storage is to end. Raises IndexError outside the stream; DataError, naming the shard, if
+        it is missing or not the file that the index describes; and as `StorageWaits.retry` where it
+        cannot be read now.
         """
+        try:
+            return storage_waits().retry(
+                partial(self.read_now, start, count),
+                lambda: worked or self.worked_before(),
+                stop,
+            )
+        except OSError as error:
+            words = f"token file {error.filename} cannot be read: {error.strerror}"
+            raise DataError(words) from error
+
+    def read_now(self, start: int, count: int) -> Tokens:
+        """The same, in one try: whatever cannot be read raises the `OSError`, with its file."""
         if start < 0 or count < 0 or start + count > self.index.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.index.tokens}")
         out = np.empty(count, self.dtype)
@@ -156,19 +189,40 @@ class Corpus:
             number += 1
         return out
 
+    def worked_before(self) -> bool:
+        """Whether this run has read any shard before.
+
+        Before it has, it is not the shard's fault if the index beside it cannot be seen.
+        """
+        if self._worked or self._read_before:
+            return True
+        return not os.access(self.directory / INDEX_FILE, os.R_OK)
+
     def close(self) -> None:
         """Close all files; they are opened again when needed."""
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def __reduce__(self) -> tuple[type[Corpus], tuple[Path, Index, int]]:
-        return Corpus, (self.directory, self.index, self.max_open)
+    def __reduce__(self) -> tuple[type[Corpus], tuple[Path, Index, int, bool]]:
+        return Corpus, (self.directory, self.index, self.max_open, self._worked)
 
     def _read_shard(self, number: int, offset: int, into: Tokens) -> None:
         path = self.directory / self.index.shards[number].file
         position = _HEADER.size + offset * into.itemsize
-        with _named_errors(path):
+        try:
             _read_fully(path, self._descriptor(number, path), into.view(np.uint8).data, position)
+        except OSError as error:
+            self._drop(number)  # a descriptor that went stale stays so: the next try opens the file
+            code = error.errno
+            if code == errno.ENOENT and not (self._worked or number in self._read_before):
+                code = errno.ENODATA  # as with an empty file: it may never have been there
+            raise OSError(code, error.strerror, str(path)) from error
+        self._read_before.add(number)
+
+    def _drop(self, number: int) -> None:
+        if (descriptor := self._open.pop(number, None)) is not None:
+            with suppress(OSError):  # of a server that has forgotten it
+                os.close(descriptor)
 
     def _descriptor(self, number: int, path: Path) -> int:
         if number in self._open:
@@ -181,22 +235,18 @@ class Corpus:
 
 
 def verify_shard(directory: Path, shard: Shard, dtype: Dtype) -> None:
-    """Read a token file through. DataError, naming it, if it is not what the index says."""
+    """Read a token file through. DataError, naming it, if it is not what the index says.
+
+    Raises as `StorageWaits.retry` where it cannot be read now.
+    """
     path = directory / shard.file
-    checksum = xxh3_128()
-    block = bytearray(_BLOCK)
-    with _named_errors(path):
-        descriptor = _open_shard(path, shard, dtype)
-        try:
-            for start in range(_HEADER.size, shard.bytes, _BLOCK):
-                part = memoryview(block)[: min(_BLOCK, shard.bytes - start)]
-                _read_fully(path, descriptor, part, start)
-                checksum.update(part)
-        finally:
-            os.close(descriptor)
-    if checksum.hexdigest() != shard.checksum:
+    try:
+        checksum = storage_waits().retry(partial(_sum, path, shard, dtype), path=path)
+    except OSError as error:
+        raise DataError(f"token file {path} cannot be read: {error.strerror}") from error
+    if checksum != shard.checksum:
         raise DataError(
-            f"{path} is damaged: its tokens have the checksum {checksum.hexdigest()}, "
+            f"{path} is damaged: its tokens have the checksum {checksum}, "
             f"the index says {shard.checksum}; prepare the data again into another directory"
         )
 
@@ -212,26 +262,37 @@ def verify(directory: str | Path) -> Index:
     return index
 
 
-@contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
+def _sum(path: Path, shard: Shard, dtype: Dtype) -> str:
+    """The checksum of a file's tokens. Raises `OSError` if they cannot be read."""
+    checksum, block = xxh3_128(), bytearray(_BLOCK)
+    descriptor = _open_shard(path, shard, dtype)
     try:
-        yield
-    except OSError as error:
-        raise DataError(f"token file {path} cannot be read: {error.strerror}") from error
+        for start in range(_HEADER.size, shard.bytes, _BLOCK):
+            part = memoryview(block)[: min(_BLOCK, shard.bytes - start)]
+            _read_fully(path, descriptor, part, start)
+            checksum.update(part)
+    finally:
+        os.close(descriptor)
+    return checksum.hexdigest()
 
 
 def _open_shard(path: Path, shard: Shard, dtype: Dtype) -> int:
-    """A descriptor of the file that the index describes; DataError if it is another."""
+    """A descriptor of the file that the index describes; DataError if it is another.
+
+    Raises `OSError` if it cannot be read, or is empty.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
-        refusal = _mismatch(os.pread(descriptor, _HEADER.size, 0), size, shard, dtype)
-    except OSError:
+        if size == 0:
+            raise empty(path)
+        header = bytearray(min(size, _HEADER.size))
+        _read_fully(path, descriptor, memoryview(header), 0)
+        if refusal := _mismatch(bytes(header), size, shard, dtype):
+            raise DataError(f"token file {path} is not the one its index describes: {refusal}")
+    except BaseException:
         os.close(descriptor)
         raise
-    if refusal:
-        os.close(descriptor)
-        raise DataError(f"token file {path} is not the one its index describes: {refusal}")
     return descriptor
 
 
@@ -263,8 +324,17 @@ def _read_fully(path: Path, descriptor: int, into: memoryview, position: int) ->
     while filled < len(into):
         got = os.preadv(descriptor, [into[filled:]], position + filled)
         if got == 0:
-            raise DataError(
-                f"token file {path} was truncated while in use: "
-                f"it ends at byte {position + filled}, {position + len(into)} were expected"
-            )
+            _refuse_short(path, descriptor, position + filled, position + len(into))
         filled += got
+
+
+def _refuse_short(path: Path, descriptor: int, at: int, end: int) -> NoReturn:
+    """Nothing was read at byte `at`: the file is shorter than it was, or only seems so."""
+    size = os.fstat(descriptor).st_size
+    if size == 0:
+        raise empty(path)
+    if size > at:
+        raise OSError(errno.EIO, f"nothing was read at byte {at} of {size}", str(path))
+    raise DataError(
+        f"token file {path} was truncated while in use: it ends at byte {at}, {end} were expected"
+    )

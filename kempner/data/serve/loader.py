@@ -25,6 +25,7 @@ from kempner.data.files.token_file import Corpus
 from kempner.data.order.batch_slices import PADDING, Slicing
 from kempner.data.order.shuffle import Order
 from kempner.data.serve.token_reader import TokenDataset, TokenReader
+from kempner.run.process.retry import WaitStoppedError
 
 IGNORE = -100
 """Target of a row without a sample: `torch.nn.functional.cross_entropy` leaves it out."""
@@ -102,14 +103,15 @@ class Feed:
     def take(self, give_up: Callable[[], bool] = lambda: False) -> StepBatch | None:
         """The next step's batch; None if none has come when `give_up` says that it is enough.
 
-        Raises DataError if a shard cannot be read, RunError if a worker was killed, and whatever
-        else went wrong in the thread or in a worker.
+        Raises DataError if a shard is wrong, `StorageUnavailableError` if it cannot be read for too
+        long, RunError if a worker was killed, and whatever else went wrong in the thread or in a
+        worker.
         """
         while self._failure is None:
             item = self._next_ready()
             if isinstance(item, StepBatch):
                 return item
-            if item is None and give_up():
+            if isinstance(item, WaitStoppedError) or (item is None and give_up()):
                 return None
             self._failure = item or self._reader.lost_worker()
         raise self._failure
@@ -175,8 +177,9 @@ def eval_batches(
 ) -> Iterator[list[MicroBatch]]:
     """The samples in file order, a global batch at a time, read in the calling thread.
 
-    Every rank gets as many batches, and as many micro batches in each; the last is padded.
-    Raises DataError if the corpus has not one sample or cannot be read.
+    Every rank gets as many batches, and as many micro batches in each; the last is padded, and so
+    is what cannot be read when a stop is asked for.
+    Raises DataError if the corpus has not one sample, and as `Corpus.read`.
     """
     slicing = Slicing(global_batch_size, micro_batch_size, rank, world)
     count = corpus.samples(seq_len)
@@ -185,7 +188,10 @@ def eval_batches(
         batch = []
         for positions in slicing.rows(start):
             rows = [position if position < count else PADDING for position in positions]
-            tokens = [no_tokens if row == PADDING else corpus.sample(row, seq_len) for row in rows]
+            try:
+                tokens = [no_tokens if r == PADDING else corpus.sample(r, seq_len) for r in rows]
+            except WaitStoppedError:  # nobody uses the loss, but the ranks go on together
+                rows, tokens = [PADDING] * len(rows), [no_tokens] * len(rows)
             batch.append(_to_micro_batch(np.stack(tokens), rows))
         yield batch
 

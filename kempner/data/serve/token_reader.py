@@ -7,7 +7,7 @@ limit shows as a SIGBUS, is not involved.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -35,6 +35,13 @@ class MicroTokens(NamedTuple):
     """[k, seq_len + 1] for the k positions of `part`, as on disk; zeros for PADDING."""
 
 
+class Unread(NamedTuple):
+    """A micro batch that could not be read; `worked` is whether its file was read before."""
+
+    part: MicroSlice
+    worked: bool
+
+
 class TokenDataset(Dataset[NDArray[Any]]):
     """The endless order as a dataset: position -> tokens [seq_len + 1], PADDING -> zeros."""
 
@@ -44,12 +51,13 @@ class TokenDataset(Dataset[NDArray[Any]]):
         self._seq_len = seq_len
 
     def __getitem__(self, position: int) -> NDArray[Any]:
-        """Raises DataError if the shard cannot be read."""
+        """In one try. Raises DataError if the shard is wrong, `OSError` if it cannot be read."""
         if position == PADDING:
             return np.zeros(self._seq_len + 1, self._corpus.dtype)
-        return self._corpus.sample(self._order.locate(position)[1], self._seq_len)
+        first = self._order.locate(position)[1] * self._seq_len
+        return self._corpus.read_now(first, self._seq_len + 1)
 
-    def __getitems__(self, part: MicroSlice) -> MicroTokens | DataError:
+    def __getitems__(self, part: MicroSlice) -> MicroTokens | Unread | DataError:
         """What is asked for, with its tokens; an error is handed over as a value.
 
         A DataLoader would hand on an exception as text, its sentence lost in a worker's traceback.
@@ -58,16 +66,32 @@ class TokenDataset(Dataset[NDArray[Any]]):
             return MicroTokens(part, np.stack([self[position] for position in part.positions]))
         except DataError as error:
             return error
+        except OSError:
+            return Unread(part, self._corpus.worked_before())
+
+    def wait_for(self, unread: Unread, stop: Callable[[], bool]) -> MicroTokens:
+        """Read again what could not be read, as long as it takes; see `Corpus.read`."""
+        rows = unread.part.positions
+        tokens = [self._wait_for(row, unread.worked, stop) for row in rows]
+        return MicroTokens(unread.part, np.stack(tokens))
+
+    def _wait_for(self, position: int, worked: bool, stop: Callable[[], bool]) -> NDArray[Any]:
+        if position == PADDING:
+            return np.zeros(self._seq_len + 1, self._corpus.dtype)
+        number = self._order.locate(position)[1]
+        return self._corpus.sample(number, self._seq_len, worked=worked, stop=stop)
 
 
 class TokenReader:
     """Iterates over the tokens of slice after slice.
 
     The worker processes die with the thread that creates the reader. `stop` ends them whatever
-    they do; without workers, reading happens in the thread that iterates.
+    they do; without workers, reading happens in the thread that iterates. What a worker cannot read
+    is read there, too: that thread can wait for storage, be seen to wait, and be stopped.
     """
 
     def __init__(self, dataset: TokenDataset, slices: Iterable[MicroSlice], workers: int) -> None:
+        self._dataset, self._stopped = dataset, False
         loader = DataLoader(
             dataset,
             batch_sampler=slices,  # type: ignore[arg-type]  # the dataset takes them as they are
@@ -95,8 +119,10 @@ class TokenReader:
         return self._pool._workers if self._pool is not None else ()
 
     def read(self) -> MicroTokens:
-        """The next slice and its tokens. Raises DataError if a shard cannot be read."""
-        read: MicroTokens | DataError = next(self._iterator)
+        """The next slice and its tokens. Raises as `Corpus.read`."""
+        read: MicroTokens | Unread | DataError = next(self._iterator)
+        if isinstance(read, Unread):
+            return self._dataset.wait_for(read, stop=lambda: self._stopped)
         if isinstance(read, DataError):
             raise read
         return read
@@ -114,6 +140,7 @@ class TokenReader:
 
     def stop(self) -> None:
         """Kill the workers, and keep torch from waiting for what they can no longer do."""
+        self._stopped = True
         if self._pool is None:
             return
         self._pool._shutdown = True  # its own way takes a lock that a killed worker may have held

@@ -40,8 +40,9 @@ from kempner.run.control.protocol import (
 from kempner.run.control.rank_deadlines import Overdue, RankDeadlines
 from kempner.run.control.rank_reports import RankReports
 from kempner.run.control.transport import Connection
+from kempner.run.output.console import leave
+from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.logs import logger
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.health import ConnectionsStalled
 from kempner.run.record.run_dir import RunDirectory
@@ -52,8 +53,9 @@ BEAT = 1.0
 RETRY = (0.1, 2.0)
 """Seconds until the second try to connect, and the most between two tries."""
 
-ALONE = 8.0
-"""Seconds without a connection after which files are used instead."""
+ALONE = 5.0
+"""Seconds without a connection after which files are used instead: long before the supervisor gives
+a rank up that it hears nothing of."""
 
 LAST_WORDS = 3.0
 """Seconds that a rank waits, at its end, for its last words to be heard; longer than a try to
@@ -74,7 +76,9 @@ class Reactions:
 
     `patience` seconds are given to a step, `grace` seconds to what is none, such as the last save.
     `stalled` tells the near and far address of each connection of this node that delivers nothing,
-    `measure` what this process uses of its node, or None if that cannot be seen.
+    `measure` what this process uses of its node, or None if that cannot be seen. `has_died` is
+    whether the supervisor is known to have died; it is asked when nobody listens any more where the
+    supervisor did.
     """
 
     stop: Callable[[Stop], None]
@@ -84,6 +88,7 @@ class Reactions:
     grace: float
     stalled: Callable[[], list[tuple[str, str]]] = list
     measure: Callable[[], Usage | None] = lambda: None
+    has_died: Callable[[], bool] = lambda: False
 
 
 class ControlClient:
@@ -125,20 +130,36 @@ class ControlClient:
         return self.fall_silent()
 
     def say_how_it_ends(self, code: int, sentence: str) -> None:
-        """The first half of `leave`: the line stays up."""
+        """The first half of `leave`: the line stays up. Nothing waits for one that has died."""
         self._heard_before = self._deadlines.supervisor.times_broken
         self._reports.hurry()  # where it ended, before its last words
         self._post(lambda number: Outcome(number, int(code), shorten(sentence)))
-        self._outbox.wait_until_heard(LAST_WORDS)
+        end = time.monotonic() + LAST_WORDS
+        while self._outbox.wait_until_heard(_LISTEN) and time.monotonic() < end:
+            if self.supervisor_has_died():
+                break
+
+    def supervisor_has_died(self) -> bool:
+        """Whether nobody listens any more where the supervisor did, since it is dead."""
+        return self._deadlines.supervisor.refuses and self._react.has_died()
 
     def outlives_supervisor(self) -> bool:
         """Whether nothing answers to how this process ends; waits until that is sure."""
         supervisor = self._deadlines.supervisor
         while supervisor.times_broken == self._heard_before:
-            if supervisor.noticed:
+            if supervisor.noticed or self.supervisor_has_died():
                 return True
             time.sleep(_LISTEN)
         return False
+
+    def take_back(self) -> list[Event]:
+        """The lines for the ledger that nobody takes, for want of a connection: they are the
+        caller's to write, and are not sent any more."""
+        if self._alone_since is None:
+            return []
+        unheard = self._outbox.wait_until_heard(0.0)
+        self._outbox.drop(unheard)
+        return [message for message in unheard if isinstance(message, Event)]
 
     def fall_silent(self) -> list[Event]:
         """The second half of `leave`."""
@@ -159,6 +180,8 @@ class ControlClient:
             try:
                 wire = self._open()
             except (OSError, MessageError) as error:
+                refused = isinstance(error, ConnectionRefusedError)
+                self._deadlines.supervisor.refuses = refused
                 logger().debug("cannot connect to the supervisor", reason=str(error))
                 self._wait_alone(pause)
                 pause = min(2 * pause, longest)
@@ -258,9 +281,9 @@ class ControlClient:
         """End the process, although the main thread may wait for that peer for ever."""
         assert self.peer_lost is not None  # or nobody would have set the time
         sentence = f"exited, because rank {self.peer_lost.rank} {self.peer_lost.words}"
-        logger().error(sentence)
         self.leave(ExitCode.PEERS_LOST, sentence)
-        os._exit(ExitCode.PEERS_LOST)
+        logger().error(sentence)
+        leave(ExitCode.PEERS_LOST)
 
     def _nap(self, selector: selectors.BaseSelector, until: float) -> None:
         """Wait until something happens, or until it is time for something."""

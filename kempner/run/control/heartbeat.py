@@ -5,12 +5,14 @@ The loop pays for a few attributes; nothing is locked and nothing is sent from h
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeAlias
 
-from kempner.run.control.protocol import Phase, Report
+from kempner.run.control.protocol import Phase, Report, shorten
+from kempner.run.process.retry import storage_waits
 
 Waiting: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Makes a block in which a rank waits for others, in what it is given."""
@@ -19,6 +21,23 @@ Waiting: TypeAlias = Callable[[str], AbstractContextManager[None]]
 def untimed(what: str) -> AbstractContextManager[None]:
     """A `Waiting` that nobody looks at."""
     return nullcontext()
+
+
+def describe_places(reports: Mapping[int, Report]) -> str:
+    """Where the ranks are, each by its newest report, as `ranks.json` has it."""
+    ranks = [
+        {
+            "rank": rank,
+            "step": report.step,
+            "phase": report.phase,
+            "worked": report.worked,
+            "waited": report.waited,
+            "waiting": report.waiting,
+            "storage": report.storage,
+        }
+        for rank, report in sorted(reports.items())
+    ]
+    return json.dumps(ranks)
 
 
 class Progress:
@@ -79,4 +98,13 @@ class Progress:
     def report(self) -> Report:
         """All of it, at this moment; may be called from any thread."""
         step, worked, waited = self._done
-        return Report(step, self.phase, round(worked, 3), round(waited, 3), self._waiting_for)
+        storage = storage_waits()
+        return Report(
+            step,
+            self.phase,
+            round(worked, 3),
+            round(waited, 3),
+            self._waiting_for,
+            shorten(storage.waiting_for),
+            storage.tries,
+        )

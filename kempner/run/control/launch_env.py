@@ -24,6 +24,7 @@ _JOB = "KEMPNER_BATCH_JOB"
 _RUN = "KEMPNER_RUN_DIR"
 _SILENCE = "KEMPNER_SILENCE_LIMIT"
 _GRACE = "KEMPNER_STOP_GRACE"
+_PATIENCE = "KEMPNER_STORAGE_PATIENCE"
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,14 @@ class Control:
 @dataclass(frozen=True)
 class LaunchTerms:
     """What a rank must know that is not told by a configuration: the run's directory, after how
-    many seconds without a heartbeat it exits, and how many it has after a stop request.
+    many seconds without a heartbeat it exits, how many it has after a stop request, and how many it
+    waits for storage.
     """
 
     run: Path
     supervisor_timeout: float
     stop_grace: float
+    patience: float
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Launch:
             _RUN: str(self.terms.run.absolute()),
             _SILENCE: str(self.terms.supervisor_timeout),
             _GRACE: str(self.terms.stop_grace),
+            _PATIENCE: str(self.terms.patience),
         }
 
     @classmethod
@@ -102,10 +106,13 @@ class Launch:
             ),
             parent=int(environ[_PARENT]) if _PARENT in environ else None,
             job=environ.get(_JOB),
-            terms=LaunchTerms(Path(environ[_RUN]), float(environ[_SILENCE]), float(environ[_GRACE]))
-            if _RUN in environ
-            else None,
+            terms=_terms(environ) if _RUN in environ else None,
         )
+
+
+def _terms(environ: Mapping[str, str]) -> LaunchTerms:
+    seconds = (float(environ[name]) for name in (_SILENCE, _GRACE, _PATIENCE))
+    return LaunchTerms(Path(environ[_RUN]), *seconds)
 
 
 def forget_secret(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from kempner.run.control.protocol import Event, MessageError, Outcome, decode_from_rank, encode
-from kempner.run.process.logs import logger
+from kempner.run.output.logs import logger
 
 Post: TypeAlias = Event | Outcome
 
@@ -48,6 +48,12 @@ class Outbox:
             while self._unheard and self._unheard[0].number <= number:
                 self._unheard.popleft()
             self._changed.notify_all()
+
+    def drop(self, events: Iterable[Post]) -> None:
+        """Forget the lines for the ledger among these: somebody else writes them."""
+        gone = {message.number for message in events if isinstance(message, Event)}
+        with self._changed:
+            self._unheard = deque(m for m in self._unheard if m.number not in gone)
 
     def wait_until_heard(self, seconds: float) -> list[Post]:
         """Wait, at most so long, until all is heard; returns what is not."""

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Phase
 from kempner.run.process.awake_clock import AwakeClock
+from kempner.run.process.retry import storage_waits
 
 LONGER_THAN_ANY = 10.0
 """How many times the longest step so far a step may take before nobody waits for it any more."""
@@ -48,7 +49,7 @@ class ProgressWatchdog:
     def __init__(self, progress: Progress, floor: float, ceiling: float) -> None:
         self._progress, self._floor, self._ceiling = progress, floor, ceiling
         self._clock = AwakeClock()
-        self._still = Standstill((progress.step, progress.phase), 0.0)
+        self._still = Standstill(self._place(), 0.0)
         self._longest = 0.0
 
     @property
@@ -56,12 +57,17 @@ class ProgressWatchdog:
         """Since the last move, as far as it was looked at."""
         return self._still.seconds(self._clock.now())
 
+    def _place(self) -> tuple[int, Phase, int]:
+        """Where the process is; another try of storage that fails is a move, too."""
+        return self._progress.step, self._progress.phase, storage_waits().tries
+
     def too_long(self) -> bool:
         """Take a look: whether what is under way takes longer than it can."""
         now, before = self._clock.now(), self._still
-        self._still = before.seen((self._progress.step, self._progress.phase), now)
+        self._still = before.seen(self._place(), now)
         in_step = self._still.place[1] is Phase.STEP
-        if in_step and before.place[1] is Phase.STEP and self._still is not before:
+        made = self._still.place[0] > before.place[0]
+        if in_step and before.place[1] is Phase.STEP and made:
             self._longest = max(self._longest, before.seconds(now))
         long = LONGER_THAN_ANY * self._longest if in_step else None
         return self._still.seconds(now) > patience(self._floor, self._ceiling, long)

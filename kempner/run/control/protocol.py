@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, TypeAdapter,
 
 from kempner.run.process.stop_reason import StopReason
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of all of this; both sides must speak the same."""
 
 LINE_LIMIT = 64 * 1024
@@ -99,6 +99,8 @@ class Report(_Message):
     `worked` and `waited` are seconds from the start of the process to the end of that step, without
     those in evaluations and saves; `waited` is what it spent waiting for other ranks. `waiting` is
     what it waits for others in at this moment: a collective, say; empty if it does not.
+    `storage` is the file that it cannot read or write now, and why, empty if there is none; `tries`
+    counts how often it has tried anything of that kind again.
     """
 
     step: Natural
@@ -106,6 +108,8 @@ class Report(_Message):
     worked: Seconds
     waited: Seconds
     waiting: Name = ""
+    storage: Words = ""
+    tries: Natural = 0
     kind: Literal["progress"] = "progress"
 
 

@@ -13,6 +13,8 @@ class SupervisorTimeout:
         self._heard_at = 0.0
         self.noticed = False
         self.times_broken = 0
+        self.refuses = False
+        """Whether nobody listened there at the last try, though the machine answered."""
 
     @property
     def seconds(self) -> float:
@@ -21,7 +23,7 @@ class SupervisorTimeout:
 
     def broken(self) -> None:
         """Something was heard."""
-        self._heard_at, self.noticed = self._clock.now(), False
+        self._heard_at, self.noticed, self.refuses = self._clock.now(), False, False
         self.times_broken += 1
 
     def exceeds_limit(self) -> bool:

@@ -16,15 +16,22 @@ BACKLOG_LIMIT = 256 * 1024
 
 _CHUNK = 64 * 1024
 
+UNACKNOWLEDGED = 10.0
+"""Seconds without an acknowledgement after which the kernel gives a connection up. A machine that
+has lost its power says nothing. A process that is stopped or stuck is another matter: its kernel
+goes on answering, and the connection stays."""
+
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNACKNOWLEDGED)),
 )
-"""A machine that has lost its power says nothing: the kernel gives it up after 10 s. A process that
-is stopped or stuck is another matter: its kernel goes on answering, and the connection stays."""
+
+
+class HungUpError(ConnectionResetError):
+    """The other side has closed the connection, or its process has ended: no cut does that."""
 
 
 class Connection:
@@ -86,7 +93,7 @@ class Connection:
         except BlockingIOError:
             return []
         if not received:
-            raise ConnectionResetError("closed by the other side")
+            raise HungUpError("closed by the other side")
         return self._lines.feed(received)
 
     def wait_for_line(self, seconds: float) -> bytes:

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LATE = 60.0
@@ -66,10 +66,11 @@ def await_entry(
 def join_directory(path: Path) -> None:
     """Make a directory that others make at the same moment, and wait until it is seen.
 
+    The folder that it is in must be there: nothing is made in the place of storage that is away.
     Raises `OSError`.
     """
     try:
-        path.mkdir(parents=True)
+        path.mkdir()
     except FileExistsError:
         if not await_entry(path):
             raise
@@ -78,12 +79,18 @@ def join_directory(path: Path) -> None:
 def replace_durable(path: Path, content: bytes, *, unique: str) -> None:
     """Replace `path` so that a reader sees the old content or the new one, also after a crash.
 
-    `unique` keeps the temporary names of concurrent writers apart.
+    `unique` keeps the temporary names of concurrent writers apart. Raises `OSError`, and leaves no
+    temporary file then.
     """
     temporary = path.with_name(f".{path.name}.{unique}")
     temporary.unlink(missing_ok=True)
-    write_durable(temporary, content)
-    rename(temporary, path, arrived=lambda: holds(path, content))
+    try:
+        write_durable(temporary, content)
+        rename(temporary, path, arrived=lambda: holds(path, content))
+    except BaseException:
+        with suppress(OSError):  # what cannot be written may be beyond removal, too
+            temporary.unlink(missing_ok=True)
+        raise
     fsync_directory(path.parent)
 
 

@@ -16,6 +16,8 @@ class ExitCode(IntEnum):
     """The command line or the configuration is wrong."""
     BAD_DATA = 65
     """Data or a checkpoint cannot be used."""
+    STORAGE_UNAVAILABLE = 69
+    """Storage that worked before, or may work soon, has failed for too long."""
     CHECKPOINT_FAILED = 74
     """A checkpoint could not be written."""
     STOPPED = 75

@@ -16,14 +16,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import FrameType
 from typing import NoReturn
 
+from kempner.run.output.console import leave, say
 from kempner.run.process.exit_codes import ExitCode
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+LEFT_AT_ONCE = "exited at once on the second Ctrl-C; the last commit is intact"
+
+INSIST_WITHIN = 2.0
+"""Seconds within which a second Ctrl-C means: now."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -34,6 +41,18 @@ class Received:
 
     signal: signal.Signals
     at: float
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What an inbox has replaced: handlers (None: not one of Python's) and the wakeup descriptor.
+
+    `writer` is the descriptor to which the signals are written meanwhile.
+    """
+
+    handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], object] | int | None]
+    wakeup: int
+    writer: int
 
 
 class SignalInbox:
@@ -47,26 +66,48 @@ class SignalInbox:
         self._received: list[Received] = []
         self._lock = threading.Lock()
         self._react: Callable[[Received], None] | None = None
-        self._installed = False
+        self._before: _Before | None = None
+        """What `uninstall` brings back; None while the inbox is not installed."""
+
+    @property
+    def installed(self) -> bool:
+        """Whether the stop signals come here."""
+        return self._before is not None
 
     def install(self) -> None:
         """Take over the stop signals and unblock them; SIGQUIT dumps all stacks to stderr.
 
+        SIGHUP and SIGINT stay ignored where nohup, or a shell's `&`, has this process ignore them.
         A launcher that blocked the signals around the start of this process loses none that came
-        before this call.
+        before this call. Only the main thread may call it: Python raises `ValueError` in others.
         """
-        if self._installed:
+        if self.installed:
             return
-        self._installed = True
         reader, writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
-        for stop_signal in STOP_SIGNALS:
-            signal.signal(stop_signal, _ignore_here)
+        handlers = {number: signal.signal(number, _ignore_here) for number in _not_to_be_ignored()}
+        self._before = _Before(handlers, wakeup, writer)
         if sys.__stderr__ is not None:
             faulthandler.register(signal.SIGQUIT, file=sys.__stderr__, all_threads=True)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def uninstall(self) -> None:
+        """Give the signals back to whom they went before, and forget those that came.
+
+        Only the main thread may call it.
+        """
+        before, self._before = self._before, None
+        if before is None:
+            return
+        for number, handler in before.handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(before.wakeup)
+        faulthandler.unregister(signal.SIGQUIT)
+        os.close(before.writer)  # which ends the thread
+        with self._lock:
+            self._received, self._react = [], None
 
     @property
     def received(self) -> tuple[Received, ...]:
@@ -88,6 +129,7 @@ class SignalInbox:
         while number := os.read(reader, 1):
             if number[0] in STOP_SIGNALS:
                 self._note(Received(signal.Signals(number[0]), time.monotonic()))
+        os.close(reader)
 
     def _note(self, received: Received) -> None:
         with self._lock:
@@ -123,8 +165,35 @@ def exit_immediately(received: Received) -> None:
 
 def exit_before_training(why: str) -> NoReturn:
     """End this process, whatever its main thread does: nothing was done yet that could be lost."""
-    print(f"kempner: {why} before training began; nothing to save", file=sys.stderr, flush=True)
-    os._exit(ExitCode.STOPPED)
+    say(f"kempner: {why} before training began; nothing to save", sys.stderr)
+    leave(ExitCode.STOPPED)
+
+
+def insists(received: Sequence[Received]) -> bool:
+    """Whether the user pressed Ctrl-C twice within `INSIST_WITHIN` seconds."""
+    times = [r.at for r in received if r.signal == signal.SIGINT]
+    return any(later - earlier <= INSIST_WITHIN for earlier, later in pairwise(times))
+
+
+def ignore_from_now_on() -> None:
+    """For a process whose interpreter is about to be torn down: no stop signal ends it any more.
+
+    Python restores the signals' default actions before it has come to its end, but for those that
+    are ignored: one that comes too late would turn a good exit code into a death by signal.
+    """
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, signal.SIG_IGN)
+
+
+def _not_to_be_ignored() -> list[signal.Signals]:
+    """The stop signals without those that whoever started this process wants to be ignored.
+
+    A start that is deaf to all of them until they are trapped (`DEAF`) ignores SIGTERM, too.
+    """
+    ignored = {number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN}
+    if signal.SIGTERM in ignored:
+        return list(STOP_SIGNALS)
+    return [n for n in STOP_SIGNALS if n not in ignored & {signal.SIGHUP, signal.SIGINT}]
 
 
 def _ignore_here(signum: int, frame: FrameType | None) -> None:

@@ -7,13 +7,22 @@ whether or not their processes are gone: no lock, no lease, and no clock is cons
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import secrets
+import shutil
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import CheckpointWriteError, UsageError
+from kempner.run.process.retry import read_filled, storage_waits
+from kempner.run.record import gave_up
 from kempner.run.record.run_dir import RunDirectory
 
 CURRENT = "CURRENT"
@@ -39,32 +48,38 @@ class Fence:
     attempt: Attempt
 
     def check(self) -> None:
-        """Raise `SupersededError` unless `attempts/CURRENT` still names this attempt."""
-        current = read_current(self.attempts)
+        """Raise `SupersededError` if `attempts/CURRENT` names another attempt than this.
+
+        Raises `OSError` where it cannot be read now, or is not there: it was, so its storage is
+        away.
+        """
+        path, current = self.attempts / CURRENT, read_current(self.attempts)
+        if current is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         if current != self.attempt:
-            newer = f"attempt {current.number}" if current else "nobody"
             raise SupersededError(
-                f"attempt {self.attempt.number} must not commit any more: "
-                f"{self.attempts / CURRENT} names {newer}"
+                f"attempt {self.attempt.number} must not commit any more: {path} names attempt "
+                f"{current.number}"
             )
 
 
 def read_current(attempts: Path) -> Attempt | None:
-    """The live attempt, or None before the first."""
+    """The live attempt, or None before the first. Raises `OSError` if that cannot be read now."""
     try:
-        fields = json.loads((attempts / CURRENT).read_bytes())
+        fields = json.loads(read_filled(attempts / CURRENT))
     except FileNotFoundError:
         return None
     return Attempt(number=fields["attempt"], nonce=fields["nonce"])
 
 
-def begin_attempt(run: RunDirectory) -> Attempt:
-    """Number a new attempt and make it the live one.
+def begin_attempt(run: RunDirectory, worked: bool = False) -> Attempt:
+    """Number a new attempt and make it the live one; `worked` is whether the run had one before.
 
-    Raises `UsageError` if the run's directory cannot be written.
+    Raises `UsageError` if the run's directory cannot be written, and as `StorageWaits.retry` where
+    that is so for now.
     """
     try:
-        return _begin(run)
+        return storage_waits().retry(partial(_begin, run), worked, path=run.attempts)
     except OSError as error:
         raise UsageError(
             f"the run's directory {run.path} cannot be written ({error.strerror}); "
@@ -74,7 +89,7 @@ def begin_attempt(run: RunDirectory) -> Attempt:
 
 def _begin(run: RunDirectory) -> Attempt:
     run.attempts.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(p.name) for p in run.attempts.iterdir() if p.name.isdecimal()), default=0)
+    number = 1 + max(attempt_numbers(run), default=0)
     while True:
         try:
             run.attempt(number).mkdir()
@@ -85,3 +100,31 @@ def _begin(run: RunDirectory) -> Attempt:
     content = json.dumps({"attempt": attempt.number, "nonce": attempt.nonce}) + "\n"
     replace_durable(run.attempts / CURRENT, content.encode(), unique=attempt.nonce)
     return attempt
+
+
+def prune_attempts(run: RunDirectory, keep: int) -> None:
+    """Delete the folders of all attempts but the last `keep`, and the one that `GAVE_UP` names.
+
+    From a thread: thousands of files take seconds, and nobody waits for it.
+    """
+    threading.Thread(target=_prune, args=(run, keep), name="prune", daemon=True).start()
+
+
+def outdated(numbers: Iterable[int], keep: int, given_up: int | None) -> list[int]:
+    """The attempts whose logs nobody needs: not the last `keep`, nor what `GAVE_UP` points to."""
+    return [number for number in sorted(numbers)[:-keep] if number != given_up]
+
+
+def _prune(run: RunDirectory, keep: int) -> None:
+    """Oldest first. What cannot be deleted now is tried again at the next start."""
+    try:
+        mark = gave_up.read(run)
+        for number in outdated(attempt_numbers(run), keep, None if mark is None else mark.attempt):
+            shutil.rmtree(run.attempt(number))
+    except OSError as error:
+        logger().info("cannot delete old logs", file=error.filename, error=error.strerror)
+
+
+def attempt_numbers(run: RunDirectory) -> list[int]:
+    """Of the attempts whose folders are there, in no order. Raises `OSError`."""
+    return [int(path.name) for path in run.attempts.iterdir() if path.name.isdecimal()]

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from dataclasses import fields as dataclass_fields
+from functools import partial
 from typing import Any, Self
 
 import tomli
@@ -18,6 +19,7 @@ import tomli_w
 
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import ExitCode, RunError
+from kempner.run.process.retry import storage_waits
 from kempner.run.record.run_dir import RunDirectory
 
 
@@ -109,7 +111,8 @@ def read(run: RunDirectory) -> GaveUp | None:
     A file that says nothing of that kind, made with touch(1), say, is obeyed as well.
     """
     try:
-        fields = tomli.loads(run.gave_up.read_text(encoding="utf-8"))
+        read_text = partial(run.gave_up.read_text, encoding="utf-8")
+        fields = tomli.loads(storage_waits().retry(read_text))
         return GaveUp.from_fields(fields)
     except FileNotFoundError:
         return None

@@ -5,11 +5,12 @@ What a reader makes of the events is its own affair: it asks for those of the ki
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar, overload
 
+from kempner.run.output.logs import logger
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed
 from kempner.run.record.events.vocabulary import parse_event
@@ -37,37 +38,57 @@ class Entry(Generic[E_co]):
 class RunHistory:
     """The events of a run, oldest first. A line that cannot be understood is passed over.
 
-    `refresh` adds those that were written since, and reads no line twice.
+    `refresh` adds those that were written since, and reads no line twice. What this process has
+    recorded counts also while it cannot be written.
     """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         self._path: Path | None = None
+        self._unwritten: Callable[[], list[str]] = list
         self._read_up_to = 0
         self._entries: list[Entry[LedgerEvent]] = []
+        self._not_written_yet: list[Entry[LedgerEvent]] = []
         self.add(lines)
 
     @classmethod
-    def read(cls, ledger: Path) -> Self:
-        """The history that the ledger tells; an empty one if there is none yet."""
+    def read(cls, ledger: Path, unwritten: Callable[[], list[str]] = list) -> Self:
+        """The history that the ledger tells; an empty one if there is none yet.
+
+        `unwritten` are the lines of this process that the file does not have yet. Raises `OSError`
+        if it cannot be read now.
+        """
         history = cls()
-        history._path = ledger
-        return history.refresh()
+        history._path, history._unwritten = ledger, unwritten
+        history._read_on(ledger)
+        return history
 
     def refresh(self) -> Self:
-        """Read what was written since the last time, by whomever; returns this history."""
-        if self._path is None:
-            return self
+        """Read what was written since the last time, by whomever; returns this history.
+
+        What cannot be read now is read at the next time.
+        """
         try:
-            with self._path.open("rb") as file:
+            if self._path is not None:
+                self._read_on(self._path)
+        except OSError as error:
+            logger().warning("cannot read the ledger", file=str(self._path), error=error.strerror)
+        return self
+
+    def _read_on(self, path: Path) -> None:
+        waiting = [line.encode() for line in self._unwritten()]  # asked first, or one may be missed
+        self._not_written_yet = _parse_all(waiting)
+        try:
+            with path.open("rb") as file:
                 file.seek(self._read_up_to)
                 content = file.read()
         except FileNotFoundError:
-            return self
+            content = b""
+        written = set(content.splitlines())
+        self._not_written_yet = _parse_all(line for line in waiting if line not in written)
         tail = content[content.rfind(b"\n") + 1 :]
         torn = not any(parse_lines(tail))  # or only its newline is missing
         self._read_up_to += len(content) - len(tail) * torn
         self.add(parse_lines(content))
-        return self
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Add lines of a ledger, as JSON objects."""
@@ -79,7 +100,7 @@ class RunHistory:
     def entries(self, kind: type[E], other: type[F], /) -> list[Entry[E | F]]: ...
     def entries(self, *kinds: type[LedgerEvent]) -> list[Any]:
         """The events of one or two kinds, in the order in which they were written."""
-        return [entry for entry in self._entries if isinstance(entry.event, kinds)]
+        return [entry for entry in self._all if isinstance(entry.event, kinds)]
 
     @overload
     def events(self, kind: type[E], /) -> list[E]: ...
@@ -87,7 +108,11 @@ class RunHistory:
     def events(self, kind: type[E], other: type[F], /) -> list[E | F]: ...
     def events(self, *kinds: type[LedgerEvent]) -> list[Any]:
         """The same without times and attempts."""
-        return [entry.event for entry in self._entries if isinstance(entry.event, kinds)]
+        return [entry.event for entry in self._all if isinstance(entry.event, kinds)]
+
+    @property
+    def _all(self) -> list[Entry[LedgerEvent]]:
+        return [*self._entries, *self._not_written_yet]
 
     @property
     def durations(self) -> Durations:
@@ -110,6 +135,11 @@ class RunHistory:
             if isinstance(event, CheckpointCommitted) or event.step > (newest or 0):
                 newest = event.step
         return newest
+
+
+def _parse_all(lines: Iterable[bytes]) -> list[Entry[LedgerEvent]]:
+    parsed = (_parse_entry(line) for line in parse_lines(b"\n".join(lines)))
+    return [entry for entry in parsed if entry is not None]
 
 
 def _parse_entry(line: Mapping[str, Any]) -> Entry[LedgerEvent] | None:

@@ -1,7 +1,8 @@
-"""Appends JSON lines (metrics, sample ids, events); a failed write never fails the run.
+"""Appends JSON lines (metrics, sample ids, events) to a file that this process alone appends to.
 
-A full disk must not end a training whose state is intact. A line that cannot be written is counted
-instead, said once, and the count is said when lines can be written again.
+A write that fails never fails the run, and one that hangs does not hold it up: the lines are kept
+and written later. That lines cannot be written is said once, and how many came late or were lost
+when they can again.
 """
 
 from __future__ import annotations
@@ -10,26 +11,20 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from kempner.run.process.durable_io import append_line
-from kempner.run.process.logs import logger
+from kempner.run.output.background_files import open_lines
+from kempner.run.output.logs import warn
 
 
 class JsonlWriter:
-    """A file of JSON lines that is appended to by this process alone."""
+    """A file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._missed = 0
+        self._file = open_lines(path, warn)
 
     def append(self, entry: Mapping[str, object]) -> None:
-        """Append an object of JSON values; a failure is reported once per streak."""
-        try:
-            append_line(self._path, json.dumps(entry))
-        except OSError as error:
-            self._missed += 1
-            if self._missed == 1:
-                logger().warning("cannot write to file", file=str(self._path), error=error.strerror)
-            return
-        if self._missed:
-            logger().warning("can write to file again", file=str(self._path), missed=self._missed)
-            self._missed = 0
+        """Append an object of JSON values."""
+        self._file.append(json.dumps(entry))
+
+    def unwritten(self) -> list[str]:
+        """The lines that could not be written yet, oldest first."""
+        return self._file.unwritten()

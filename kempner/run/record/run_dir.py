@@ -20,6 +20,10 @@ class RunDirectory:
         """The configuration as resolved by the first attempt."""
         return self.path / "config.toml"
 
+    def changed_config(self, attempt: int) -> Path:
+        """The configuration of an attempt, where it differs from the first one's."""
+        return self.attempt(attempt) / "config.toml"
+
     @property
     def ledger(self) -> Path:
         """Append-only events, one JSON object a line."""

@@ -19,10 +19,14 @@ class Connected:
 
 @dataclass(frozen=True)
 class Disconnected:
-    """A rank's connection is over. It may come back."""
+    """A rank's connection is over. It may come back.
+
+    `hung_up` says that the rank's side closed it, as the end of a process does; a cut does not.
+    """
 
     rank: int
     reason: str
+    hung_up: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ messages to a file of its own and reads the supervisor's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from kempner.run.control.protocol import FromRank, FromSupervisor, MessageError, decode_from_rank
 from kempner.run.control.transport import MessageFile
-from kempner.run.process.logs import logger
+from kempner.run.output.logs import logger
 from kempner.run.record.run_dir import RunDirectory
 
 
@@ -27,6 +28,7 @@ class FileTransport:
         self._files: dict[int, MessageFile] = {}
         self._own = MessageFile(run.messages(attempt, None))
         self.admitted: set[int] = set()
+        self._blind = False
 
     def admit(self, rank: int, orders: Iterable[FromSupervisor]) -> None:
         """A rank is reached by file from now on; `orders` are what it must know."""
@@ -48,8 +50,8 @@ class FileTransport:
             logger().warning("cannot write messages to the ranks", error=error.strerror)
 
     def news(self) -> Iterator[tuple[int, FromRank]]:
-        """What ranks have written since the last call."""
-        for entry in self._folder.iterdir():
+        """What ranks have written since the last call; what cannot be read now comes later."""
+        for entry in self._entries():
             if (rank := self._paths.get(entry.name)) is None:
                 continue
             file = self._files.setdefault(rank, MessageFile(entry))
@@ -58,6 +60,19 @@ class FileTransport:
                     yield rank, decode_from_rank(line)
                 except MessageError as error:  # a line torn by a kill, or by a full disk
                     logger().warning("a message is damaged", file=str(entry), error=str(error))
+
+    def _entries(self) -> list[Path]:
+        try:
+            entries = list(self._folder.iterdir())
+        except OSError as error:
+            if not self._blind:
+                logger().warning("waiting for storage: the ranks' messages", error=str(error))
+            self._blind = True
+            return []
+        if self._blind:
+            logger().warning("storage works again: the ranks' messages can be read")
+        self._blind = False
+        return entries
 
 
 def _read(file: MessageFile) -> list[bytes]:

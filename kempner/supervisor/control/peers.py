@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kempner.run.control.protocol import new_nonce
 from kempner.run.control.transport import Connection
-from kempner.run.process.logs import logger
+from kempner.run.output.logs import logger
 
 OPENING_TIME = 10.0
 """Seconds within which a connection must have proved that it belongs to a rank."""

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import itemgetter
+from typing import NamedTuple
 
-from kempner.supervisor.control.events import Connected
-from kempner.supervisor.policy.outcome import RankExit, failed
+from kempner.supervisor.control.events import Connected, Disconnected, LastReport
+from kempner.supervisor.policy.outcome import RankExit, failed, is_lost
 
 RECONNECT = 3.0
-"""Seconds within which a rank whose connection broke off has to be back, or it is gone. One that
-lives tries again after a tenth of a second. While steps are made, every rank is there: they count
-from the last one."""
+"""Seconds within which a rank that has hung up has to be back, or it is gone: its process has
+ended, or tries again after a tenth of a second. While steps are made, every rank is there: they
+count from the last one."""
+
+AWAY = 25.0
+"""Seconds without a word after which a rank is gone whose connection broke off in any other way.
+The network may be cut for 15 s: both kernels give the connection up within `UNACKNOWLEDGED`, and
+then a try to connect takes seconds. A rank that goes over to files is heard of before that, too."""
 
 JOIN = 120.0
 """Seconds after another has joined within which a rank joins, or it is gone: srun does not tell
 when one of its tasks has ended. A rank joins before it imports torch."""
+
+
+class _Broken(NamedTuple):
+    """When a connection broke off, and whether the rank's side closed it."""
+
+    at: float
+    hung_up: bool
 
 
 class RankRoster:
@@ -26,8 +40,12 @@ class RankRoster:
     def __init__(self, size: int, must_report: bool = True) -> None:
         self.size, self.must_report = size, must_report
         self.joined: dict[int, Connected] = {}
+        self.stuck: dict[int, Connected] = {}
+        """Where ranks are that could not be killed."""
         self._joined_at = 0.0
-        self._broken_since: dict[int, float] = {}
+        self._broken: dict[int, _Broken] = {}
+        self._heard: dict[int, tuple[float, float]] = {}
+        """The date of the newest word of each rank, and when it was seen."""
         self._reached, self._reached_at = 0, 0.0
         self._ends: dict[int, tuple[float, RankExit]] = {}
         self._ended_at = 0.0
@@ -46,14 +64,15 @@ class RankRoster:
 
     def connected(self, there: Connected, now: float) -> None:
         """A rank has connected, for the first time or again."""
-        self._broken_since.pop(there.rank, None)
+        self._broken.pop(there.rank, None)
+        self._heard[there.rank] = (0.0, now)
         self.joined[there.rank] = there
         self._joined_at = now
 
-    def disconnected(self, rank: int, now: float) -> None:
+    def disconnected(self, gone: Disconnected, now: float) -> None:
         """A rank's connection broke off; of one that has ended that says nothing new."""
-        if rank not in self._ends:
-            self._broken_since[rank] = now
+        if gone.rank not in self._ends:
+            self._broken[gone.rank] = _Broken(now, gone.hung_up)
 
     def ended(self, end: RankExit, now: float) -> bool:
         """A rank has ended; False if that was known.
@@ -63,7 +82,8 @@ class RankRoster:
         if end.rank in self._ends:
             return False
         self._ended_at, self.any_failed = now, self.any_failed or failed(end)
-        self._ends[end.rank] = (self._broken_since.pop(end.rank, now), end)
+        broken = self._broken.pop(end.rank, None)
+        self._ends[end.rank] = (now if broken is None else broken.at, end)
         return True
 
     def reached(self, step: int, now: float) -> None:
@@ -71,14 +91,24 @@ class RankRoster:
         if step > self._reached:
             self._reached, self._reached_at = step, now
 
+    def heard(self, last_reports: Mapping[int, LastReport], now: float) -> None:
+        """These are the newest words of the ranks, over whatever way they came."""
+        for rank, last in last_reports.items():
+            if self._heard.get(rank, (0.0, now))[0] != last.at:
+                self._heard[rank] = (last.at, now)
+
     def cut_off(self, now: float) -> list[RankExit]:
         """The ends of ranks whose connection broke off too long ago."""
-        broken = self._broken_since.items()
-        return [
-            RankExit(rank, None)
-            for rank, at in broken
-            if now - max(at, self._reached_at) > RECONNECT
-        ]
+        lost = (rank for rank, broken in self._broken.items() if self._lost(rank, broken, now))
+        return [RankExit(rank, None) for rank in lost]
+
+    def _lost(self, rank: int, broken: _Broken, now: float) -> bool:
+        if now - max(broken.at, self._reached_at) <= RECONNECT:
+            return False
+        if broken.hung_up or self.any_failed:
+            return True  # after a failure, of which this may be the cause, there is nothing to save
+        _, heard_at = self._heard.get(rank, (0.0, broken.at))
+        return now - max(heard_at, self._reached_at) > AWAY
 
     def never_joined(self, now: float) -> list[RankExit]:
         """The ends of ranks that have not joined, long after the others."""
@@ -86,6 +116,15 @@ class RankRoster:
             return []
         missing = sorted(set(range(self.size)) - self.joined.keys())
         return [RankExit(rank, None, sentence="it has never joined") for rank in missing]
+
+    def not_ended(self) -> list[int]:
+        """The ranks of whose end nothing is known."""
+        return [rank for rank in range(self.size) if rank not in self._ends]
+
+    def survivors(self) -> dict[int, Connected]:
+        """Of those the ones whose connection holds: the kernel ends it with the process."""
+        there = (rank for rank in self.not_ended() if rank not in self._broken)
+        return {rank: self.joined[rank] for rank in there if rank in self.joined}
 
     def ended_for(self, now: float) -> float | None:
         """Seconds since the last of all ranks has ended; None if some have not."""
@@ -95,7 +134,17 @@ class RankRoster:
         """Where a rank ran, or nothing if it never joined."""
         return self.joined[rank].host if rank in self.joined else ""
 
+    @property
+    def stuck_hosts(self) -> set[str]:
+        """Where ranks could not be killed."""
+        return {there.host for there in self.stuck.values()}
+
+    def stuck_pids(self) -> dict[str, list[int]]:
+        """Their processes, by host."""
+        where = self.stuck.values()
+        return {host: [t.pid for t in where if t.host == host] for host in self.stuck_hosts}
+
     def lost_hosts(self) -> list[str]:
         """Where ranks are gone of whose end nobody knows more: their machines may be gone, too."""
-        lost = (end.rank for end in self.ends if end.status is None and not end.ended_by_us)
+        lost = (end.rank for end in self.ends if is_lost(end))
         return sorted({self.joined[rank].host for rank in lost if rank in self.joined})

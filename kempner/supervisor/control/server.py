@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,8 +27,9 @@ from kempner.run.control.protocol import (
     Welcome,
     decode_from_rank,
 )
-from kempner.run.control.transport import Connection
-from kempner.run.process.logs import logger
+from kempner.run.control.transport import Connection, HungUpError
+from kempner.run.output.logs import logger
+from kempner.run.process.helper_thread import helper_thread
 from kempner.supervisor.control.auth import Membership
 from kempner.supervisor.control.events import Connected, Disconnected, LastReport, News
 from kempner.supervisor.control.file_transport import FileTransport
@@ -68,7 +68,7 @@ class ControlServer:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._alarm, selectors.EVENT_READ, self._wake_up)
-        self._thread = threading.Thread(target=self._serve, name="control", daemon=True)
+        self._thread = helper_thread(self._serve, "control")
 
     @property
     def port(self) -> int:
@@ -152,7 +152,7 @@ class ControlServer:
                 for line in peer.wire.lines():
                     self._hear(peer, decode_from_rank(line))
         except (OSError, MessageError) as error:
-            self._drop(peer, str(error))
+            self._drop(peer, str(error), hung_up=isinstance(error, HungUpError))
             return
         self._answer(peer)
 
@@ -246,14 +246,14 @@ class ControlServer:
         if self._selector.get_key(peer.wire).events != events:
             self._selector.modify(peer.wire, events, partial(self._serve_peer, peer))
 
-    def _drop(self, peer: Peer, reason: str) -> None:
+    def _drop(self, peer: Peer, reason: str, hung_up: bool = False) -> None:
         """End a connection, and say so to whom it matters."""
         if peer.wire.closed:
             return
         self._forget(peer)
         if peer.rank is not None:
             del self._ranks[peer.rank]
-            self._inbox.post(Disconnected(peer.rank, reason))
+            self._inbox.post(Disconnected(peer.rank, reason, hung_up))
             return
         self._strangers.refuse(peer, reason)
 

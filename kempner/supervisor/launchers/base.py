@@ -83,8 +83,14 @@ class Launcher(Protocol):
     def alive(self) -> bool:
         """Whether anything that was started is still there; all ends have been posted if not."""
 
-    def prepare_again(self, lost: Sequence[str]) -> CannotRestart | None:
+    def waits(self) -> bool:
+        """Whether the ranks cannot be started yet, because Slurm does not answer, say."""
+
+    def prepare_again(
+        self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]
+    ) -> CannotRestart | None:
         """Get ready to start once more, without those of the `lost` hosts that do not answer.
 
-        Returns why there can be no other start here, or None if there can.
+        Nor on a host where one of the `stuck` processes, which were killed, still runs. May take a
+        minute. Returns why there can be no other start here, or None if there can.
         """

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from kempner.cluster.world import discover
 from kempner.run.control.launch_env import Launch
+from kempner.run.output.console import say
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import follow_parent
 
@@ -29,7 +30,7 @@ def become(command: Sequence[str]) -> ExitCode:
         os.execvp(command[0], list(command))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        print(f"kempner: {command[0]} cannot be started: {reason}", file=sys.stderr)
+        say(f"kempner: {command[0]} cannot be started: {reason}", sys.stderr)
     return ExitCode.USAGE
 
 

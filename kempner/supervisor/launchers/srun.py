@@ -6,27 +6,50 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from kempner.cluster.network.interfaces import named
 from kempner.cluster.network.netinfo import read_interfaces, route_address
 from kempner.cluster.network.ports import free_port
 from kempner.cluster.slurm.allocation import Allocation, avoid, without
-from kempner.cluster.slurm.hostlist import node_of
-from kempner.cluster.slurm.scontrol import SlurmError, signal_tasks
+from kempner.cluster.slurm.command import (
+    SlurmError,
+    SlurmRefusedError,
+    patiently,
+    see_step_end,
+    start_step,
+    step_environment,
+)
+from kempner.cluster.slurm.hostlist import node_name, node_of
+from kempner.cluster.slurm.scontrol import signal_tasks
 from kempner.config.sections import SuperviseSection
 from kempner.run.control.launch_env import Launch
+from kempner.run.output.logs import logger
 from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import ExitCode, UsageError
-from kempner.run.process.logs import logger
+from kempner.run.process.helper_thread import keep_running, start_thread
 from kempner.supervisor.launchers.base import CannotRestart, Program
+from kempner.supervisor.launchers.srun_output import StepErrors
+from kempner.supervisor.nodes.blame import lost_nodes, still_boots
+from kempner.supervisor.nodes.health_check import NO_ANSWER
 from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
-from kempner.supervisor.nodes.srun_probe import give_back, silent_nodes, survey
+from kempner.supervisor.nodes.srun_probe import give_back, present, states, survey
 from kempner.supervisor.policy.outcome import RankExit
+
+START_WITHIN = 300.0
+"""Seconds for which srun is started again and again: the machine may be short of memory."""
+
+SIGNAL_AGAIN = 2.0
+"""Seconds after which the tasks are signalled again, if Slurm did not answer."""
 
 ABANDON_AFTER = 20.0
 """Seconds that srun gets to end its tasks; it waits for nodes that are gone, and we do not."""
+
+BOOT_WITHIN, BOOT_LOOK = 600.0, 10.0
+"""Seconds that a node gets that is on its way up when the job begins, and between two looks."""
 
 DEAF = ["sh", "-c", 'trap "" TERM HUP INT USR1 USR2; exec "$@"', "sh"]
 """Becomes the command that follows, which no stop signal ends before it traps it. One that comes
@@ -47,6 +70,7 @@ class SrunLauncher:
         self.address = _reachable_address(allocation, section.control_interface)
         """Of this machine, for the nodes of the step."""
         self._srun: subprocess.Popen[bytes] | None = None
+        self._following: threading.Thread | None = None
         self._killed_at: float | None = None
         self._clock = AwakeClock()
 
@@ -54,28 +78,22 @@ class SrunLauncher:
         """Start the step; once srun has ended, `post` how those ended that did not say it."""
         command = [*self._step(launch), *self._rank(launch, program)]
         job = self._allocation.job if self._allocation.batch else None
-        environ = {**os.environ, **replace(launch, job=job).environment()}
+        environ = step_environment(os.environ) | replace(launch, job=job).environment()
         environ.pop("TORCHELASTIC_RUN_ID", None)
         try:
-            self._srun = subprocess.Popen(
-                command, env=environ, start_new_session=True, stdin=subprocess.DEVNULL
-            )
-        except FileNotFoundError as error:
-            raise UsageError(
-                "srun is not on the PATH of this host; use --launcher local"
-            ) from error
-        waiter = threading.Thread(target=self._wait, args=(self._srun, post), name="srun")
-        waiter.daemon = True
-        waiter.start()
+            self._srun = patiently(lambda: start_step(command, environ), START_WITHIN)
+        except SlurmError as error:
+            raise UsageError(f"{error}; use --launcher local") from error
+        self._following = start_thread("srun", lambda: self._wait(command, environ, post))
 
     def ask_to_stop(self) -> None:
         """Signal each task once; in somebody else's allocation the control channel must do."""
         if self._allocation.batch:
-            threading.Thread(target=self._signal, name="scancel", daemon=True).start()
+            keep_running("scancel", self._signal)
 
     def kill(self) -> None:
         """Have srun kill its tasks; called again later, leave a srun behind that cannot."""
-        if self._srun is None or self._srun.poll() is not None:
+        if self._srun is None or not self.alive():
             return
         if self._killed_at is None:
             self._killed_at = self._clock.now()
@@ -94,10 +112,20 @@ class SrunLauncher:
         return (*self._allocation.nodes, *self._allocation.spare)
 
     def survey(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
-        """Ask all `nodes`; those that give no answer are probed before the next start."""
-        told = survey(question, self.nodes, self._outside)
-        answered = {vitals.node for vitals in told}
-        self._unheard = tuple(node for node in self.nodes if node not in answered)
+        """Ask all `nodes`; those that give no answer are probed before the next start.
+
+        Nodes of a cloud that still boot are waited for.
+        """
+        told, began = survey(question, self.nodes, self._outside), self._clock.now()
+        while booting := [
+            n for n, flags in states(_unheard(self.nodes, told)).items() if still_boots(flags)
+        ]:
+            if self._clock.now() - began > BOOT_WITHIN:
+                break
+            logger().info("waiting for nodes that boot", nodes=booting)
+            time.sleep(BOOT_LOOK)
+            told += survey(question, booting, self._outside)
+        self._unheard = _unheard(self.nodes, told)
         return told
 
     def avoid(self, suspects: Mapping[str, str]) -> None:
@@ -113,27 +141,50 @@ class SrunLauncher:
         best = avoid(self._allocation, suspects, self._least)
         return [node for node in best.nodes if node in suspects]
 
-    def prepare_again(self, lost: Sequence[str]) -> CannotRestart | None:
-        """Leave out the `lost` hosts that do not answer; spare nodes take their place."""
+    def prepare_again(
+        self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]
+    ) -> CannotRestart | None:
+        """Leave out the `lost` hosts that do not answer, and those with a `stuck` process; spare
+        nodes take their place."""
         before, least = self._allocation, self._least
-        known = {node_of(host, self.nodes) for host in (*lost, *self._unheard)}
-        gone = silent_nodes(sorted(known), self._outside)
-        self._see_it_end(0.0 if gone else ABANDON_AFTER)  # it would wait for a node that is gone
-        self._allocation = without(before, gone)
+        known = {node_of(host, self.nodes) for host in (*lost, *stuck, *self._unheard)}
+        bad = self._lost_nodes(known, {node_of(h, self.nodes): pids for h, pids in stuck.items()})
+        self._see_it_end(0.0 if bad else ABANDON_AFTER)  # it would wait for a node that is gone
+        self._allocation = without(before, bad)
         left = len(self._allocation.nodes)
-        if gone:
-            verb = "does" if len(gone) == 1 else "do"
-            logger().warning(f"{', '.join(gone)} {verb} not respond; {left} nodes remain")
+        if bad:
+            why = "; ".join(f"{node}: {reason}" for node, reason in bad.items())
+            logger().warning(
+                f"{why}; {left} node{'' if left == 1 else 's'} remain{'s' * (left == 1)}"
+            )
             if before.batch:
-                give_back(before.job, gone)
+                give_back(before.job, [node for node, why in bad.items() if why == NO_ANSWER])
         if left < least:
-            return CannotRestart(f"too few nodes: {', '.join(gone)} {verb} not respond", gone)
+            return CannotRestart(f"too few nodes: {why}", tuple(bad))
         self._starts, self._killed_at = self._starts + 1, None
         return None
 
+    def _lost_nodes(
+        self, accused: Collection[str], stuck: Mapping[str, Sequence[int]]
+    ) -> dict[str, str]:
+        """Ask all nodes whether they are there; those of the `accused` that are of no more use."""
+        own = node_name(os.environ)
+        if not stuck and not set(accused) - {own}:
+            return {}
+        answers = present(self.nodes, stuck, self._outside)
+        silent = sorted(set(accused) - set(answers))
+        found = lost_nodes(accused, answers, states(silent), own)
+        for node in sorted(set(silent) - set(found)):
+            logger().info("no answer, and no sign against it", node=node)
+        return found
+
     def alive(self) -> bool:
-        """Whether srun is still there."""
-        return self._srun is not None and self._srun.poll() is None
+        """Whether srun is still there, or is to be started again."""
+        return self._following is not None and self._following.is_alive()
+
+    def waits(self) -> bool:
+        """Whether srun could not start the ranks, and is to be started again."""
+        return self.alive() and self._srun is not None and self._srun.returncode is not None
 
     @property
     def _outside(self) -> str | None:
@@ -171,8 +222,9 @@ class SrunLauncher:
             )  # a step before may still hold CPUs, on a dead node for long
         if not allocation.batch:
             command.append(f"--jobid={allocation.job}")
-            if allocation.gpus_per_node:
-                command.append(f"--gpus-per-node={allocation.gpus_per_node}")
+        # A number of GPUs for the whole job does not fit a step on a part of its nodes.
+        if allocation.gpus_per_node and (not allocation.batch or "SLURM_GPUS" in os.environ):
+            command.append(f"--gpus-per-node={allocation.gpus_per_node}")
         return command
 
     def _tasks_per_node(self) -> int:
@@ -195,23 +247,69 @@ class SrunLauncher:
         return ["env", f"MASTER_ADDR={host}", f"MASTER_PORT={port}", *program.command]
 
     def _signal(self) -> None:
-        try:
-            signal_tasks(self._allocation.job)
-        except SlurmError as error:
-            logger().info("could not signal the tasks", reason=str(error))
+        """Until it worked, or these tasks are gone. A task may get the signal twice."""
+        srun, asking = self._srun, True
+        while asking and srun is not None and srun.poll() is None:
+            try:
+                signal_tasks(self._allocation.job)
+                asking = False
+            except SlurmError as error:
+                logger().info("could not signal the tasks", reason=str(error))
+                asking = not isinstance(error, SlurmRefusedError)
+                time.sleep(SIGNAL_AGAIN)
 
-    def _wait(self, srun: subprocess.Popen[bytes], post: Callable[[RankExit], None]) -> None:
-        status, ours = srun.wait(), self._killed_at is not None
+    def _was_killed(self) -> bool:
+        return self._killed_at is not None
+
+    def _wait(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        post: Callable[[RankExit], None],
+    ) -> None:
+        """Until the tasks have ended. While Slurm cannot start them, they are started again."""
+
+        first = [self._srun]
+
+        def post_end(task: int, status: int) -> None:
+            """A task is a rank; srun says at once how it ended, and itself goes on."""
+            post(RankExit(task, status, ended_by_us=self._was_killed()))
+
+        def see() -> int:
+            srun = first.pop() if first else None
+            if srun is None:
+                if self._was_killed():
+                    return 1
+                srun = self._srun = start_step(command, environ)
+                if self._was_killed():  # meanwhile
+                    srun.terminate()
+            return see_step_end(srun, StepErrors(post_end).hear)
+
+        try:
+            status = patiently(see, inf, _say_why)
+        except SlurmError as error:
+            _say_why(error)
+            status = 1
+        ours = self._was_killed()
         logger().info("srun has ended", status=status)
         for rank in range(self._allocation.size):
             # srun ends with the highest code of its tasks. One that was stopped before it had
             # joined the channel could not say so; one that crashed would have.
             if status in (ExitCode.COMPLETED, ExitCode.STOPPED):
                 post(RankExit(rank, status))
-            elif status == 128 + signal.SIGTERM and self._killed_at is None:
+            elif status == 128 + signal.SIGTERM and not ours:
                 post(RankExit(rank, -signal.SIGTERM))
             else:
                 post(RankExit(rank, None, ended_by_us=ours))
+
+
+def _unheard(nodes: Sequence[str], told: Sequence[ProbeResult]) -> tuple[str, ...]:
+    answered = {vitals.node for vitals in told}
+    return tuple(node for node in nodes if node not in answered)
+
+
+def _say_why(error: SlurmError) -> None:
+    logger().warning("the ranks could not be started", reason=str(error))
 
 
 def _reachable_address(allocation: Allocation, interface: str | None) -> str:

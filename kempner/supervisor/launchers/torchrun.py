@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from kempner.cluster.network.ports import free_port
 from kempner.run.control.launch_env import Launch
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.srun import DEAF, SrunLauncher
+from kempner.supervisor.policy.outcome import RankExit
 
 
 class TorchrunLauncher(SrunLauncher):
@@ -19,6 +21,9 @@ class TorchrunLauncher(SrunLauncher):
 
     def ask_to_stop(self) -> None:
         """Nothing: a signal would reach torchrun only."""
+
+    def _post_end(self, task: int, status: int, post: Callable[[RankExit], None]) -> None:
+        """Nothing: a task is torchrun, and how that ends says little about its ranks."""
 
     def _tasks_per_node(self) -> int:
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol, Self
 
 from kempner.run.control.protocol import Report, Usage
@@ -14,6 +15,19 @@ from kempner.supervisor.monitors.phase_durations import PhaseDurations
 SILENT = 7.5
 """Seconds without a report after which a rank is not merely waiting: they come once a second, and
 where they go by file, within seven."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the ranks can do nothing about.
+
+    `woke_at` is when the supervisor last went on after it was suspended: what it read then had
+    waited, and tells nothing about how long anything took before. `unstarted` says that the
+    launcher still waits for somebody who can start the ranks.
+    """
+
+    woke_at: float = -inf
+    unstarted: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,7 @@ class Snapshot:
     """Where each rank runs."""
     usual: PhaseDurations = field(default_factory=dict)
     """How long each phase takes in this run, as far as it is known."""
+    around: Surroundings = Surroundings()
 
     @classmethod
     def of(
@@ -45,6 +60,7 @@ class Snapshot:
         usual: PhaseDurations,
         usage: Mapping[int, Usage] | None = None,
         joined: Mapping[int, Connected] | None = None,
+        around: Surroundings = Surroundings(),
     ) -> Self:
         """Of reports that are dated by another clock, on which it is `clock` seconds."""
         return cls(
@@ -55,6 +71,7 @@ class Snapshot:
             usage or {},
             joined or {},
             usual,
+            around,
         )
 
 

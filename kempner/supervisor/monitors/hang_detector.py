@@ -8,6 +8,7 @@ from typing import TypeAlias
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.progress_watchdog import Standstill, patience
 from kempner.run.control.protocol import Phase
+from kempner.run.process.retry import LONGEST_PAUSE
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang
 from kempner.supervisor.monitors.phase_durations import PhaseDurations
@@ -18,11 +19,18 @@ _ORDER = (
 )
 """Phases as they follow each other after the same last step."""
 
-_Places: TypeAlias = dict[int, tuple[int, Phase]]
+STORAGE_TRIES = 3 * LONGEST_PAUSE
+"""Seconds within which a rank that waits for storage tries again, and thereby moves."""
+
+NAMED = 10
+"""Ranks that a sentence names at most."""
+
+_Places: TypeAlias = dict[int, tuple[int, Phase, int]]
 
 
 class HangDetector:
-    """Watches whether any rank moves: makes a step, or enters another phase.
+    """Watches whether any rank moves: makes a step, enters another phase, or tries again what
+    storage has refused. While a rank does that, nobody hangs; its own patience ends it.
 
     What is normal is learned from the run: `patience` is the configured multiple of the 95th
     percentile of what the phase takes (a step: of the time between two), at least the configured
@@ -36,16 +44,23 @@ class HangDetector:
 
     def check(self, snapshot: Snapshot) -> Sequence[Hang]:
         """The hang, for as long as there is one."""
-        places = {rank: (r.step, r.phase) for rank, r in snapshot.reports.items()}
+        places = {rank: (r.step, r.phase, r.tries) for rank, r in snapshot.reports.items()}
+        if snapshot.around.unstarted:
+            self._still = Standstill(places, snapshot.now)
         self._still = self._still.seen(places, snapshot.now)
         still, (limit, phase) = self._still.seconds(snapshot.now), self.patience(snapshot.usual)
+        if any(report.storage for report in snapshot.reports.values()):
+            limit = max(limit, STORAGE_TRIES)
         if still <= limit:
             return ()
         if not places and not self._must_report:
             return ()
-        laggard = behind_all_others(snapshot)
+        absent = silent_from_the_start(snapshot) if self._must_report else []
+        laggard = absent[0] if len(absent) == 1 else behind_all_others(snapshot)
         who = "" if laggard is None else f"; rank {laggard} is behind all others"
-        where = ", ".join(sorted({f"step {step} ({phase})" for step, phase in places.values()}))
+        if absent and places:
+            who = f"; {_listed(absent)} never connected"
+        where = ", ".join(sorted({f"step {step} ({phase})" for step, phase, _ in places.values()}))
         sentence = (
             f"no rank has moved for {still:.0f} s, longer than the {limit:.0f} s that this run "
             "ever needs: "
@@ -55,7 +70,7 @@ class HangDetector:
 
     def patience(self, usual: PhaseDurations) -> tuple[float, Phase]:
         """Seconds for which standing still here is no hang, and the phase that needs them."""
-        phases = {phase for _, phase in self._still.place.values()} or {Phase.START}
+        phases = {phase for _, phase, _ in self._still.place.values()} or {Phase.START}
         return max((self._patience(phase, usual), phase) for phase in phases)
 
     def _patience(self, phase: Phase, usual: PhaseDurations) -> float:
@@ -63,6 +78,19 @@ class HangDetector:
         ceiling = section.hang_timeout_max_of.of(phase) or section.hang_timeout_max
         long = section.hang_factor * usual[phase].long if phase in usual else None
         return patience(section.hang_timeout_min, ceiling, long)
+
+
+def silent_from_the_start(snapshot: Snapshot) -> list[int]:
+    """The ranks that have said nothing in this attempt: their tasks may never have started."""
+    known = snapshot.reports.keys() | snapshot.joined.keys()
+    return [rank for rank in range(snapshot.size) if rank not in known]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+    return f"ranks {', '.join(map(str, ranks[:NAMED]))}{more} have"
 
 
 def behind_all_others(snapshot: Snapshot) -> int | None:

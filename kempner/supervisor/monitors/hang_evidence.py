@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from kempner.run.control.protocol import DumpStacks, FromSupervisor, Report
-from kempner.run.process.logs import logger
+from kempner.run.output.logs import logger
 from kempner.run.record.events.health import ConnectionsStalled, HangFound
 from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang
-from kempner.supervisor.monitors.process_probe import is_here, of_processes
+from kempner.supervisor.monitors.process_probe import ProcessLook, is_here
 
-EVIDENCE = 3.0
-"""Seconds that ranks and nodes get to say what they see, before the ranks are killed."""
+EVIDENCE, NODES_ANSWER = 3.0, 12.0
+"""Seconds that ranks get to say what they see, and nodes at most, before the ranks are killed."""
 
 
 class HangEvidence:
@@ -34,16 +34,20 @@ class HangEvidence:
         job: str | None,
     ) -> None:
         self._attempt, self._tell, self._ledger, self._job = attempt, tell, ledger, job
-        self._processes: Sequence[str] = ()
+        self._look, self._began = ProcessLook({}, None), 0.0
         self._stalled: dict[int, tuple[tuple[str, str], ...]] = {}
         self.hang: Hang | None = None
         """What evidence is collected of; in the end, with what it has brought to light."""
 
     def collect(self, hang: Hang, snapshot: Snapshot) -> None:
         """Ask the ranks for their stacks, and look at processes that may be stuck."""
-        self.hang = hang
+        self.hang, self._began = hang, snapshot.now
         self._tell(DumpStacks())
-        self._processes = of_processes(worth_a_look(hang, snapshot), self._job)
+        self._look = ProcessLook(worth_a_look(hang, snapshot), self._job)
+
+    def complete(self, now: float) -> bool:
+        """Whether the ranks have had their time, and every node that was asked has answered."""
+        return self.hang is not None and now - self._began > EVIDENCE and self._look.complete
 
     def hear(self, rank: int, stalled: ConnectionsStalled) -> None:
         """A rank says which of its node's connections deliver nothing, by their addresses."""
@@ -61,7 +65,7 @@ class HangEvidence:
             self._ledger.record(NodeSuspected(node, reason), self._attempt)
         self.hang = hang
         logger().warning(hang.sentence)
-        waiting, processes = by_what_they_wait_for(snapshot.reports), tuple(self._processes)
+        waiting, processes = by_what_they_wait_for(snapshot.reports), tuple(self._look.lines)
         event = HangFound(hang.sentence, hang.laggard, waiting, processes)
         self._ledger.record(event, self._attempt)
 

@@ -21,6 +21,9 @@ _TOLD_LITTLE = (Phase.SAVE, Phase.EXIT)
 """Phases of which reports tell little: training waits for a save only if the next one is due, or it
 is the last. What saves take, their commits tell."""
 
+SETTLES = 2.0
+"""Seconds after a suspension of the supervisor in which it reads what came meanwhile."""
+
 ENOUGH = 20
 """Steps after which those of an earlier attempt count no more."""
 
@@ -33,8 +36,9 @@ class PhaseStats:
 
     Of the rank that is ahead, to the resolution of its reports: what is over within a second may
     never be seen, and on the way to the first step took at most the time between two that were.
-    Commits and evaluations tell how long they took. `before` is what earlier attempts came to;
-    phases in `unlike` say nothing about the next attempt, and are not learned.
+    Commits and evaluations tell how long they took. Time in which a rank waited for storage is not
+    learned. `before` is what earlier attempts came to; phases in `unlike` say nothing about the
+    next attempt, and are not learned.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class PhaseStats:
         self._before, self._unlike = before or {}, unlike
         self._seen: dict[Phase, deque[float]] = {}
         self._phase, self._step, self._since = Phase.START, 0, 0.0
-        self._begun = False
+        self._begun = self._disturbed = False
         self._told_at = 0.0
         self._first_steps: float | None = None
         """Seconds in which the first steps were made, with all that may have come before them."""
@@ -66,9 +70,20 @@ class PhaseStats:
         newest = max(snapshot.reports.values(), key=lambda report: report.step, default=None)
         if newest is None:
             return
+        waiting = any(report.storage for report in snapshot.reports.values())
+        self._disturbed = self._disturbed or waiting
         step, phase, took = newest.step, newest.phase, now - self._since
         if (step, phase) == (self._step, self._phase):
             return
+        if self._disturbed:
+            self._disturbed = waiting
+        elif snapshot.around.woke_at + SETTLES < self._since:
+            self._learn(step, phase, took)
+        self._phase, self._step, self._since = phase, step, now
+        self._begun = self._begun or phase not in _TO_THE_FIRST_STEP
+
+    def _learn(self, step: int, phase: Phase, took: float) -> None:
+        """The phase and the step before took so long."""
         made = step - self._step
         for passed in self._passed(phase):
             self.took(passed, took)
@@ -78,8 +93,6 @@ class PhaseStats:
             self.took(Phase.STEP, took / made, min(made, REMEMBERED))
         elif phase is Phase.STEP and self._phase is Phase.COMPILE and made > 1:
             self.took(Phase.STEP, took / made)  # at most: the first step is in it
-        self._phase, self._step, self._since = phase, step, now
-        self._begun = self._begun or phase not in _TO_THE_FIRST_STEP
 
     def _passed(self, phase: Phase) -> Collection[Phase]:
         """The phases that are over, now that it is `phase`, and of which reports can tell."""

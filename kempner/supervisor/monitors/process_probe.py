@@ -7,12 +7,19 @@ says it of processes of this machine; that is how the supervisor asks another no
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from kempner.cluster.slurm.command import probe_environment
+from kempner.supervisor.control.events import Connected
+from kempner.supervisor.nodes.presence import came_after, still_runs, thread_states
+
+NOT_KILLED = "does not end though it was killed: it is stuck in the kernel"
 
 _FIELDS = ("State", "Threads", "VmRSS", "SigBlk")
 
@@ -34,6 +41,8 @@ def of_process(pid: int, proc: Path = Path("/proc")) -> str:
     except OSError as error:
         return f"process {pid} cannot be looked at: {error.strerror}"
     told = [" ".join(line.split()) for line in lines if line.split(":")[0] in _FIELDS]
+    stuck = thread_states(pid, proc).count("D")
+    told += [f"{stuck} thread{'s' * (stuck > 1)} in D (disk sleep)"] if stuck else []
     return f"process {pid}: {', '.join(told)}, waits in {waits_in}"
 
 
@@ -43,36 +52,69 @@ def is_here(host: str) -> bool:
     return host in (here, here.partition(".")[0])
 
 
-def of_processes(where: Mapping[str, Sequence[int]], job: str | None) -> list[str]:
-    """Begin to look at processes, by node; the list grows as nodes answer.
+def still_here(joined: Mapping[int, Connected]) -> dict[int, Connected]:
+    """Those of the ranks whose processes run on this host, whatever they have said."""
+    return {rank: there for rank, there in joined.items() if _runs_here(there)}
+
+
+def describe_stuck(rank: int, there: Connected) -> str:
+    """What is known of a rank that outlives its SIGKILL; empty if it is seen to be gone."""
+    here = is_here(there.host)
+    if here and not _runs_here(there):
+        return ""
+    seen = f" ({of_process(there.pid)})" if here else ""
+    return f"rank {rank}, process {there.pid}, {NOT_KILLED}{seen}"
+
+
+def _runs_here(there: Connected) -> bool:
+    """Whether a rank's process is on this host, and has not ended."""
+    ours = is_here(there.host) and came_after(there.pid, os.getpid())
+    return ours and still_runs(there.pid)
+
+
+class ProcessLook:
+    """A look at processes, by node: `lines` grows as nodes answer.
 
     Those of this node are in it at once. Others are reached through the Slurm `job`, if there is
     one.
     """
-    found = [of_process(pid) for host, pids in where.items() if is_here(host) for pid in pids]
-    others = [host for host in where if not is_here(host)] if job is not None else []
-    for host in others[:NODES_ASKED]:
-        asked = (job, host, where[host], found)
-        threading.Thread(target=_ask, args=asked, name=f"ask {host}", daemon=True).start()
-    return found
 
+    def __init__(self, where: Mapping[str, Sequence[int]], job: str | None) -> None:
+        self.lines = [
+            of_process(pid) for host, pids in where.items() if is_here(host) for pid in pids
+        ]
+        others = [host for host in where if not is_here(host)] if job is not None else []
+        self._asked = [
+            threading.Thread(
+                target=self._ask, args=(job, host, where[host]), name=f"ask {host}", daemon=True
+            )
+            for host in others[:NODES_ASKED]
+        ]
+        for thread in self._asked:
+            thread.start()
 
-def _ask(job: str, node: str, pids: Sequence[int], found: list[str]) -> None:
-    step = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
-    look = [sys.executable, "-m", "kempner.supervisor.monitors.process_probe", *map(str, pids)]
-    try:
-        done = subprocess.run(
-            [*step, *look],
-            timeout=_WITHIN,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            check=True,
-        )
-    except (subprocess.SubprocessError, OSError) as error:
-        found.append(f"{node} does not answer: {error}")
-        return
-    found.extend(f"{node}: {line}" for line in done.stdout.splitlines())
+    @property
+    def complete(self) -> bool:
+        """Whether every node that was asked has answered, or will not."""
+        return not any(thread.is_alive() for thread in self._asked)
+
+    def _ask(self, job: str, node: str, pids: Sequence[int]) -> None:
+        step = ["srun", f"--jobid={job}", "--overlap", "--gres=none", "--nodes=1", "--ntasks=1"]
+        look = [sys.executable, "-m", "kempner.supervisor.monitors.process_probe", *map(str, pids)]
+        try:
+            done = subprocess.run(
+                [*step, f"--nodelist={node}", *look],
+                env=probe_environment(os.environ),
+                timeout=_WITHIN,
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                check=True,
+            )
+        except (subprocess.SubprocessError, OSError) as error:
+            self.lines.append(f"{node} does not answer: {error}")
+            return
+        self.lines.extend(f"{node}: {line}" for line in done.stdout.splitlines())
 
 
 if __name__ == "__main__":

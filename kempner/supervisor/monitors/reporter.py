@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from kempner.run.process.logs import logger
+from kempner.run.output.logs import logger
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.health import (
     MemoryLow,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Self
 
 from kempner.run.control.protocol import Phase
 from kempner.run.process.awake_clock import AwakeClock
+from kempner.run.record.events.job import JobHandedBack
 from kempner.run.record.history import RunHistory
-from kempner.run.record.save_times import Durations, SaveSeconds
+from kempner.run.record.save_times import REMEMBERED, Durations, SaveSeconds
 from kempner.supervisor.monitors.phase_durations import learned
 from kempner.supervisor.monitors.phase_stats import PhaseStats
 
@@ -15,20 +18,44 @@ from kempner.supervisor.monitors.phase_stats import PhaseStats
 class RunTimes:
     """Of one attempt, which begins now, with what is known of the ones before it."""
 
-    def __init__(self, phases: PhaseStats | None = None, saves: Durations | None = None) -> None:
+    def __init__(
+        self,
+        phases: PhaseStats | None = None,
+        saves: Durations | None = None,
+        leaves: Sequence[float] = (),
+    ) -> None:
         self._clock = AwakeClock()
         self.phases, self.saves = phases or PhaseStats(), saves or Durations()
+        self.leaves = leaves
+        """Seconds from the last rank's exit until the job was back in the queue, as often as that
+        was measured."""
+        self._left_at: float | None = None
 
     @classmethod
     def from_history(cls, past: RunHistory, size: int) -> Self:
         """What the run's history tells an attempt of `size` ranks."""
         # A start without a checkpoint says nothing about how long it takes to load one.
         unlike = () if past.last_step else (Phase.LOAD,)
-        return cls(PhaseStats(learned(past, size), unlike), past.durations)
+        leaves = [event.seconds for event in past.events(JobHandedBack)][-REMEMBERED:]
+        return cls(PhaseStats(learned(past, size), unlike), past.durations, leaves)
 
     def now(self) -> float:
         """Seconds since the attempt began, without those spent suspended."""
         return self._clock.now()
+
+    @property
+    def woke_at(self) -> float:
+        """When this process last went on after it was suspended; minus infinity before that."""
+        return self._clock.woke_at
+
+    def ranks_left(self) -> None:
+        """The last rank has left, or was killed; the first time counts."""
+        if self._left_at is None:
+            self._left_at = time.monotonic()
+
+    def seconds_since_left(self) -> float:
+        """Since then; 0 before that. Not by the clock that needs to be looked at to go on."""
+        return 0.0 if self._left_at is None else time.monotonic() - self._left_at
 
     def saved(self, save: SaveSeconds) -> bool:
         """A save took so long; False if it does not count, because the job was suspended in it."""

@@ -94,12 +94,13 @@ class StragglerMonitor:
     def check(self, snapshot: Snapshot) -> Sequence[_Found]:
         """What is new: a straggler or a slow-down is told once, and again when it is over."""
         reports, now = snapshot.reports, snapshot.now
-        stepping = all(report.phase in _STEPPING for report in reports.values())
+        stepping = all(r.phase in _STEPPING and not r.storage for r in reports.values())
         if len(reports) < snapshot.size or not stepping:
             self._before = {}
             return ()
         steps = [r.step - self._before[rank].step for rank, r in reports.items() if self._before]
-        if not steps or min(steps) < 0:  # a beginning, or a rollback
+        paused = snapshot.around.woke_at >= self._since  # the ranks may have been suspended as well
+        if not steps or min(steps) < 0 or paused:  # a beginning, or a rollback
             self._since, self._before = now, reports
         elif now - self._since >= SPAN and min(steps) >= STEPS:
             found = efforts(self._before, reports)

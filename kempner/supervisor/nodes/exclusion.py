@@ -17,17 +17,23 @@ from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.history import Entry, RunHistory
 
 _BROKEN = re.compile(
-    r"\bXid\b|\bECC\b|uncorrectable|fallen off the bus|GPU is lost|unspecified launch failure"
-    r"|hardware (?:error|stack)|NVLink|CUDA error|CUDA driver|cudaError|machine check",
+    r"\bXid\b|\bECC\b|uncorrectable|fallen off the bus|GPU is lost"
+    r"|hardware (?:error|stack)|NVLink|CUDA error|CUDA driver|cudaError|machine check"
+    # ROCm's words for the same
+    r"|HIP error|hipError|\bHSA_STATUS_ERROR|HW Exception by GPU|\bRAS\b.*error|GPU Hang",
     re.IGNORECASE,
 )
 _MISTAKEN = re.compile(
-    r"out of memory|device-side assert|invalid (?:argument|configuration|device ordinal)"
-    r"|illegal memory access|no kernel image|driver version is insufficient",
+    r"out of memory|device-side assert|invalid (?:argument|configuration|device|resource)"
+    r"|illegal memory access|no kernel image|driver version is insufficient"
+    r"|(?:unspecified )?launch (?:failure|timed out)|misaligned address|illegal instruction"
+    r"|hipError(?:OutOfMemory|Invalid|Illegal|LaunchFailure|NoBinary|Assert)"
+    r"|HSA_STATUS_ERROR_(?:OUT_OF_RESOURCES|INVALID|EXCEPTION|ILLEGAL|MEMORY_APERTURE)"
+    r"|Memory access fault by GPU",
     re.IGNORECASE,
 )
-"""What CUDA says of a program as well, on a GPU that is sound; twice in a row it counts all the
-same."""
+"""What CUDA and ROCm say of a program as well, on a GPU that is sound; twice in a row it counts all
+the same."""
 
 
 @dataclass(frozen=True)

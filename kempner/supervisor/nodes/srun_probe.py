@@ -2,41 +2,52 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+import time
+from collections.abc import Mapping, Sequence
 
 from kempner.cluster.slurm import scontrol
+from kempner.cluster.slurm.command import SlurmError, probe_environment
 from kempner.cluster.slurm.job import parse_job
-from kempner.cluster.slurm.scontrol import SlurmError
-from kempner.run.process.logs import logger
-from kempner.supervisor.nodes import probe
+from kempner.run.output.logs import logger
+from kempner.supervisor.nodes import presence, probe
+from kempner.supervisor.nodes.blame import node_flags
+from kempner.supervisor.nodes.presence import read_answer
 from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
 
 PROBE_WITHIN = 15.0
-"""Seconds that a node gets to run a task that does nothing. One that is well takes a tenth of one;
-srun itself gives up after twelve."""
+"""Seconds that all nodes together get to run a task that does next to nothing. One that is well
+takes a tenth of one; srun itself gives up after twelve."""
 
 SURVEY_WITHIN = 30.0
 """Seconds that all nodes together get to say how they are."""
 
-_AT_ONCE = 16
-"""Nodes that are asked at the same time."""
+TRIES = 3
+"""How often all nodes are asked if none answers: then it is the controller that is busy."""
+
+_PAUSE = 2.0
+"""Seconds before another try."""
 
 
-def silent_nodes(nodes: Sequence[str], allocation: str | None) -> tuple[str, ...]:
-    """Those of the `nodes` on which no task can be started; Slurm takes minutes to notice.
+def present(
+    nodes: Sequence[str], pids: Mapping[str, Sequence[int]], allocation: str | None
+) -> dict[str, tuple[int, ...]]:
+    """The nodes that answer, all asked in one step, each with those of the `pids` that still run.
 
-    `allocation` is the job to ask in, None for the one around this process.
+    `pids` are processes by node, `allocation` the job to ask in, None for the one around this
+    process. Nobody answers where no step can be started: that says nothing about any node.
     """
-    if not nodes:
-        return ()
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        answers = pool.map(partial(_answers, allocation=allocation), nodes)
-    return tuple(node for node, answered in zip(nodes, answers, strict=True) if not answered)
+    for left in reversed(range(TRIES)):
+        told = _ask(nodes, allocation, presence.__name__, json.dumps(dict(pids)), PROBE_WITHIN)
+        answers = dict(answer for line in told if (answer := read_answer(line)) is not None)
+        if answers or not left:
+            return answers
+        time.sleep(_PAUSE)
+    raise AssertionError("the last try returns")
 
 
 def survey(
@@ -47,10 +58,32 @@ def survey(
     It gives a dead node up after some ten seconds, and the others have long answered by then. No
     answers where there is no srun: the start of the ranks says that better.
     """
+    about = probe.question_text(question)
+    told = _ask(nodes, allocation, probe.__name__, about, SURVEY_WITHIN)
+    return [answer for line in told if (answer := probe.read_result(line))]
+
+
+def states(nodes: Sequence[str]) -> dict[str, frozenset[str]]:
+    """What Slurm says of these nodes, in its own words; nothing if it does not answer."""
+    if not nodes:
+        return {}
+    try:
+        return {node: node_flags(state) for node, state in scontrol.node_states(nodes).items()}
+    except SlurmError as error:
+        logger().info("cannot ask Slurm about the nodes", reason=str(error))
+        return {}
+
+
+def _ask(
+    nodes: Sequence[str], allocation: str | None, module: str, question: str, within: float
+) -> list[str]:
+    """What a task on each node prints, as far as it came in time."""
     if shutil.which("srun") is None:
         return []
     command = [
-        *_srun(allocation),
+        # None of the job's GPUs: their number for the whole job does not fit every step.
+        *("srun", "--overlap", "--gres=none"),
+        *([] if allocation is None else [f"--jobid={allocation}"]),
         "--job-name=kempner-health",
         f"--nodes={len(nodes)}",
         f"--nodelist={','.join(nodes)}",
@@ -60,24 +93,29 @@ def survey(
         "--wait=0",
         "--mpi=none",
         "--export=ALL",
-        *(sys.executable, "-m", probe.__name__, probe.question_text(question)),
+        *(sys.executable, "-m", module, question),
     ]
-    asked = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
     try:
-        told, complaints = asked.communicate(timeout=SURVEY_WITHIN)
+        asked = subprocess.Popen(
+            command,
+            env=probe_environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    except OSError as error:  # no memory for another process, say
+        logger().warning("cannot ask the nodes", error=error.strerror)
+        return []
+    try:
+        told, complaints = asked.communicate(timeout=within)
     except subprocess.TimeoutExpired:
         asked.kill()
         told, complaints = asked.communicate()
     if complaints:
         logger().info("output of the failed health check", said=complaints[-2000:])
-    return [answer for line in told.splitlines() if (answer := probe.read_result(line))]
+    return told.splitlines()
 
 
 def give_back(job: str, gone: Sequence[str]) -> None:
@@ -87,18 +125,3 @@ def give_back(job: str, gone: Sequence[str]) -> None:
         scontrol.keep_nodes(job, [node for node in held if node not in gone])
     except (SlurmError, ValueError) as error:
         logger().warning("cannot release a lost node from the job", reason=str(error))
-
-
-def _answers(node: str, allocation: str | None) -> bool:
-    command = [*_srun(allocation), "--nodes=1", "--ntasks=1", f"--nodelist={node}", "true"]
-    try:
-        done = subprocess.run(
-            command, timeout=PROBE_WITHIN, capture_output=True, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
-
-
-def _srun(allocation: str | None) -> list[str]:
-    return ["srun", "--overlap", *([] if allocation is None else [f"--jobid={allocation}"])]

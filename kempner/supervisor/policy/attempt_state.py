@@ -29,6 +29,9 @@ class AttemptState(StrEnum):
     """Nothing moves: the ranks and their nodes say what they see, before they are killed."""
     KILLING = "killing"
     """Time is up: whatever is left is killed."""
+    ABANDONED = "abandoned"
+    """A rank cannot be killed, and is left behind: it is stuck in the kernel, or its node is gone.
+    """
     ENDED = "ended"
     """No rank is left."""
 
@@ -41,6 +44,7 @@ class Trigger(StrEnum):
     STOP_REQUESTED = "a stop was asked for"
     RANK_FAILED = "a rank failed"
     HANG_FOUND = "nothing moves"
+    OUTSTAYED = "all have said how they end, and a process stays"
     TIME_UP = "time is up"
     ALL_ENDED = "all have ended"
 
@@ -58,6 +62,8 @@ class Deadline(StrEnum):
     """The ranks that outlived another are killed."""
     EVIDENCE = "evidence"
     """The ranks that hang are killed."""
+    ABANDON = "abandon"
+    """The ranks that were killed, and are still there, are left behind."""
 
 
 STAYS: Final = None
@@ -68,20 +74,28 @@ _COLLECTING = AttemptState.COLLECTING_EVIDENCE
 
 _COLUMNS = (
     _T.RANK_JOINED, _T.ALL_JOINED,
-    _T.STOP_REQUESTED, _T.RANK_FAILED, _T.HANG_FOUND, _T.TIME_UP, _T.ALL_ENDED,
+    _T.STOP_REQUESTED, _T.RANK_FAILED, _T.HANG_FOUND, _T.OUTSTAYED, _T.TIME_UP, _T.ALL_ENDED,
 )  # fmt: skip
 
 # A stop or a failure has a deadline of its own: from then on standing still is no hang. A hang that
 # was found goes first: neither a stop nor a failure keeps its evidence from being collected.
 _ROWS: Mapping[AttemptState, tuple[AttemptState | None, ...]] = {
-    _S.LAUNCHING: (_S.JOINING, _S.RUNNING, _S.STOPPING, _S.FAILING, _COLLECTING, STAYS, _S.ENDED),
-    _S.JOINING:   (STAYS,      _S.RUNNING, _S.STOPPING, _S.FAILING, _COLLECTING, STAYS, _S.ENDED),
-    _S.RUNNING:   (STAYS,      STAYS,      _S.STOPPING, _S.FAILING, _COLLECTING, STAYS, _S.ENDED),
-    _S.STOPPING:  (STAYS,      STAYS,      STAYS,       _S.FAILING, STAYS, _S.KILLING,  _S.ENDED),
-    _S.FAILING:   (STAYS,      STAYS,      STAYS,       STAYS,      STAYS, _S.KILLING,  _S.ENDED),
-    _COLLECTING:  (STAYS,      STAYS,      STAYS,       STAYS,      STAYS, _S.KILLING,  _S.ENDED),
-    _S.KILLING:   (STAYS,      STAYS,      STAYS,       STAYS,      STAYS, STAYS,       _S.ENDED),
-    _S.ENDED:     (STAYS,      STAYS,      STAYS,       STAYS,      STAYS, STAYS,       STAYS),
+    _S.LAUNCHING: (_S.JOINING, _S.RUNNING, _S.STOPPING, _S.FAILING, _COLLECTING,
+                   _S.KILLING, STAYS,        _S.ENDED),
+    _S.JOINING:   (STAYS,      _S.RUNNING, _S.STOPPING, _S.FAILING, _COLLECTING,
+                   _S.KILLING, STAYS,        _S.ENDED),
+    _S.RUNNING:   (STAYS,      STAYS,      _S.STOPPING, _S.FAILING, _COLLECTING,
+                   _S.KILLING, STAYS,        _S.ENDED),
+    _S.STOPPING:  (STAYS,      STAYS,      STAYS,       _S.FAILING, STAYS,
+                   _S.KILLING, _S.KILLING,   _S.ENDED),
+    _S.FAILING:   (STAYS,      STAYS,      STAYS,       STAYS,      STAYS,
+                   _S.KILLING, _S.KILLING,   _S.ENDED),
+    _COLLECTING:  (STAYS,      STAYS,      STAYS,       STAYS,      STAYS,
+                   _S.KILLING, _S.KILLING,   _S.ENDED),
+    _S.KILLING:   (STAYS,      STAYS,      STAYS,       STAYS,      STAYS,
+                   STAYS,      _S.ABANDONED, _S.ENDED),
+    _S.ABANDONED: (STAYS,) * 8,
+    _S.ENDED:     (STAYS,) * 8,
 }  # fmt: skip
 
 TRANSITIONS: Mapping[tuple[AttemptState, Trigger], AttemptState | None] = {
@@ -98,7 +112,8 @@ DEADLINES: Mapping[AttemptState, frozenset[Deadline]] = {
     _S.STOPPING: frozenset({_D.RECONNECT, _D.JOIN, _D.STOP}),
     _S.FAILING: frozenset({_D.RECONNECT, _D.JOIN, _D.STOP, _D.CRASH}),
     _S.COLLECTING_EVIDENCE: frozenset({_D.RECONNECT, _D.JOIN, _D.STOP, _D.CRASH, _D.EVIDENCE}),
-    _S.KILLING: frozenset({_D.RECONNECT, _D.JOIN}),
+    _S.KILLING: frozenset({_D.RECONNECT, _D.JOIN, _D.ABANDON}),
+    _S.ABANDONED: frozenset(),
     _S.ENDED: frozenset(),
 }
 """The deadlines that hold in each state."""
@@ -107,8 +122,13 @@ BEGINS: Mapping[Trigger, Deadline] = {
     _T.STOP_REQUESTED: _D.STOP,
     _T.RANK_FAILED: _D.CRASH,
     _T.HANG_FOUND: _D.EVIDENCE,
+    _T.OUTSTAYED: _D.ABANDON,
+    _T.TIME_UP: _D.ABANDON,
 }
-"""What begins a deadline after which all that is left is killed."""
+"""What begins a deadline after which all that is left is killed, and at last left behind."""
+
+OVER: Final = frozenset({AttemptState.ABANDONED, AttemptState.ENDED})
+"""The states after which nothing is left to follow."""
 
 
 def next_state(state: AttemptState, trigger: Trigger) -> AttemptState:
@@ -118,27 +138,38 @@ def next_state(state: AttemptState, trigger: Trigger) -> AttemptState:
 
 @dataclass(frozen=True)
 class AttemptLife:
-    """An attempt is in `state` since `since`, until `kill_at` at the latest; seconds of one clock.
+    """An attempt is in `state` since `since`, and its time is up at `until`; seconds of one clock.
 
     `graces` has the seconds of each deadline in `BEGINS`. The earliest of those that were begun
     counts: a stop gives nobody more time who has to leave because of another rank, and vice versa.
+    What follows the kill has a time of its own.
     """
 
     graces: Mapping[Deadline, float]
     state: AttemptState
     since: float
-    kill_at: float = inf
+    until: float = inf
 
-    def after(self, trigger: Trigger, now: float) -> AttemptLife:
-        """What it is after something has happened."""
+    def after(self, trigger: Trigger, now: float, within: float = inf) -> AttemptLife:
+        """What it is after something has happened that allows for `within` seconds at most.
+
+        The same trigger again may bring the end nearer, and never puts it off.
+        """
         state = next_state(self.state, trigger)
-        begun = BEGINS.get(trigger)
-        kill_at = self.kill_at
+        begun, until = BEGINS.get(trigger), self.until
         if begun in DEADLINES[state]:
-            kill_at = min(kill_at, now + self.graces[begun])
+            grace = min(self.graces[begun], within)
+            # Whoever is killed now gets that time, whatever was begun before.
+            killed_now = begun is Deadline.ABANDON and state is not self.state
+            until = now + grace if killed_now else min(until, now + grace)
         since = self.since if state is self.state else now
-        return replace(self, state=state, since=since, kill_at=kill_at)
+        return replace(self, state=state, since=since, until=until)
 
     def holds(self, deadline: Deadline) -> bool:
         """Whether the deadline holds in this state."""
         return deadline in DEADLINES[self.state]
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to follow."""
+        return self.state in OVER

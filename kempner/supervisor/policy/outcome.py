@@ -35,12 +35,14 @@ class Decision:
     """The supervisor's exit code, and a sentence for the person who reads it.
 
     `culprit` is the rank that failed first, if one did. Without the `bad_nodes` there are too few.
+    `environment` says that what surrounds the ranks is at fault: a node, or the network.
     """
 
     code: ExitCode
     reason: str
     culprit: int | None = None
     bad_nodes: tuple[str, ...] = ()
+    environment: bool = False
 
 
 def decide_outcome(
@@ -62,13 +64,18 @@ def decide_outcome(
             return Decision(ExitCode.STOPPED, said + _go_on(stop_requested), first.rank)
         return Decision(_code(first), f"rank {first.rank} {describe_exit(first)}", first.rank)
     if any(e.status == ExitCode.STOPPED for e in exits) or stop_requested:
-        return Decision(ExitCode.STOPPED, "stopped" + _go_on(stop_requested))
+        return Decision(ExitCode.STOPPED, "stopped" + _go_on(stop_requested) + _outstayed(exits))
     return Decision(ExitCode.PEERS_LOST, "every rank lost a peer; cause unknown")
 
 
 def failed(exit_: RankExit) -> bool:
     """Whether the other ranks cannot go on after this exit."""
     return exit_.status not in (ExitCode.COMPLETED, ExitCode.STOPPED)
+
+
+def is_lost(exit_: RankExit) -> bool:
+    """Whether nobody saw it end: its node is gone, or the network to it."""
+    return exit_.status is None and not exit_.ended_by_us
 
 
 def describe_exit(exit_: RankExit) -> str:
@@ -90,6 +97,16 @@ def _describe_status(status: int | None) -> str:
 
 def _go_on(reason: StopReason) -> str:
     return (f" ({reason.words})" if reason else "") + "; start again to continue"
+
+
+def _outstayed(exits: Sequence[RankExit]) -> str:
+    """Which ranks did not leave by themselves; empty if all did."""
+    killed = sorted(exit_.rank for exit_ in exits if exit_.ended_by_us)
+    if not killed:
+        return ""
+    if len(killed) == 1:
+        return f" (rank {killed[0]} did not leave in time and was killed)"
+    return f" ({len(killed)} ranks, {killed[0]} among them, did not leave in time and were killed)"
 
 
 def _harmless(exit_: RankExit, stop_requested: StopReason) -> bool:

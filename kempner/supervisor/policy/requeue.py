@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import takewhile
 
 from kempner.cluster.slurm.job import Event, JobState, classify
+from kempner.cluster.slurm.put_back import RequeueDecision
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.events.job import Requeued
 from kempner.run.record.history import RunHistory
@@ -15,14 +15,11 @@ from kempner.supervisor.policy.stop import PREEMPTED
 MAX_REQUEUES_WITHOUT_PROGRESS = 3
 """Times in a row that a job is put back into the queue without a new step."""
 
+RESUMES_ELSEWHERE = (ExitCode.STOPPED, ExitCode.STORAGE_UNAVAILABLE)
+"""Ends after which the run goes on when the job comes back, later and perhaps on other nodes."""
 
-@dataclass(frozen=True)
-class RequeueDecision:
-    """What becomes of the job when the ranks have left. `reason` is for a person to read."""
 
-    requeue: bool
-    reason: str
-
+SLURM_SILENT = "Slurm does not respond: submit the same command again to continue"
 
 _WHAT_BECOMES_OF_IT = {
     Event.REQUEUE: "Slurm requeues the job itself: it continues from its checkpoint",
@@ -39,23 +36,22 @@ def decide_requeue(
     fruitless: int,
     scarce: bool = False,
 ) -> RequeueDecision:
-    """Whether to put the job back into the queue; `first` is the job as it was at the beginning.
+    """Whether to put the job back into the queue; `first` is the job as it was at the beginning,
+    `job` as it is, None if Slurm did not say in time.
 
     Only a job that still runs: asked to requeue one that was cancelled, Slurm brings it back to
     life. `fruitless` counts the times in a row that it came back and made no step; for a preemption
     it is never too often. `scarce` says that there are not enough nodes besides the bad ones: a job
     that excluded them could never start, and Slurm would hold it for good.
     """
-    if decision.code is not ExitCode.STOPPED and not decision.bad_nodes:
+    if decision.code not in RESUMES_ELSEWHERE and not decision.bad_nodes:
         return RequeueDecision(False, decision.reason)
     if not batch:
         return RequeueDecision(
             False, "this is an interactive allocation: start again in it to continue"
         )
     if job is None:
-        return RequeueDecision(
-            False, "Slurm does not respond: submit the same command again to continue"
-        )
+        return RequeueDecision(False, SLURM_SILENT)
     if not job.running:
         unclear = f"the job is {job.state}: if Slurm does not requeue it, submit it again"
         return RequeueDecision(False, _WHAT_BECOMES_OF_IT.get(classify(first or job, job), unclear))

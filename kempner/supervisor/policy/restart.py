@@ -7,7 +7,7 @@ times; kempner soon gives up on one that commits nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from kempner.run.process.exit_codes import ExitCode
@@ -18,8 +18,13 @@ from kempner.supervisor.policy.outcome import Decision
 HEALED_BY_A_RESTART = (ExitCode.CRASHED, ExitCode.PEERS_LOST, ExitCode.HUNG)
 """Failures that a restart can help with; the other codes need a person, or are no failure."""
 
+PAUSES = (0.0, 20.0, 60.0)
+"""Seconds before the first, the second and later restarts in a row after a loss of nodes or of the
+network, which may be back by then."""
+
 FAILURES = (
     *HEALED_BY_A_RESTART,
+    ExitCode.STORAGE_UNAVAILABLE,
     ExitCode.BAD_DATA,
     ExitCode.CHECKPOINT_FAILED,
     ExitCode.DIVERGED,
@@ -32,12 +37,15 @@ one: it has trained nothing, and whoever corrects it starts again."""
 class Failure:
     """An attempt that failed, because of one rank. `step` is the one that it was in, or had done
     where it was in none, `committed` the last that was saved (None: none yet), `raised` what that
-    rank raised, if it said so.
+    rank raised, if it said so, `code` what the attempt came to. `node_lost` says that a node or the
+    network is at fault: that has a budget of its own.
     """
 
     step: int
     committed: int | None
     raised: str = ""
+    node_lost: bool = False
+    code: int = ExitCode.CRASHED
 
     def is_like(self, other: Failure) -> bool:
         """Whether it is the same step that fails the same way."""
@@ -48,12 +56,14 @@ class Failure:
 class RestartDecision:
     """Whether to start again, and why or why not, for a person to read.
 
-    `last` says that it is the last time, unless something new is saved.
+    `last` says that it is the last time, unless something new is saved; `pause` is how many seconds
+    to wait before.
     """
 
     again: bool
     reason: str
     last: bool = False
+    pause: float = 0.0
 
 
 def decide_restart(
@@ -62,12 +72,13 @@ def decide_restart(
     """What to do about an attempt that ended with `decision`.
 
     `earlier` are the failures before it, oldest first, `budget` how many restarts in a row may pass
-    without a new commit.
+    without a new commit, after failures of the program and after losses of nodes each.
     """
     if decision.code not in HEALED_BY_A_RESTART:
         return RestartDecision(False, decision.reason)
     here = f"at step {failure.step}" if failure.step else "before the first step"
-    fruitless = list(takewhile(lambda f: f.committed == failure.committed, reversed(earlier)))
+    alike = [other for other in earlier if other.node_lost is failure.node_lost]
+    fruitless = list(takewhile(lambda f: f.committed == failure.committed, reversed(alike)))
     if any(failure.is_like(other) for other in fruitless):
         return RestartDecision(
             False,
@@ -80,15 +91,29 @@ def decide_restart(
         )
     start = "from the beginning" if failure.committed is None else f"from step {failure.committed}"
     last = len(fruitless) + 1 >= budget
-    return RestartDecision(True, f"{decision.reason} {here}; restarting {start}", last)
+    pause = PAUSES[min(len(fruitless), len(PAUSES) - 1)] if failure.node_lost else 0.0
+    return RestartDecision(True, f"{decision.reason} {here}; restarting {start}", last, pause)
+
+
+def as_it_worked_before(decision: Decision, worked: bool) -> Decision:
+    """What an attempt came to, in a run that has `worked` before: that is never misconfigured.
+
+    What its ranks refuse to start with must be the fault of a node or the network, and may pass.
+    """
+    if decision.code is not ExitCode.USAGE or not worked:
+        return decision
+    return replace(decision, code=ExitCode.CRASHED, environment=True)
 
 
 def failures(history: RunHistory) -> list[Failure]:
-    """The failures since the run was last given up."""
+    """The failures since the run was last given up, without those of storage: see
+    `storage_restart`.
+    """
     found: list[Failure] = []
     for event in history.events(AttemptFailed, RunGivenUp):
-        if isinstance(event, AttemptFailed):
-            found.append(Failure(event.step, event.committed, event.raised))
-        else:
+        if isinstance(event, RunGivenUp):
             found.clear()  # a person has looked, and starts again
+        elif event.code != ExitCode.STORAGE_UNAVAILABLE:
+            raised, lost = event.raised, event.node_lost
+            found.append(Failure(event.step, event.committed, raised, lost, event.code))
     return found

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kempner.cluster.slurm.job import Event, JobState, classify
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.save_times import Durations
+from kempner.run.record.save_times import Durations, nearest_rank
 
 UNMEASURED_LEAD = 120.0
 """Seconds before the end at which to stop, as long as nothing was measured."""
@@ -19,9 +20,21 @@ LARGEST_SHARE = 0.5
 """Of the job's whole time, the most that is ever kept free: after one save that took for ever,
 every job would be stopped as it begins, and no other save would be measured."""
 
-EXIT_MARGIN = 10.0
-"""Seconds for the processes to leave, and for the job to be put back into the queue."""
+SLACK = 10.0
+"""Seconds that a stop gets beyond what it usually takes: the supervisor looks at the clock only now
+and then, and the ranks take leave of each other."""
 
+EXIT_MARGIN = 15.0
+"""Least seconds before the job's end by which every rank must have left or is killed: srun then
+ends, and the job goes back into the queue. Slurm takes no job back whose time is over."""
+
+MARGIN_FACTOR = 2.0
+"""How many times as long as it took in earlier attempts all of that may take."""
+
+MARGIN_SHARE = 0.1
+"""Of the job's whole time, the most that is kept free for it."""
+SHORTEST_KILL = 2.0
+"""Seconds that a rank which was killed gets at least."""
 
 LONGEST_WARNING = 3600.0
 """Seconds before the end of a job from which on a signal passes for the warning of `--signal`; an
@@ -68,23 +81,31 @@ def renew(standing: StandingStop | None, order: StopOrder, now: float) -> Standi
 
 
 def decide_stop(
-    first: JobState, now: JobState, kill_wait: float, left: float | None, lead: float, warned: bool
+    first: JobState,
+    now: JobState,
+    kill_wait: float,
+    left: float | None,
+    *,
+    lead: float,
+    margin: float,
+    warned: bool,
 ) -> StopOrder | None:
     """Whether the ranks are to stop; `first` is the job as it was when the attempt began.
 
     `left` is the number of seconds until the end of the job, None without one, `lead` how long
-    before it a stop must begin, `warned` whether a signal came. After a preemption's grace time, as
-    at any end of a job, Slurm sends SIGTERM and waits for `kill_wait` seconds; it keeps both times
-    or exceeds them.
+    before it a stop must begin, `margin` how long before it the ranks must have left, `warned`
+    whether a signal came. After a preemption's grace time, as at any end of a job, Slurm sends
+    SIGTERM and waits for `kill_wait` seconds; it keeps both times or exceeds them. It then requeues
+    the job itself, or nobody may: no margin is kept.
     """
     match classify(first, now, warned):
         case Event.NOTHING:
             if left is not None and left <= lead:
                 sentence = f"{left:.0f} s are left of the job's time"
-                return StopOrder(StopReason.DEADLINE, sentence, max(0.0, left))
+                return StopOrder(StopReason.DEADLINE, sentence, max(0.0, left - margin))
             return None
         case Event.TIME_LIMIT:
-            return None if left is None else _heed_warning(left)
+            return None if left is None else _heed_warning(left, margin)
         case Event.PREEMPTION:
             grace = 0.0 if left is None else max(0.0, left)
             return StopOrder(StopReason.PREEMPTION, PREEMPTED, grace + kill_wait)
@@ -102,22 +123,45 @@ _REASONS = {
 }
 
 
-def _heed_warning(left: float) -> StopOrder:
+def _heed_warning(left: float, margin: float) -> StopOrder:
+    seconds_left = max(0.0, left - margin)
     if left > LONGEST_WARNING:
         sentence = f"a signal came {left / 3600:.1f} h before the end of the job's time"
-        return StopOrder(StopReason.OPERATOR, sentence, left)
-    return StopOrder(StopReason.TIME_LIMIT, "Slurm sent a warning", max(0.0, left))
+        return StopOrder(StopReason.OPERATOR, sentence, seconds_left)
+    return StopOrder(StopReason.TIME_LIMIT, "Slurm sent a warning", seconds_left)
 
 
-def stop_lead(durations: Durations, longest_gap: float | None, limit: float | None) -> float:
+def exit_margin(measured: Collection[float], limit: float | None) -> float:
+    """Seconds before the job's end by which every rank must have left.
+
+    `measured` are the seconds from the exit of the last rank until the job was back in the queue,
+    in earlier attempts; `limit` is the job's whole time in seconds, None without one.
+    """
+    long = nearest_rank(measured, 0.95)
+    margin = EXIT_MARGIN if long is None else max(EXIT_MARGIN, MARGIN_FACTOR * long)
+    return margin if limit is None else min(margin, MARGIN_SHARE * limit)
+
+
+def time_to_abandon(left: float | None, patience: float) -> float:
+    """Seconds that a rank which was killed gets to be gone, of `left` until the job's end.
+
+    About half of them: the rest is for the requeue, whoever is stuck in the kernel.
+    """
+    return patience if left is None else min(patience, max(SHORTEST_KILL, left / 2))
+
+
+def stop_lead(
+    durations: Durations, longest_gap: float | None, limit: float | None, margin: float
+) -> float:
     """Seconds before the end at which a stop must begin.
 
     `longest_gap` is the 95th percentile of the seconds between two votes: one passes until the
     ranks agree, and the step that they are in takes another. A save may be under way, and the last
-    one follows it. `limit` is the job's whole time in seconds, None without one.
+    one follows it; then comes the `margin`. `limit` is the job's whole time in seconds, None
+    without one.
     """
     save = durations.quantile(0.95)
     if save is None or longest_gap is None:
         return UNMEASURED_LEAD if limit is None else min(UNMEASURED_LEAD, UNMEASURED_SHARE * limit)
-    lead = 2 * longest_gap + 2 * save + EXIT_MARGIN
+    lead = 2 * longest_gap + 2 * save + SLACK + margin
     return lead if limit is None else min(lead, LARGEST_SHARE * limit)

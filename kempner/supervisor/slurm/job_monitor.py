@@ -1,4 +1,4 @@
-"""Watches the supervisor's Slurm job from a thread, and requeues it."""
+"""Watches the supervisor's Slurm job from a thread, and knows when it ends."""
 
 from __future__ import annotations
 
@@ -6,31 +6,61 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kempner.cluster.slurm import scontrol
-from kempner.cluster.slurm.job import JobState, parse_job
-from kempner.cluster.slurm.scontrol import SlurmError
-from kempner.run.process.logs import logger
+from kempner.cluster.slurm.command import SHORTLY, SlurmError, next_pause, patiently
+from kempner.cluster.slurm.job import JobState
+from kempner.cluster.slurm.scontrol import ClusterSettings
+from kempner.run.output.logs import logger
+from kempner.run.process.helper_thread import keep_running
+from kempner.supervisor.slurm.exclusion_list import (
+    Exclusion,
+    candidates,
+    expanded,
+    let_go_if_held,
+)
 
 LOOK_EVERY = 10.0
 """Seconds between two questions to the controller, which serves the whole cluster."""
+
+SETTINGS_EVERY = 600.0
+"""Seconds between two questions about the cluster's settings and clock."""
+
+LATE = 600.0
+"""Seconds after the end of a job for which to go on trying to requeue it: a controller that is away
+ends no job, and one that is back looks at time limits every 30 s."""
+
+WITHOUT_END = 3600.0
+"""Seconds for which to try so in a job without a time limit."""
+
+TOLD_AFTER = 15.0
+"""Seconds of silence after which the job's log tells of it: a single lost answer is nothing."""
+
+USUAL = ClusterSettings(kill_wait=30.0, node_timeout=300.0, ahead=None)
+"""Slurm's defaults, as long as the controller has not said what it uses."""
 
 
 @dataclass(frozen=True)
 class JobSeen:
     """What the controller said of the job just now.
 
-    `seconds_left` is the time until its end, None without one; `kill_wait` is KillWait in seconds.
+    `seconds_left` is the time until its end, None without one; `kill_wait` is KillWait in seconds;
+    `asked_at` is when it was asked (`time.monotonic`, seconds).
     """
 
     state: JobState
     seconds_left: float | None
     kill_wait: float
+    asked_at: float = inf
 
 
-def excluded(job: JobState | None, lost: Sequence[str]) -> list[str]:
-    """Where a job is not to run: what its user has excluded, and the nodes that it has lost."""
-    return [*([job.nodes.excluded] if job is not None and job.nodes.excluded else []), *lost]
+@dataclass
+class _Silence:
+    """Since when Slurm gives no answer (`time.monotonic`, seconds), and whether that was told."""
+
+    since: float
+    told: bool = False
 
 
 class JobMonitor:
@@ -40,17 +70,18 @@ class JobMonitor:
         self.id, self.batch = job, batch
         self.arguments = arguments
         """With which to submit the job again where it cannot be requeued; None to leave that."""
-        self._ask = threading.Event()
-        self._done = threading.Event()
-        self._failing = False
+        self._ask, self._done = threading.Event(), threading.Event()
+        self._silence: _Silence | None = None
         self._nodes: int | None = None
+        self._running: JobState | None = None
+        self._settings, self._settings_due = USUAL, 0.0
         self._post: Callable[[JobSeen], None] | None = None
 
     def watch(self, post: Callable[[JobSeen], None]) -> None:
         """Start to `post` what the controller says, from a thread; called again, to the new one."""
         started, self._post = self._post is not None, post
         if not started:
-            threading.Thread(target=self._watch, name="job", daemon=True).start()
+            keep_running("job", self._watch)
         self.look()
 
     def look(self) -> None:
@@ -62,82 +93,129 @@ class JobMonitor:
         self._done.set()
         self._ask.set()
 
-    def state(self) -> JobState | None:
-        """What the controller says now; None if it does not answer or there is no scontrol."""
+    def state(self, within: float = SHORTLY) -> JobState | None:
+        """What the controller says now; None if it does not, asked for `within` seconds."""
         try:
-            state = parse_job(scontrol.show_job(self.id))
-            self._nodes = self._nodes or state.nodes.count
-            return state
-        except (SlurmError, ValueError) as error:
-            if not self._failing:
-                logger().warning("cannot ask Slurm about the job", reason=str(error))
-            self._failing = True
+            state = patiently(
+                lambda: scontrol.job_state(self.id, within=0.0), within, self.note_silence
+            )
+        except SlurmError as error:
+            self.note_silence(error)
             return None
+        self._note(state)
+        return state
 
-    def finds_others(self, without: Sequence[str]) -> bool | None:
-        """Whether its partition has enough nodes besides these and those that its user excludes.
+    def note_silence(self, error: SlurmError) -> None:
+        """Slurm gave no answer; said once, if it goes on."""
+        now = time.monotonic()
+        if self._silence is None:
+            self._silence = _Silence(now)
+            logger().info("Slurm gave no answer", reason=str(error))
+        elif not self._silence.told and now - self._silence.since > TOLD_AFTER:
+            self._silence.told = True
+            logger().warning("Slurm gives no answer; asking again", reason=str(error))
+
+    def try_until(self) -> float:
+        """When to stop trying to requeue the job (`time.monotonic`, seconds)."""
+        left = None if self._running is None else self.seconds_left(self._running)
+        return time.monotonic() + (WITHOUT_END if left is None else left + LATE)
+
+    def seconds_left(self, state: JobState) -> float | None:
+        """Seconds until the job's end, None without one.
+
+        By the controller's clock alone, once it has told it: this host's may be minutes off.
+        """
+        if state.times.end is None:
+            return None
+        ahead = self._settings.ahead
+        now = time.time() if ahead is None else time.monotonic() + ahead
+        return state.times.end - now
+
+    def finds_others(self, without: Sequence[str], within: float = SHORTLY) -> bool | None:
+        """Whether it could run on enough nodes besides these and those that are excluded now.
 
         In whatever state they are: the job can wait. None if Slurm does not say.
         """
-        state = self.state()
+        state = self.state(within)
         if state is None:
             return None
-        try:
-            nodes = scontrol.partition_nodes(state.nodes.partition)
-            barred = {n for part in excluded(state, without) for n in scontrol.hostnames(part)}
-        except (SlurmError, KeyError, ValueError) as error:
-            logger().warning("cannot ask Slurm about the partition", reason=str(error))
-            return None
-        return len(nodes - barred) >= (self._nodes or state.nodes.count)
+        found = candidates(state, expanded(state.nodes.excluded))
+        return None if found is None else len(found - set(without)) >= self.needed(state)
 
-    def requeue(self, without: Sequence[str] = (), after: float = 0.0) -> str:
-        """Put the job back into the queue; why not, empty if it was.
+    def needed(self, state: JobState) -> int:
+        """How many nodes the job had at first, and is to get again."""
+        return self._nodes or state.nodes.count
 
-        It is kept away from the nodes that it is to do `without`, and waits `after` seconds.
+    def ask_for_all(
+        self,
+        state: JobState | None,
+        without: Exclusion | None = None,
+        after: float = 0.0,
+        within: float = SHORTLY,
+    ) -> bool:
+        """Have the requeued job get as many nodes as it had at first, but not some of them.
+
+        `state` is the job as it was seen last; it waits `after` seconds. Whether that is so now.
         """
-        try:
-            scontrol.requeue(self.id)
-        except SlurmError as error:
-            return str(error)
-        self.ask_for_all(without, after)
-        return ""
-
-    def ask_for_all(self, without: Sequence[str] = (), after: float = 0.0) -> None:
-        """Have the requeued job get as many nodes as it had at first, but not some of them."""
-        state = self.state()
         if state is None or self._nodes is None:
-            return
-        if state.nodes.count == self._nodes and not (without or after):
-            return
-        barred = excluded(state, without) if without else ()
+            return True
+        barred = None if without is None else without.nodes
+        same = barred is None or set(barred) == set(expanded(state.nodes.excluded))
+        if state.nodes.count == self._nodes and same and not after:
+            return True
         try:
-            scontrol.ask_for(self.id, nodes=self._nodes, without=barred, after=after)
+            scontrol.ask_for(self.id, nodes=self._nodes, without=barred, after=after, within=within)
         except SlurmError as error:
             logger().warning(
                 f"the job may come back with fewer than {self._nodes} nodes", reason=str(error)
             )
+            return False
+        seen = None if without is None else self.state(within)
+        if seen is None or without is None or let_go_if_held(self.id, seen, without):
+            return True
+        missing = set(without.nodes) - set(expanded(seen.nodes.excluded))  # whatever Slurm has said
+        if missing:
+            logger().warning("Slurm has not excluded a node of the job yet", nodes=sorted(missing))
+        return not missing
+
+    def node_timeout(self, within: float = SHORTLY) -> float:
+        """Seconds until Slurm, too, sees that a node is gone."""
+        self._learn_settings(within)
+        return self._settings.node_timeout
 
     def _watch(self) -> None:
-        kill_wait = self._configured("KillWait", usual=30.0)
+        failures = 0
         while not self._done.is_set():
-            state = self.state()
-            if state is not None and self._post is not None:
-                self._failing = False
-                end = state.times.end
-                left = None if end is None else end - time.time()
-                self._post(JobSeen(state, left, kill_wait))
-            self._ask.wait(LOOK_EVERY)
+            failures = 0 if self._look_once() else failures + 1
+            self._ask.wait(next_pause(failures) if failures else LOOK_EVERY)
             self._ask.clear()
 
-    def node_timeout(self) -> float:
-        """Seconds until Slurm, too, sees that a node is gone."""
-        return self._configured("SlurmdTimeout", usual=300.0)
+    def _look_once(self) -> bool:
+        """Post what the controller says; whether it said something."""
+        asked_at, state = time.monotonic(), self.state(within=0.0)
+        if state is None:
+            return False
+        self._learn_settings(within=0.0)
+        if self._post is not None:
+            left, kill_wait = self.seconds_left(state), self._settings.kill_wait
+            self._post(JobSeen(state, left, kill_wait, asked_at))
+        return True
 
-    def _configured(self, name: str, usual: float) -> float:
-        """Seconds that slurm.conf sets, or Slurm's own default where it does not say."""
+    def _note(self, state: JobState) -> None:
+        if self._silence is not None and self._silence.told:
+            logger().warning("Slurm answers again")
+        self._silence = None
+        self._nodes = self._nodes or state.nodes.count
+        self._running = state if state.running else self._running
+
+    def _learn_settings(self, within: float) -> None:
+        """Ask for the cluster's settings and clock, unless they were just asked for."""
+        if time.monotonic() < self._settings_due:
+            return
         try:
-            found = scontrol.configured_seconds(name)
+            self._settings = scontrol.cluster_settings(within)
         except SlurmError as error:
-            logger().warning(f"taking {name} to be {usual:.0f} s", reason=str(error))
-            return usual
-        return usual if found is None else found
+            logger().info("cannot ask Slurm about its settings", reason=str(error))
+            return
+        told = self._settings.ahead is not None
+        self._settings_due = time.monotonic() + (SETTINGS_EVERY if told else LOOK_EVERY)

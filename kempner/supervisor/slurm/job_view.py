@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from kempner.cluster.slurm.job import JobState
 from kempner.run.process.signals import Received
 from kempner.supervisor.monitors.run_times import RunTimes
-from kempner.supervisor.policy.stop import StopOrder, decide_stop, stop_lead
+from kempner.supervisor.policy.stop import (
+    MARGIN_SHARE,
+    StopOrder,
+    decide_stop,
+    exit_margin,
+    stop_lead,
+)
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen
 
 
@@ -42,23 +48,48 @@ class JobView:
         # By the attempt's clock: Slurm, too, does not count the time for which it suspends a job.
         self._ends_at = None if left is None else now + left
 
+    def seconds_left(self, now: float) -> float | None:
+        """Until the end of a job that runs or is suspended; None without one, or if not known."""
+        if self._ends_at is None or self._seen is None:
+            return None
+        job = self._seen.state
+        if not (job.running or job.state == "SUSPENDED"):
+            return None
+        return self._ends_at - now
+
     def stop_order(self, times: RunTimes, signals: Sequence[Received]) -> StopOrder | None:
         """Whether the ranks have to stop: the job's end is near, or Slurm is about to end it.
 
         `signals` are those that came: any may be Slurm's warning, but for a Ctrl-C at a terminal,
-        which a batch process has not.
+        which a batch process has not. One that came since Slurm was asked says nothing yet: Slurm
+        may be about to say that it was a requeue or a cancel.
         """
         if self.at_first is None or self._seen is None:
             return None
-        job = self._seen.state
+        job, asked_at = self._seen.state, self._seen.asked_at
+        lead, margin = self._lead_and_margin(times, job.times.limit)
         return decide_stop(
             self.at_first,
             job,
             self._seen.kill_wait,
-            left=None if self._ends_at is None else self._ends_at - times.now(),
-            lead=stop_lead(times.saves, times.phases.quantile(0.95), job.times.limit),
-            warned=any(self._may_warn(received) for received in signals),
+            self.seconds_left(times.now()),
+            lead=lead,
+            margin=margin,
+            warned=any(s.at <= asked_at and self._may_warn(s) for s in signals),
         )
+
+    def ends_within(self, seconds: float, times: RunTimes) -> bool:
+        """Whether a stop has to begin within so many seconds (fewer in a short job), or by now."""
+        left = self.seconds_left(times.now())
+        if left is None or self._seen is None:
+            return False
+        limit = self._seen.state.times.limit
+        lead, _ = self._lead_and_margin(times, limit)
+        return left <= lead + (seconds if limit is None else min(seconds, MARGIN_SHARE * limit))
+
+    def _lead_and_margin(self, times: RunTimes, limit: float | None) -> tuple[float, float]:
+        margin = exit_margin(times.leaves, limit)
+        return stop_lead(times.saves, times.phases.quantile(0.95), limit, margin), margin
 
     def _may_warn(self, received: Received) -> bool:
         batch = self._monitor is not None and self._monitor.batch

@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
+from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.job import JobState, restart_count
-from kempner.cluster.slurm.scontrol import SlurmError
-from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.logs import logger
-from kempner.run.record.events.job import NotRequeued, Requeued, RequeueRefused, Resubmitted
+from kempner.cluster.slurm.put_back import Outcome, PutBack, RequeueDecision, put_back
+from kempner.run.output.logs import logger
+from kempner.run.record.events.job import JobHandedBack, NotRequeued, Requeued, Resubmitted
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.policy.outcome import Decision
-from kempner.supervisor.policy.requeue import decide_requeue, requeues_without_progress
-from kempner.supervisor.slurm.job_monitor import JobMonitor, excluded
+from kempner.supervisor.policy.requeue import (
+    RESUMES_ELSEWHERE,
+    SLURM_SILENT,
+    decide_requeue,
+    requeues_without_progress,
+)
+from kempner.supervisor.slurm.exclusion_list import (
+    Exclusion,
+    candidates,
+    choose,
+    expanded,
+    of_the_user,
+)
+from kempner.supervisor.slurm.job_monitor import JobMonitor
 from kempner.supervisor.slurm.resubmit import resubmit
+
+PARTITION_WITHIN = 60.0
+"""Seconds for which to ask which nodes the job could have instead of bad ones."""
+
+LAST_WISH, LAST_TRIES = 60.0, 3
+"""Seconds for which, and how often, to ask for the nodes of the next launch once the job is back in
+the queue. If Slurm ends this process meanwhile, that is all that can be done."""
 
 
 def requeue_or_explain(
@@ -27,35 +47,86 @@ def requeue_or_explain(
     run: RunDirectory,
     ledger: Ledger,
     history: RunHistory,
+    suspect: Collection[str] = (),
+    since_left: Callable[[], float] | None = None,
 ) -> None:
     """Put the job back into the queue after an attempt, or say why not.
 
-    `at_first` is the job as it was when the attempt began, None if Slurm did not say.
+    `at_first` is the job as it was when the attempt began, None if Slurm did not say. It is kept
+    away from the `suspect` nodes, as far as there are others. It goes back first, and is told of
+    afterwards: Slurm leaves this process some seconds, and whatever delays the telling must not
+    delay the requeue. `since_left` gives the seconds since the last rank left.
     """
     job.close()
-    state = job.state()
-    step = history.refresh().last_step
-    fruitless = requeues_without_progress(history, job.id, step)
-    bad = decision.bad_nodes
-    scarce = bool(bad) and job.finds_others(bad) is False
-    chosen = decide_requeue(decision, at_first, state, job.batch, fruitless, scarce)
-    if not chosen.requeue:
-        if decision.code is ExitCode.STOPPED or decision.bad_nodes:
-            logger().warning(chosen.reason)
-            ledger.record(NotRequeued(step, chosen.reason), attempt)
-        if state is not None and state.restarts > restart_count(os.environ):
-            job.ask_for_all()  # Slurm itself brings it back, as small as it has become
+    step, bad = history.refresh().last_step, decision.bad_nodes
+    if decision.code not in RESUMES_ELSEWHERE and not bad:
+        _as_large_as_before(job, job.state(within=0.0))
         return
-    # Written first: Slurm ends this process with the job's others.
-    why, preempted = chosen.reason, state is not None and state.times.preempt is not None
-    ledger.record(Requeued(step, *job_facts(job), reason=why, preempted=preempted), attempt)
-    logger().warning(chosen.reason)
-    avoided, after = ((), job.node_timeout()) if scarce else (bad, 0.0)
-    if refusal := job.requeue(avoided, after):
-        ledger.record(RequeueRefused(refusal), attempt)
+    exclusion = _exclusion(job, bad, suspect, history)
+    scarce = bool(bad) and job.batch and not set(bad) <= set(exclusion.without)
+    after = job.node_timeout() if scarce else 0.0
+    fruitless = requeues_without_progress(history, job.id, step)
+
+    def decide(state: JobState | None) -> RequeueDecision:
+        return decide_requeue(decision, at_first, state, job.batch, fruitless, scarce)
+
+    end = _try(job, decide)
+    if end.outcome is Outcome.DONE:
+        asked = job.ask_for_all(end.state, exclusion, after, within=0.0)
+        preempted = end.asked is not None and end.asked.times.preempt is not None
+        facts, without = job_facts(job), exclusion.without
+        requeued = Requeued(step, *facts, reason=end.reason, preempted=preempted, without=without)
+        ledger.record(requeued, attempt)
+        if since_left is not None:
+            ledger.record(JobHandedBack(round(since_left(), 1)), attempt)
+        logger().warning(end.reason)
+        tries = 0
+        while not asked and tries < LAST_TRIES:
+            tries, asked = tries + 1, job.ask_for_all(end.state, exclusion, after, LAST_WISH)
+        return
+    if not _was_requeued(history, attempt):  # by a rank that took this process for dead
+        ledger.record(NotRequeued(step, end.reason), attempt)
+    if end.outcome is Outcome.REFUSED:
         # Only bad nodes matter: what its user has excluded, the new job is submitted with anyway.
-        without = excluded(state, avoided) if avoided else []
-        logger().error(f"{refusal}; {_go_on(job, run, ledger, attempt, without)}")
+        again = exclusion.nodes if exclusion.without else []
+        logger().error(f"{end.reason}; {_go_on(job, run, ledger, attempt, again)}")
+        return
+    logger().warning(end.reason)
+    _as_large_as_before(job, end.state)
+
+
+def _try(job: JobMonitor, decide: Callable[[JobState | None], RequeueDecision]) -> PutBack:
+    """Requeue the job for as long as it makes sense; in an allocation of somebody's, not at all."""
+    if not job.batch:
+        return PutBack(Outcome.LEFT, decide(None).reason)
+    end = put_back(job.id, decide, job.try_until(), job.note_silence)
+    if end.outcome is Outcome.SILENT:
+        return replace(end, reason=f"{SLURM_SILENT} ({end.reason})")
+    return end
+
+
+def _as_large_as_before(job: JobMonitor, state: JobState | None) -> None:
+    """A job that Slurm itself brings back would have no more nodes than it has become."""
+    if state is not None and state.restarts > restart_count(os.environ):
+        job.ask_for_all(state)
+
+
+def _was_requeued(history: RunHistory, attempt: int) -> bool:
+    return any(entry.attempt == attempt for entry in history.refresh().entries(Requeued))
+
+
+def _exclusion(
+    job: JobMonitor, bad: Sequence[str], suspect: Collection[str], history: RunHistory
+) -> Exclusion:
+    """The nodes that the job is to be kept away from: those that are suspect now."""
+    state = job.state(PARTITION_WITHIN if bad else 0.0) if job.batch else None
+    if state is None:
+        return Exclusion((), ())
+    own = of_the_user(expanded(state.nodes.excluded), history, job.id)
+    if not (bad or suspect):
+        return Exclusion((), own)
+    without = choose(bad, suspect, candidates(state, own), job.needed(state))
+    return Exclusion(without, own)
 
 
 def _go_on(

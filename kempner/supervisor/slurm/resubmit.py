@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kempner.cluster.slurm import scontrol
+from kempner.cluster.slurm.command import submission_environment
 
 
 def same_again(
@@ -41,5 +42,4 @@ def resubmit(job: str, arguments: Sequence[str], folder: Path, without: Sequence
     command = same_again(scontrol.submit_line(job), arguments, script, without)
     scontrol.write_script(job, script)
     # Without its own variables, which the new job would take for its own (a restart count, say).
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
-    return scontrol.submit(command, clean)
+    return scontrol.submit(command, submission_environment(os.environ))

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+
+import psutil
 
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.allocation import Allocation, allocate
-from kempner.cluster.slurm.job import job_id, parse_job
+from kempner.cluster.slurm.command import SlurmError, patiently
+from kempner.cluster.slurm.job import in_batch_script, job_id, parse_job
 from kempner.cluster.slurm.resources import Resources, Wanted, detect
-from kempner.cluster.slurm.scontrol import SlurmError
 from kempner.config.sections import Config
+from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory
+
+AT_A_TERMINAL = 30.0
+"""Seconds for which Slurm is asked by somebody who waits for the answer; a batch job waits for as
+long as it takes, because nobody is there to start it again."""
 
 
 def find_job(environ: Mapping[str, str], given: str | None) -> str:
@@ -41,24 +50,26 @@ def enter(
     the environment says may be about another one. `per_task` says that each task is a rank.
     Raises `UsageError` if it cannot be used.
     """
-    section = config.slurm
+    section, batch = config.slurm, not given and is_batch_script(environ)
+    within = inf if batch else AT_A_TERMINAL
     try:
-        fields = scontrol.show_job(job)
+        fields = patiently(lambda: scontrol.show_job(job, within=0.0), within, _say_once())
         state = parse_job(fields)
         if not state.running:
             raise UsageError(_not_running(job, state.state, state.reason))
         nodes = scontrol.hostnames(state.nodes.held)
-        here: Mapping[str, str] = {} if given else environ
+        # What the environment says may be about another job, or about another step of this one.
+        here: Mapping[str, str] = {} if given or "SLURM_STEP_ID" in environ else environ
         resources = detect(
             here,
             configured=Wanted(section.cpus, section.memory_mb, section.gpus_per_node),
             job=fields,
-            node=scontrol.show_node(nodes[0]),
+            node=scontrol.show_node(nodes[0], within),
         )
         allocation = allocate(
             here,
-            job=job,
-            batch=not given and state.batch,
+            job=job if batch else state.id,
+            batch=batch and state.batch,
             nodes=nodes,
             resources=resources,
             procs=section.procs,
@@ -96,6 +107,31 @@ def element(environ: Mapping[str, str]) -> str:
     """What sets the run of this element of a job array apart from the others'; empty outside."""
     task = environ.get("SLURM_ARRAY_TASK_ID", "")
     return f"-{task}" if task else ""
+
+
+def is_batch_script(environ: Mapping[str, str]) -> bool:
+    """Whether this process is the job's batch script, or runs as a part of it."""
+    return in_batch_script(environ, os.getpid(), _parent, os.getsid)
+
+
+def _parent(pid: int) -> int:
+    """0 for the first process, and for one that is gone or hidden."""
+    try:
+        return psutil.Process(pid).ppid()
+    except psutil.Error:
+        return 0
+
+
+def _say_once() -> Callable[[SlurmError], None]:
+    """Say why there is a wait, the first time."""
+    said: list[SlurmError] = []
+
+    def say(error: SlurmError) -> None:
+        if not said:
+            logger().warning("Slurm gives no answer; asking again", reason=str(error))
+        said.append(error)
+
+    return say
 
 
 def _not_running(job: str, state: str, reason: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,8 +21,8 @@ from kempner.cluster.network.ports import job_salt
 from kempner.cluster.slurm.scontrol import hostnames
 from kempner.cluster.world import World
 from kempner.config.sections import Config
+from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.process.logs import logger
 from kempner.training.groups.rendezvous import agree_on_network, meet
 
 _FAREWELL = timedelta(seconds=30)
@@ -46,6 +47,21 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, group_src=0, group=self.votes)
         return box[0]
+
+    def agree_on(self, facts: Mapping[str, object]) -> None:
+        """Make sure that all ranks know the same `facts`, on which every rank's steps depend.
+
+        Raises `UsageError`, on all ranks alike, with the name of one that differs.
+        """
+        told: list[dict[str, object]] = [{} for _ in range(self.world.size)]
+        dist.all_gather_object(told, {**facts, "host": platform.node()}, group=self.votes)
+        for rank, others in enumerate(told):
+            for name in facts:
+                if others[name] != told[0][name]:
+                    raise UsageError(
+                        f"{name} is not the same on all ranks: rank {rank} on {others['host']} "
+                        f"has {others[name]}, rank 0 on {told[0]['host']} has {told[0][name]}"
+                    )
 
     def final_barrier(self) -> None:
         """Wait for each other; rank 0, without whose store the others could fail, leaves last."""

@@ -9,6 +9,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kempner.run.output.console import say
+
 PLAIN_EVERY = 5.0
 """Seconds between plain lines: a log file should tell the story, not every word of it."""
 
@@ -61,7 +63,7 @@ class Bar:
 
     def say(self, sentence: str) -> None:
         """Print above the bar."""
-        self._progress.console.print(sentence, highlight=False)
+        self._progress.console.print(sentence, highlight=False, markup=False)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -90,7 +92,7 @@ class Lines:
 
     def say(self, sentence: str) -> None:
         """Print."""
-        print(sentence, flush=True)
+        say(sentence)
 
     def close(self) -> None:
         """Nothing to close."""

@@ -9,12 +9,16 @@ from enum import Enum
 EXIT_SECONDS = 2.0
 """What is kept free at the end of a deadline, for the goodbye of the ranks and their exit."""
 
+BREATH = 1.0
+"""Seconds that the ranks pause at most before they look at the deadline again."""
+
 
 class Action(Enum):
     """The next thing to do."""
 
     WAIT = "wait for the save in flight"
     SAVE = "start the last save"
+    PAUSE = "leave storage alone for a moment"
     DONE = "exit, everything is committed"
     FAIL = "exit, the last save could not be written"
     ABANDON = "exit, the last commit stays as it is"
@@ -42,9 +46,9 @@ class SaveSituation:
     """Where the ranks stand. Seconds; None where there is no deadline, save or measurement.
 
     `step` steps are done, `committed` is the step of the last commit, `warned_for` the time since
-    the stop was asked for, `seconds_left` what is left until the deadline, `tries_left` how many
-    saves may still be started, `suspicious` whether the last step had a loss that no state should
-    be kept after.
+    the stop was asked for, `seconds_left` what is left until the deadline, `next_try` in how many
+    seconds a save may be started, None if none is worth it any more, `suspicious` whether the last
+    step had a loss that no state should be kept after.
     """
 
     step: int
@@ -53,13 +57,13 @@ class SaveSituation:
     save_times: SaveTimes | None
     warned_for: float
     seconds_left: float | None
-    tries_left: int
+    next_try: float | None
     suspicious: bool
 
 
 @dataclass(frozen=True)
 class SaveDecision:
-    """`action`, and why; `patience` is how many seconds to WAIT at most, None for ever.
+    """`action`, and why; `patience` is how many seconds to WAIT or PAUSE at most, None for ever.
 
     `lost` steps are not committed as things stand; `enough` is how many seconds of warning would
     have saved them, None if that cannot be told.
@@ -89,15 +93,22 @@ def decide_final_save(now: SaveSituation) -> SaveDecision:
         return SaveDecision(Action.DONE, "the last step is committed", lost)
     if now.suspicious:
         return SaveDecision(Action.DISCARD, "the loss diverged at the end", lost)
-    if now.tries_left == 0:
+    if now.next_try is None:
         return SaveDecision(Action.FAIL, "the last step could not be saved", lost)
+    return _save_or_pause(now, time, now.next_try, lost)
+
+
+def _save_or_pause(now: SaveSituation, time: float | None, pause: float, lost: int) -> SaveDecision:
+    """Of a state that is to be saved: whether there is `time`, and whether it is time."""
+    usual = now.save_times.usual if now.save_times else 0.0
+    if pause > 0 and (time is None or pause + usual < time):
+        return SaveDecision(Action.PAUSE, "a save has failed", lost, patience=min(pause, BREATH))
     if time is None:
         return SaveDecision(Action.SAVE, "there is no deadline", lost)
     if time <= 0:
         return _abandon(now, "no time was left to save")
     if now.save_times is None:
         return SaveDecision(Action.SAVE, "no save was measured yet, so it is tried", lost)
-    usual = now.save_times.usual
     if usual <= time:
         return SaveDecision(Action.SAVE, f"a save takes {usual:.1f} s of {time:.1f} s left", lost)
     return _abandon(now, f"a save takes {usual:.1f} s and {time:.1f} s were left for it")

@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,20 +22,25 @@ from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.world import World, discover
 from kempner.config.sections import Config, SuperviseSection
 from kempner.run.control.client import ControlClient, Reactions
-from kempner.run.control.heartbeat import Progress
+from kempner.run.control.heartbeat import Progress, describe_places
 from kempner.run.control.launch_env import Launch, forget_secret
-from kempner.run.control.protocol import Usage
+from kempner.run.control.protocol import Event, Usage
+from kempner.run.output.background_files import LatestContent
+from kempner.run.output.console import leave
+from kempner.run.output.logs import logger, warn
 from kempner.run.process.exit_codes import ExitCode, RunError, UnfitNodeError, UsageError
-from kempner.run.process.logs import logger
+from kempner.run.process.retry import Waited
 from kempner.run.process.signals import signal_at_end_of
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.health import StorageWaited
 from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.events.stop import Signalled
 from kempner.run.record.events.vocabulary import parse_event
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
+from kempner.training.rank_link.lost_supervisor import SupervisorWatch
 from kempner.training.rank_link.orphan_requeue import RESUMABLE, hand_back
 from kempner.training.rank_link.resource_usage import measure
 from kempner.training.rank_link.shutdown import ShutdownHandler
@@ -58,10 +65,25 @@ class RankLink:
         else:
             Ledger(self.run.ledger).record(event, attempt.number)
 
-    def tell_of_signal(self) -> None:
-        """Let the supervisor know that a signal came here; one rank of all is enough."""
-        if self.link is not None and self.world.rank == 0:
+    def tell_of_wait(self, attempt: Attempt, waited: Waited) -> None:
+        """A line for the ledger, from any rank, when storage works again."""
+        event = StorageWaited(**asdict(waited), rank=self.world.rank)
+        if self.link is not None:
+            self.link.record(event)
+        else:
+            self.record(attempt, event)
+
+    def tell_of_signal(self, sentence: str) -> None:
+        """Let the supervisor know that a signal came here; one rank of all is enough.
+
+        Where there is none, whoever pressed Ctrl-C is to see that it was noticed.
+        """
+        if self.world.rank != 0:
+            return
+        if self.link is not None:
             self.link.record(Signalled())
+        else:
+            logger().warning(f"{sentence}: stopping after this step, with a checkpoint")
 
     def report_unfit_node(self, error: RunError) -> None:
         """Tell the supervisor that this node is not fit, if that is what the error says."""
@@ -77,12 +99,27 @@ class RankLink:
             return
         attempt, job = self.launch.attempt, self.launch.job
         self.link.say_how_it_ends(code, sentence)
-        orphaned = job is not None and code in RESUMABLE and self.link.outlives_supervisor()
-        for unheard in self.link.fall_silent():
-            if (event := parse_event(unheard.name, unheard.fields)) is not None:
-                Ledger(self.run.ledger).record(event, attempt.number)
+        self._write(self.link.take_back(), attempt)  # now: Slurm may leave no time for it later
+        resumable = job is not None and code in RESUMABLE
+        orphaned = resumable and self.link.outlives_supervisor()
+        if code is ExitCode.STOPPED and (orphaned or self.link.supervisor_has_died()):
+            self._tell_places(attempt)
+        self._write(self.link.fall_silent(), attempt)
         if job is not None and orphaned:
             hand_back(job, self.run, attempt, self.world.rank)
+
+    def _write(self, unheard: Iterable[Event], attempt: Attempt) -> None:
+        """Write to the ledger what the supervisor did not; the ledger's other writer is gone."""
+        for line in unheard:
+            if (event := parse_event(line.name, line.fields)) is not None:
+                Ledger(self.run.ledger).record(event, attempt.number)
+
+    def _tell_places(self, attempt: Attempt) -> None:
+        """For `kempner status`: all ranks stop after the same step, and rank 0 leaves last."""
+        if self.world.rank == 0:
+            report = self.progress.report()
+            places = describe_places(dict.fromkeys(range(self.world.size), report))
+            LatestContent(self.run.ranks(attempt.number), warn).replace(places)
 
 
 def open_rank_link(config: Config, shutdown: ShutdownHandler) -> RankLink:
@@ -103,7 +140,9 @@ def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler
     if launch is None:
         return RankLink(world, run, launch, progress, None)
     if launch.parent is not None:
-        if not signal_at_end_of(launch.parent, signal.SIGTERM):
+        # The parent may be a wrapper: that is signalled by the kernel, and ends with its own.
+        followed = signal_at_end_of(os.getppid(), signal.SIGTERM)
+        if not (followed and _descends_from(launch.parent)):
             shutdown.stop(StopReason.SUPERVISOR_LOST, sentence="the supervisor has ended")
     elif world.rank > 0:
         _print_to(run.output(launch.attempt.number, world.rank))
@@ -115,15 +154,24 @@ def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler
         grace=section.stop_grace,
         stalled=_dead_connections,
         measure=_measure,
+        has_died=SupervisorWatch(run.supervisors).died,
     )
     link = ControlClient(launch, run, world.rank, progress, react)
     rank_link = RankLink(world, run, launch, progress, link)
     shutdown.connect(
         last_words=partial(link.leave, ExitCode.STOPPED),
-        supervisor_gone=lambda: launch.parent not in (None, os.getppid()),
+        supervisor_gone=lambda: launch.parent is not None and not _descends_from(launch.parent),
     )
     link.start()
     return rank_link
+
+
+def _descends_from(pid: int) -> bool:
+    """Whether a process is among this one's parents. One that has ended has no children any more.
+
+    Wrappers may stand between. Should they end, a supervisor on this machine is the next parent.
+    """
+    return any(parent.pid == pid for parent in psutil.Process().parents())
 
 
 def _dead_connections() -> list[tuple[str, str]]:
@@ -150,8 +198,9 @@ def _print_to(file: Path) -> None:
     except OSError as error:
         logger().warning(f"printing to the job's log, since {file} cannot be written: {error}")
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # what cannot be shown is lost
+            stream.flush()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -169,17 +218,17 @@ def _find_place() -> World:
 
 def _stop_in_silence(shutdown: ShutdownHandler, seconds: float) -> None:
     silence = f"no heartbeat from the supervisor for {seconds:.0f} s"
-    logger().warning(f"{silence}: committing and exiting")
     shutdown.stop(StopReason.SUPERVISOR_LOST, sentence=silence)
+    logger().warning(f"{silence}: committing and exiting")
 
 
 def _leave_in_silence(rank_link: RankLink, seconds: float) -> None:
     """End the process from a thread: the main one waits for a peer that may be gone for good."""
     sentence = f"no progress for {seconds:.0f} s, and no supervisor to say which rank is gone"
-    logger().error(sentence)
 
-    def leave() -> None:
+    def end() -> None:
         rank_link.leave(ExitCode.PEERS_LOST, sentence)
-        os._exit(ExitCode.PEERS_LOST)
+        leave(ExitCode.PEERS_LOST)
 
-    threading.Thread(target=leave, name="exit", daemon=True).start()
+    threading.Thread(target=end, name="exit", daemon=True).start()
+    logger().error(sentence)

@@ -6,6 +6,7 @@ Imports no torch, because it is installed before torch is imported.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +14,16 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
-from kempner.run.process.logs import logger
-from kempner.run.process.signals import Received, exit_before_training, inbox
+from kempner.run.output.console import leave, say
+from kempner.run.output.logs import logger
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.signals import (
+    LEFT_AT_ONCE,
+    Received,
+    exit_before_training,
+    inbox,
+    insists,
+)
 from kempner.run.process.stop_reason import StopReason, reason_of_signal
 
 NEARER = 1.0
@@ -37,6 +46,7 @@ class Trigger(Enum):
     JOIN = "the process group is there"
     SIGNAL = "a stop signal came"
     ORDER = "somebody who knows why asks for a stop: the supervisor, or what watches it"
+    INSIST = "a second Ctrl-C came within two seconds, and there is no supervisor to get it"
 
 
 class Action(Enum):
@@ -45,6 +55,7 @@ class Action(Enum):
     NOTHING = "nothing"
     EXIT = "leave at once with exit code 75: nothing is half done"
     TELL_AND_EXIT = "tell the supervisor, then leave with exit code 75"
+    EXIT_AT_ONCE = "leave at once with exit code 130: the last commit is intact"
     REQUEST = "keep the request, for the next vote"
     REQUEST_AND_TELL = "keep the request, and tell the supervisor of the signal"
 
@@ -54,18 +65,22 @@ TRANSITIONS: dict[tuple[State, Trigger], tuple[State, Action]] = {
     (State.ALONE, Trigger.JOIN): (State.IN_GROUP, Action.NOTHING),
     (State.ALONE, Trigger.SIGNAL): (State.LEAVING, Action.EXIT),
     (State.ALONE, Trigger.ORDER): (State.LEAVING, Action.EXIT),
+    (State.ALONE, Trigger.INSIST): (State.LEAVING, Action.EXIT),
     (State.CONNECTED, Trigger.CONNECT): (State.CONNECTED, Action.NOTHING),
     (State.CONNECTED, Trigger.JOIN): (State.IN_GROUP, Action.NOTHING),
     (State.CONNECTED, Trigger.SIGNAL): (State.LEAVING, Action.TELL_AND_EXIT),
     (State.CONNECTED, Trigger.ORDER): (State.LEAVING, Action.TELL_AND_EXIT),
+    (State.CONNECTED, Trigger.INSIST): (State.LEAVING, Action.TELL_AND_EXIT),
     (State.IN_GROUP, Trigger.CONNECT): (State.IN_GROUP, Action.NOTHING),
     (State.IN_GROUP, Trigger.JOIN): (State.IN_GROUP, Action.NOTHING),
     (State.IN_GROUP, Trigger.SIGNAL): (State.IN_GROUP, Action.REQUEST_AND_TELL),
     (State.IN_GROUP, Trigger.ORDER): (State.IN_GROUP, Action.REQUEST),
+    (State.IN_GROUP, Trigger.INSIST): (State.LEAVING, Action.EXIT_AT_ONCE),
     (State.LEAVING, Trigger.CONNECT): (State.LEAVING, Action.NOTHING),
     (State.LEAVING, Trigger.JOIN): (State.LEAVING, Action.NOTHING),
     (State.LEAVING, Trigger.SIGNAL): (State.LEAVING, Action.NOTHING),
     (State.LEAVING, Trigger.ORDER): (State.LEAVING, Action.NOTHING),
+    (State.LEAVING, Trigger.INSIST): (State.LEAVING, Action.NOTHING),
 }
 """In each state, for whatever comes: the next state, and what to do."""
 
@@ -105,17 +120,36 @@ class ShutdownHandler:
 
     def __init__(self) -> None:
         self._signals, self._lock = inbox(), threading.Lock()
+        self._has_installed = False
         self._state = State.ALONE
         self._request: StopRequest | None = None
         self._grace = math.inf
-        self._tell_of_signal: Callable[[], None] = lambda: None
+        self._tell_of_signal: Callable[[str], None] = lambda sentence: None
+        self._supervised = False
         self._last_words: Callable[[str], object] = lambda sentence: None
         self._supervisor_gone: Callable[[], bool] = lambda: False
 
     def install(self) -> None:
-        """Trap the signals, and leave on any of them until there is somebody to be told."""
-        self._signals.install()
+        """Trap the signals, and leave on any of them until there is somebody to be told.
+
+        Outside of the main thread Python traps none. What else asks for a stop is obeyed there.
+        """
+        if not self._signals.installed:
+            if threading.current_thread() is not threading.main_thread():
+                logger().warning(
+                    "no signal stops this loop, since it is not in the main thread; orders of the "
+                    "supervisor do"
+                )
+                return
+            self._signals.install()
+            self._has_installed = True
         self._signals.react_with(self._signalled)
+
+    def uninstall(self) -> None:
+        """Give the signals back, if `install` took them: what they did before they do again."""
+        if self._has_installed and threading.current_thread() is threading.main_thread():
+            self._has_installed = False
+            self._signals.uninstall()
 
     def connect(
         self,
@@ -128,16 +162,20 @@ class ShutdownHandler:
         `supervisor_gone` is whether the supervisor is known to have ended.
         """
         self._last_words, self._supervisor_gone = last_words, supervisor_gone
+        self._supervised = True
         with self._lock:
             self._move(Trigger.CONNECT)
 
     def join_group(
-        self, grace: float | None = None, on_signal: Callable[[], None] = lambda: None
+        self,
+        grace: float | None = None,
+        on_signal: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         """From now on peers depend on this process: a stop becomes a request.
 
         `grace` is how many seconds after a signal the process will be killed; None if nobody will.
-        `on_signal` is called, from a thread, if it is a signal that first asks for a stop.
+        `on_signal` is called, from a thread, if it is a signal that first asks for a stop, with
+        what there is to say about it.
         """
         self._grace = math.inf if grace is None else grace
         self._tell_of_signal = on_signal
@@ -181,7 +219,9 @@ class ShutdownHandler:
         reason = reason_of_signal(received.signal, gone)
         sentence = "the supervisor has ended" if gone else received.signal.name
         deadline = received.at + self._grace
-        self._ask(Trigger.SIGNAL, StopRequest(reason, received.at, deadline, sentence))
+        insisted = insists(self._signals.received) and not self._supervised
+        trigger = Trigger.INSIST if insisted else Trigger.SIGNAL
+        self._ask(trigger, StopRequest(reason, received.at, deadline, sentence))
 
     def _ask(self, trigger: Trigger, asked: StopRequest) -> None:
         """Keep what was asked for, and do what follows; the caller's thread may have to go on."""
@@ -194,12 +234,15 @@ class ShutdownHandler:
                 exit_before_training(asked.sentence or asked.reason.words)
             case Action.TELL_AND_EXIT:
                 # On a thread of its own: the caller's may be the one that delivers the last words.
-                leave = partial(self._tell_and_exit, asked)
-                threading.Thread(target=leave, name="exit", daemon=True).start()
+                tell = partial(self._tell_and_exit, asked)
+                threading.Thread(target=tell, name="exit", daemon=True).start()
+            case Action.EXIT_AT_ONCE:
+                say(f"kempner: {LEFT_AT_ONCE}", sys.stderr)
+                leave(ExitCode.INTERRUPTED)
             case Action.REQUEST | Action.REQUEST_AND_TELL:
+                if action is Action.REQUEST_AND_TELL and before is None:
+                    self._tell_of_signal(asked.sentence)
                 _log_if_news(self._request, before)
-        if action is Action.REQUEST_AND_TELL and before is None:
-            self._tell_of_signal()
 
     def _move(self, trigger: Trigger) -> Action:
         self._state, action = TRANSITIONS[self._state, trigger]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Protocol
 
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
+from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import CheckpointWriteError, ExitCode
-from kempner.run.process.logs import logger
+from kempner.run.process.retry import storage_waits
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.stop import Completed, Stopped
@@ -26,7 +29,8 @@ from kempner.training.rank_link.shutdown import ShutdownHandler
 from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 
 LAST_TRIES = 2
-"""Tries to write the last checkpoint: what fails once may be a passing fault of the storage."""
+"""Tries to write the last checkpoint, but where storage fails: then there are more, see `next_try`.
+"""
 
 
 class StoppableLoop(Protocol):
@@ -63,8 +67,10 @@ def finish(run: StoppableLoop, agreed: VoteResult) -> tuple[ExitCode, str]:
     step = run.train_state.step
     last, known_by_now = secure_last_step(run)
     if last.action is Action.FAIL:
+        why = run.checkpoints.failures.reason or "another rank knows why"
         raise CheckpointWriteError(
-            f"the checkpoint of step {step} could not be written; the last good one is intact"
+            f"the checkpoint of step {step} could not be written; the last good one is intact "
+            f"({why})"
         )
     if last.action is Action.DONE:
         run.checkpoints.close(timeout=time_to_spare(run.shutdown.seconds_left()))
@@ -86,12 +92,21 @@ def _say_how_it_ends(run: StoppableLoop, event: Completed | Stopped) -> None:
     run.record(event)
 
 
-def refuse_to_go_on_unsaved(agreed: VoteResult, max_failures: int) -> None:
-    """Raise `CheckpointWriteError`, on all ranks alike, when saves keep failing."""
-    if agreed.failed_saves >= max_failures:
+def refuse_to_go_on_unsaved(
+    checkpoints: CheckpointManager, agreed: VoteResult, max_failures: int, patience: float
+) -> None:
+    """Raise `CheckpointWriteError`, on all ranks alike, when saves keep failing.
+
+    So many must have failed, and none have worked for `patience` seconds, unless it was not storage
+    that failed. `SupersededError`, which is one, when a newer attempt owns the run.
+    """
+    if agreed.superseded:
+        checkpoints.join()
+    if agreed.failed_saves >= max_failures and agreed.unsaved_for >= patience:
+        reason = checkpoints.failures.reason
         raise CheckpointWriteError(
             f"{agreed.failed_saves} checkpoints in a row could not be written; the last good one "
-            "is intact. Look for a full disk or quota in the warnings above, then start again"
+            f"is intact ({reason or 'another rank knows why'})"
         )
 
 
@@ -99,24 +114,29 @@ def secure_last_step(run: StoppableLoop) -> tuple[SaveDecision, StopReason]:
     """Bring the state of the last step to disk, move by move.
 
     Returns the move that ends it, and the reason of the stop as far as the ranks know it by then:
-    a signal comes first, and what Slurm says about it a moment later.
+    a signal comes first, and what Slurm says about it a moment later. Raises `SupersededError`, on
+    all ranks alike, if a newer attempt owns the run.
     """
     tries_left = LAST_TRIES
     while True:
-        move, reason = agree_on_next_decision(run, tries_left)
+        move, agreed = agree_on_next_decision(run, tries_left)
         match move.action:
             case Action.WAIT:
-                run.checkpoints.join(move.patience)
+                run.checkpoints.settle(move.patience)
+            case Action.PAUSE:
+                time.sleep(move.patience or 0.0)
             case Action.SAVE:
                 tries_left -= 1
-                run.checkpoints.save(run.train_state)
+                run.checkpoints.save(run.train_state, agreed.failed_saves)
             case _:
-                return move, reason
+                return move, agreed.stop
 
 
-def agree_on_next_decision(run: StoppableLoop, tries_left: int) -> tuple[SaveDecision, StopReason]:
-    """Rank 0's choice, with the deadline that is nearest on any rank; and why the ranks stop."""
+def agree_on_next_decision(run: StoppableLoop, tries_left: int) -> tuple[SaveDecision, VoteResult]:
+    """Rank 0's choice, with the deadline that is nearest on any rank; and the vote before it."""
     agreed = run.vote_group.open(run.vote()).close()
+    if agreed.superseded:
+        run.checkpoints.join()
     in_flight, durations = run.checkpoints.in_flight, run.checkpoints.durations
     usual, long = durations.quantile(0.5), durations.quantile(0.95)
     move = decide_final_save(
@@ -127,10 +147,24 @@ def agree_on_next_decision(run: StoppableLoop, tries_left: int) -> tuple[SaveDec
             save_times=None if usual is None or long is None else SaveTimes(usual, long),
             warned_for=run.shutdown.seconds_since_asked(),
             seconds_left=agreed.seconds_left,
-            tries_left=tries_left,
+            next_try=next_try(run, agreed, tries_left),
             suspicious=run.suspicious,
         )
     )
     told = run.ranks.broadcast(move)
     assert isinstance(told, SaveDecision)  # rank 0 made it
-    return told, agreed.stop
+    return told, agreed
+
+
+def next_try(run: StoppableLoop, agreed: VoteResult, tries_left: int) -> float | None:
+    """Seconds until the next save may be started; None if none is worth it any more.
+
+    There are `tries_left` at least. One that storage refused may be made again as long as there is
+    time, and where nobody says how much there is, patience.
+    """
+    refused = agreed.failed_saves > 0 and not math.isinf(agreed.unsaved_for)
+    patient = agreed.seconds_left is not None or agreed.unsaved_for < storage_waits().patience
+    if tries_left <= 0 and not (refused and patient):
+        return None
+    failures = run.checkpoints.failures
+    return max(0.0, failures.last + failures.pause - time.monotonic()) if refused else 0.0

@@ -6,6 +6,7 @@ It is under way while the step computes, so that reading it afterwards costs nex
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -24,31 +25,53 @@ class Vote:
     `stop` is the reason to stop after this step, NONE to continue; `void` that this rank has no
     data for the step and that the step must therefore not count, `diverged` that the loss has
     diverged and that the run must go back, `failed_saves` how many saves failed in a row,
-    `seconds_left` what is left, when the vote opens, until the process is killed; None is for ever.
+    `unsaved_for` for how many seconds none has worked (infinite where no time heals it),
+    `save_again` that it is time for another try, `seconds_left` what is left, when the vote opens,
+    until the process is killed; None is for ever. `superseded` is that a newer attempt owns the
+    run.
     """
 
     stop: StopReason = StopReason.NONE
     void: bool = False
     diverged: bool = False
     failed_saves: int = 0
+    unsaved_for: float = 0.0
+    save_again: bool = False
     seconds_left: float | None = None
+    superseded: bool = False
 
     def encode(self) -> list[int]:
         """As integers; the greatest of each wins, so fewer milliseconds left give a greater one."""
         hurry = _NO_HURRY if self.seconds_left is None else -round(1000 * self.seconds_left)
-        return [int(self.stop), int(self.void), int(self.diverged), self.failed_saves, hurry]
+        unsaved = -_NO_HURRY if math.isinf(self.unsaved_for) else round(1000 * self.unsaved_for)
+        flags = (self.stop, self.void, not self.void, self.diverged, self.superseded)
+        return [*map(int, (*flags, self.save_again)), self.failed_saves, unsaved, hurry]
 
 
 @dataclass(frozen=True)
 class VoteResult(Vote):
-    """What all ranks do: for each entry the most urgent value that any rank voted for."""
+    """What all ranks do: for each entry the most urgent value that any rank voted for.
+
+    `all_void` is whether no rank at all has data for the step.
+    """
+
+    all_void: bool = False
 
     @classmethod
     def decode(cls, votes: list[int]) -> Self:
         """From the greatest integers that any rank's `encode` gave."""
-        stop, void, diverged, failed_saves, hurry = votes
-        seconds_left = None if hurry == _NO_HURRY else -hurry / 1000
-        return cls(StopReason(stop), bool(void), bool(diverged), failed_saves, seconds_left)
+        stop, void, loaded, diverged, superseded, save_again, failed_saves, unsaved, hurry = votes
+        return cls(
+            stop=StopReason(stop),
+            void=bool(void),
+            diverged=bool(diverged),
+            failed_saves=failed_saves,
+            unsaved_for=math.inf if unsaved == -_NO_HURRY else unsaved / 1000,
+            save_again=bool(save_again),
+            seconds_left=None if hurry == _NO_HURRY else -hurry / 1000,
+            superseded=bool(superseded),
+            all_void=not loaded,
+        )
 
 
 class Ballot:
@@ -58,7 +81,10 @@ class Ballot:
         self._votes, self._work = votes, work
 
     def close(self) -> VoteResult:
-        """Wait for the last vote and return what all ranks do, the same on every rank."""
+        """Wait for the last vote and return what all ranks do, the same on every rank.
+
+        May be called again.
+        """
         if self._work is not None:
             self._work.wait()
         return VoteResult.decode(self._votes.tolist())

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,17 @@ def test_a_program_that_always_dies_at_step_30_is_given_up(own: Own) -> None:
     assert "Traceback" in (own.folder / output).read_text()
 
 
+def test_a_state_that_no_checkpoint_holds_ends_the_run_after_the_first_step(own: Own) -> None:
+    job = own.supervise(sys.executable, Path(__file__).with_name("keeps_lists.py"))
+    assert job.wait(120) == 2, job.output()
+    assert "is of type list; a checkpoint only holds tensors" in job.output()
+    assert "Traceback" not in job.output()
+    assert "step 1 is done" in job.output()
+    assert "step 2 is done" not in job.output()
+    (ended,) = own.events("keeps_lists", "attempt_ended")  # and it is not tried again
+    assert ended["exits"] == {"0": 2, "1": 2}
+
+
 FOREIGN = """
 import os, sys, time
 folder = os.path.join("ranks", os.environ["KEMPNER_ATTEMPT"])
@@ -191,3 +203,82 @@ def test_a_program_does_not_outlive_its_supervisor(own: Own, foreign: Path) -> N
     job.signal(signal.SIGKILL)
     job.process.wait()
     wait_until(lambda: not any(rank.is_running() for rank in ranks), "the ranks to be gone")
+
+
+INNER = """
+import os, signal, subprocess, sys, time
+def stop(*_):
+    with open(f"stopped-{os.environ['RANK']}", "w") as file:
+        print("committed", file=file)
+    sys.exit(0)
+if sys.argv[1] == "traps":
+    signal.signal(signal.SIGTERM, stop)
+with open("pids", "a") as file:
+    print(os.getpid(), file=file)
+# A daemon in a session of its own, without parents and without our environment, that heeds nothing.
+daemon = "trap '' TERM HUP INT; echo $$ >> pids; while :; do sleep 1; done"
+subprocess.run(["env", "-i", "setsid", "-f", "bash", "-c", daemon], check=True)
+while len(open("pids").read().splitlines()) < 2 * int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+if sys.argv[1] == "fails" and os.environ["RANK"] == "1":
+    os.kill(os.getppid(), signal.SIGKILL)  # the wrapper goes, and the program stays
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def wrapped(own: Own) -> Iterator[Path]:
+    """A shell script that runs a program which starts a daemon. No shell forwards a signal."""
+    own.folder.mkdir()
+    (own.folder / "inner.py").write_text(INNER)
+    script = f'echo start\n"{sys.executable}" inner.py "$1"\necho end\n'
+    (own.folder / "wrap.sh").write_text(script)
+    yield Path("wrap.sh")
+    for pid in pids(own):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def pids(own: Own) -> list[int]:
+    file = own.folder / "pids"
+    return list(map(int, file.read_text().split())) if file.exists() else []
+
+
+def family(own: Own, size: int, job: Job) -> list[psutil.Process]:
+    """All that the ranks have started, but for the shells."""
+    wait_until(lambda: len(pids(own)) == size, "all of them", job=job)
+    return [psutil.Process(pid) for pid in pids(own)]
+
+
+@pytest.mark.parametrize("kind", ["traps", "plain"])
+def test_a_stop_reaches_the_program_in_a_wrapper_and_nothing_is_left(
+    own: Own, wrapped: Path, kind: str
+) -> None:
+    job = own.supervise("bash", wrapped, kind, options=("--run.name=wrapped",))
+    members = family(own, 4, job)
+    job.signal()
+    assert job.wait() == 75, job.output()
+    assert [member for member in members if member.is_running()] == []
+    stopped = sorted(path.name for path in own.folder.glob("stopped-*"))
+    assert stopped == (["stopped-0", "stopped-1"] if kind == "traps" else [])
+
+
+def test_nothing_of_a_failed_attempt_is_left_when_it_is_over(own: Own, wrapped: Path) -> None:
+    options = ("--run.name=wrapped", "--supervise.max_restarts_without_progress=0")
+    job = own.supervise("bash", wrapped, "fails", options=(*options, "--supervise.crash_grace=0"))
+    members = family(own, 4, job)
+    assert job.wait() == 1, job.output()
+    assert [member for member in members if member.is_running()] == []
+    assert own.events("wrapped", "attempt_ended")[0]["culprit"] == 1
+
+
+def test_a_loop_in_a_wrapper_commits_before_it_leaves(own: Own) -> None:
+    own.folder.mkdir()
+    python, loop = example()
+    (own.folder / "wrap.sh").write_text(f'"{python}" "{loop}"\necho end\n')
+    job = own.supervise("bash", "wrap.sh", options=("--run.name=wrapped",), nproc=1)
+    own.reach(30, job)
+    job.signal()
+    assert job.wait() == 75, job.output()
+    (stopped,) = own.events("wrapped", "stopped")
+    assert (stopped["reason"], stopped["lost_steps"]) == ("signal", 0)

@@ -23,7 +23,7 @@ from kempner.checkpoint.format import compact_index
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.tensors import state
-from kempner.run.process import logs
+from kempner.run.output import logs
 from kempner.run.record.run_dir import RunDirectory
 
 logs.configure()
@@ -68,7 +68,9 @@ for writers in WORLDS:
         if rank < readers:
             manager, _ = build(readers, folder, seed=4)
             assert manager.restore() == TrainState(step=1, cursor=8, tokens=64)
-            found = whole(state.capture(manager._saver._model, manager._saver._optimizer))
+            found = whole(
+                state.capture(manager._saver._routes.model, manager._saver._routes.optimizer)
+            )
             assert found.keys() == expected.keys()
             for key, tensor in found.items():
                 assert torch.equal(tensor, expected[key]), f"{key}, {writers} -> {readers}"

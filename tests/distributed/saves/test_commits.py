@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
@@ -172,6 +173,8 @@ def test_a_run_whose_whole_disk_is_full_trains_on(run: Run, small_disk: Path) ->
     assert job.wait() == 75, job.output()
     last = manifest(folder / "checkpoints" / "latest")["step"]
     assert f"stopped after step {last}" in job.output()
+    written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in written] == list(range(1, last + 1))
 
 
 @pytest.mark.parametrize(

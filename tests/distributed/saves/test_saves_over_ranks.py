@@ -22,6 +22,13 @@ def test_a_failure_on_one_rank_is_told_to_all_and_the_next_save_succeeds(
     launch(HERE / "failing_saves.py", world, tmp_path / "run")
 
 
+@pytest.mark.parametrize("schedules", [2, *drills(36)])
+@pytest.mark.timeout(900)
+def test_ranks_that_are_late_never_part(tmp_path: Path, schedules: int) -> None:
+    """More schedules, in virtual time, are in tests/drills/runs/test_rank_order.py."""
+    launch(HERE / "late_ranks.py", 2, tmp_path / "runs", schedules, deadline=800.0)
+
+
 def test_any_world_loads_what_any_world_saved_bit_for_bit(tmp_path: Path) -> None:
     launch(HERE / "reshard.py", 3, tmp_path)
 
@@ -42,3 +49,7 @@ def test_a_large_world_s_index_loads_reshards_verifies_and_is_exported(tmp_path:
     for name, tensor in expected.items():
         assert tensor.any()
         assert torch.equal(loaded[f"model.{name}"], tensor), name
+
+
+def test_states_that_no_checkpoint_holds_are_refused_on_all_ranks_alike(tmp_path: Path) -> None:
+    launch(HERE / "unheld_states.py", 4, tmp_path)

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from kempner.config.loading import load
-from kempner.run.process.logs import configure
+from kempner.run.output.logs import configure
 from kempner.run.record.attempts import Attempt, begin_attempt
 from kempner.training.build import build
 from kempner.training.compute.forward_backward import accumulate

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from harness import Run, assert_named, wait_until
 
+from kempner.insight.status import read_status
 from kempner.run.control.protocol import (
     LINE_LIMIT,
     OPENING_LIMIT,
@@ -26,6 +27,7 @@ from kempner.run.control.protocol import (
 )
 from kempner.run.control.transport import Connection
 from kempner.run.process.stop_reason import StopReason
+from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import read_lines
 
 pytestmark = pytest.mark.timeout(300)
@@ -112,6 +114,21 @@ def test_ranks_that_hear_nothing_for_too_long_commit_and_leave(run: Run) -> None
     assert run.latest() == max(run.steps())
     assert len(run.events("stopped")) == 1
     assert_named(run.record, StopReason.SUPERVISOR_LOST, 1, 2, job.output())
+
+
+def test_ranks_of_a_killed_supervisor_tell_how_the_run_ended(run: Run) -> None:
+    job = run.supervise(2, LONG, "--supervise.supervisor_timeout=100000")
+    ranks = [run.ready_pid(1, rank, job) for rank in range(2)]
+    run.reach(13, job)
+    job.signal(signal.SIGKILL)
+    job.process.wait()
+    wait_until(lambda: not any(alive(pid) for pid in ranks), "the ranks to leave")
+    (stopped,) = run.events("stopped")
+    last = stopped["step"]
+    assert (stopped["reason"], stopped["lost_steps"]) == ("supervisor_lost", 0)
+    assert run.events("checkpoint_committed")[-1]["step"] == last == run.latest()
+    status = read_status(run.record, RunHistory.read(run.record.ledger))
+    assert status.ranks == (("ranks 0-1", f"step {last}, exit"),)
 
 
 def alive(pid: int) -> bool:

@@ -68,8 +68,11 @@ def test_a_rank_that_stops_itself_can_go_on_and_a_restart_is_healed(run: Run) ->
     assert "injecting fault" not in again.output()
 
 
-def test_a_disk_that_is_full_for_one_save(run: Run) -> None:
-    job = run.train("--train.max_steps=25", KEMPNER_FAULTS="disk_full rank 0 at step 10")
+@pytest.mark.parametrize("world", [2, *drills(1)])
+def test_a_disk_that_is_full_for_one_save(run: Run, world: int) -> None:
+    """Of several ranks the last one has it, and waits for the save; the others do not wait."""
+    fault = f"disk_full rank {world - 1} at step 10"
+    job = run.supervise(world, "--train.max_steps=25", KEMPNER_FAULTS=fault)
     assert job.wait() == 0, job.output()
     assert [e["step"] for e in run.events("checkpoint_failed")] == [10]
     assert [e["step"] for e in run.events("checkpoint_committed")] == [11, 20, 25]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 
 from harness import Run, wait_until
 
+from kempner.run.record.lease import RELEASED, look
 from kempner.run.record.ledger import read_lines
 
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    *("-m", "kempner", "train"),
+]
 LONG = "--train.max_steps=60"
 SLOW = "slow rank 0 by 5 from step 2"
 """For there to be steps left when the third supervisor comes."""
@@ -21,10 +27,28 @@ def test_a_second_start_says_who_is_there_and_changes_nothing(run: Run) -> None:
     assert second.wait() == 2
     *_, sentence = second.output().splitlines()
     assert f"this run has a supervisor: process {job.process.pid} on " in sentence
+    unsupervised = run.start(TORCHRUN, "--train.max_steps=100000")
+    assert unsupervised.wait() == 1
+    said = f"kempner: this run has a supervisor: process {job.process.pid} on "
+    assert unsupervised.output().count(said) == 2  # no rank begins
+    assert "exitcode  : 2 " in unsupervised.output()
     run.reach(max(run.steps()) + 5, job)
     job.signal()
     assert job.wait() == 75, job.output()
     assert run.attempt() == 1
+
+
+def test_ranks_without_a_supervisor_own_their_run_as_one_would(run: Run) -> None:
+    job = run.train("--train.max_steps=100000")
+    run.reach(3, job)
+    second = run.supervise(1, "--train.max_steps=100000")
+    assert second.wait() == 2
+    assert f"this run has a supervisor: process {job.process.pid} on " in second.output()
+    job.signal()
+    assert job.wait() == 75, job.output()
+    seen = look(run.record.supervisors)
+    assert seen is not None
+    assert seen.beat == RELEASED
 
 
 def test_a_killed_one_is_replaced_at_once_and_a_sleeping_one_finds_itself_replaced(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kempner.config.loading import load
 from kempner.run.control.launch_env import Launch
-from kempner.run.process import logs
+from kempner.run.output import logs
 from kempner.run.process.signals import inbox
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.daemon import supervise

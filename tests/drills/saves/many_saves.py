@@ -22,7 +22,7 @@ from harness import wait_until
 from managers import open_manager
 
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.run.process import logs
+from kempner.run.output import logs
 from kempner.run.record.run_dir import RunDirectory
 
 logs.configure()

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from drill import SMALLEST, Moment, Saving, attach, ranks, reported
+from drill import READY, SMALLEST, Moment, Saving, attach, ranks, reported
 from drilling import ALL, SEED, note
 from harness import Run
 from promises import broken, resumable
@@ -61,7 +61,7 @@ def moments(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[Mome
 def kill_at(run: Run, moment: Moment, everyone: bool) -> bool:
     """Start the run and kill one rank or all when it comes to `moment`; False if it did not."""
     job = run.supervise(WORLD, *LONG, "--supervise.max_restarts_without_progress=0")
-    pids = ranks(run, job, WORLD)
+    pids = ranks(run, job, WORLD, READY)
     saving, committed, killed = Saving(run), set[int](), list[bool]()
 
     def kill(call: Call, rank: int) -> None:

@@ -20,7 +20,7 @@ from managers import open_manager
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.tensors import state
-from kempner.run.process import logs
+from kempner.run.output import logs
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
 
@@ -105,8 +105,9 @@ assert_saved(8, whole())
 # Whoever replaces parameters under an optimizer that keeps something for them would lose that.
 held = nn.Parameter(torch.zeros(1))
 optimizer.state[held]["exp_avg"] = torch.zeros(1)
+manager.save(TrainState(9))  # fails, on all ranks
 with pytest.raises(UsageError, match="create the optimizer afterwards"):
-    manager.save(TrainState(9))
+    manager.save(TrainState(10))
 assert CheckpointFolder(run.checkpoints).latest() == 8
 dist.barrier()
 print(f"rank {rank} has seen it all", flush=True)

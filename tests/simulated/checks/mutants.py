@@ -47,7 +47,7 @@ class Mutant:
     @contextmanager
     def planted(self) -> Iterator[None]:
         """While it is open, kempner has this bug."""
-        wrong = _rewrite(self.owner, self.name, self.old, self.new)
+        wrong = rewrite(self.owner, self.name, self.old, self.new)
         with patch.object(self.owner, self.name, wrong):
             if not self.users:
                 yield
@@ -57,7 +57,11 @@ class Mutant:
                 yield
 
 
-def _rewrite(owner: Any, name: str, old: str, new: str) -> Any:
+def rewrite(owner: Any, name: str, old: str, new: str) -> Any:
+    """The function or property `name` of `owner` with another text in one place.
+
+    Raises `ValueError` unless `old` stands there once.
+    """
     original = inspect.getattr_static(owner, name)
     function: Callable[..., Any] = original.fget if isinstance(original, property) else original
     source = textwrap.dedent(inspect.getsource(function))
@@ -93,13 +97,13 @@ MUTANTS = (
     _mutant("a job that completes counts as running", job.JobState, "running",
             '("RUNNING", "SIGNALING")', '("RUNNING", "COMPLETING")', REVIVED),
     _mutant("orphaned ranks requeue without a look at the state", orphan_requeue,
-            "decide_orphan_requeue", "if not job.running:", "if False:", REVIVED,
+            "decide_orphan_requeue", "if not (job.running or script_died):", "if False:", REVIVED,
             kinds=(Kind.BATCH_HOST_LOST, Kind.ORPHANS, Kind.CANCEL)),
     _mutant("orphaned ranks never requeue", orphan_requeue, "decide_orphan_requeue",
-            "return OrphanDecision(True,", "return OrphanDecision(False,", UNFINISHED,
+            "return RequeueDecision(True,", "return RequeueDecision(False,", UNFINISHED,
             kinds=(Kind.BATCH_HOST_LOST,)),
     _mutant("a stop is no reason to requeue", requeue, "decide_requeue",
-            "decision.code is not ExitCode.STOPPED", "decision.code is not ExitCode.COMPLETED",
+            "decision.code not in RESUMES_ELSEWHERE", "decision.code != ExitCode.COMPLETED",
             UNFINISHED),
     _mutant("the budget never counts", restart, "decide_restart",
             "len(fruitless) >= budget", "len(fruitless) > 10 * budget", ENDLESS),
@@ -125,7 +129,7 @@ MUTANTS = (
     _mutant("the end of the job is noticed when it is there", stop, "decide_stop",
             "left <= lead", "left < 0", UNFINISHED),
     _mutant("the lead leaves out the saves", stop, "stop_lead",
-            "2 * longest_gap + 2 * save + EXIT_MARGIN", "2 * longest_gap + EXIT_MARGIN",
+            "2 * longest_gap + 2 * save + SLACK", "2 * longest_gap + SLACK",
             UNFINISHED),
     _mutant("the lead is never limited", stop, "stop_lead",
             "min(lead, LARGEST_SHARE * limit)", "max(lead, 2 * limit)", UNFINISHED),
@@ -180,6 +184,6 @@ MUTANTS = (
             kinds=(Kind.NAN, Kind.SPIKES)),
     _mutant("the last steps need no save", final_save, "decide_final_save",
             "if lost == 0:", "if lost < 100:", UNFINISHED),
-    _mutant("a save is begun that cannot fit", final_save, "decide_final_save",
+    _mutant("a save is begun that cannot fit", final_save, "_save_or_pause",
             "if usual <= time:", "if usual >= time:", UNFINISHED),
 )  # fmt: skip

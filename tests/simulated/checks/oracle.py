@@ -34,19 +34,20 @@ class Invariant(Enum):
     """After scancel no process of kempner asks Slurm to requeue that job. That Slurm is asked for
     the state and then to requeue are one moment, too."""
     ENDLESS = "every endless loop of restarts without progress ends"
-    """Between acknowledged commits of two steps at most `budget` + 1 attempts of a job fail, and
-    kempner itself brings about at most `budget` + `MAX_REQUEUES_WITHOUT_PROGRESS` + 2 launches of
-    it (those of a person, of Slurm, and after a preemption not counted); at most `max_rollbacks`
-    rollbacks are not followed by a commit beyond their trouble; a load comes to an end."""
+    """Between acknowledged commits of two steps at most `budget` + 1 attempts of a job fail for
+    loss of a node, and as many otherwise, and kempner itself brings about at most 2 x `budget` +
+    `MAX_REQUEUES_WITHOUT_PROGRESS` + 2 launches of it (those of a person, of Slurm, and after a
+    preemption not counted); at most `max_rollbacks` rollbacks are not followed by a commit beyond
+    their trouble; a load comes to an end."""
     UNFINISHED = "every run that can finish does"
     """A run is complete only with its last step committed. It stops for good, or needs a person,
     only for a reason that the model knows of: it was cancelled, its job may not be requeued, Slurm
     refuses or is mute, the supervisor was killed, its time was cut, saves were made to fail, it has
-    used up its budget or met the same exception at the same step, or it came back in vain. A
-    person then starts it again. No attempt starts on a node that does not answer. At a time limit
-    that is known, healthy ranks lose no step, once a save was measured and if saves are faster than
-    their interval. With all faults over, it completes within the time that the whole run takes,
-    some hangs, and the repair of nodes."""
+    used up its budget or met the same exception at the same step, or it came back in vain. A person
+    then starts it again. No save of the live attempt fails that was not made to. No attempt starts
+    on a node that does not answer. At a time limit that is known, healthy ranks lose no step, once
+    a save was measured and if saves are faster than their interval. With all faults over, it
+    completes within the time that the whole run takes, some hangs, and the repair of nodes."""
 
 
 class Violation(AssertionError):
@@ -64,6 +65,7 @@ class _Failure:
     job: str
     step: int
     raised: str
+    node_lost: bool
     tip: int | None
 
 
@@ -169,18 +171,19 @@ class Oracle:
         """A supervisor begins an attempt, after a look at the ledger."""
         self._known[job] = list(self._failures)
 
-    def failed(self, job: str, step: int, raised: str) -> None:
+    def failed(self, job: str, step: int, raised: str, node_lost: bool) -> None:
         """An attempt has failed, without a stop."""
-        self._failures.append(_Failure(job, step, raised, self._tip))
+        self._failures.append(_Failure(job, step, raised, node_lost, self._tip))
 
     def starting_again(self, job: str, gone: set[str]) -> None:
         """The supervisor starts the ranks again, also on the nodes that it found `gone`."""
         if gone:
             raise Violation(Invariant.UNFINISHED, f"starts again on {gone}, which do not answer")
         in_vain = takewhile(lambda f: f.tip == self._tip, reversed(self._failures))
-        mine = sum(1 for failure in in_vain if failure.job == job)
-        if mine > self._budget:
-            raise Violation(Invariant.ENDLESS, f"failed {mine} times, and starts again")
+        mine = [failure for failure in in_vain if failure.job == job]
+        alike = [failure for failure in mine if failure.node_lost is mine[0].node_lost]
+        if len(alike) > self._budget:
+            raise Violation(Invariant.ENDLESS, f"failed {len(alike)} times, and starts again")
         self._launch(job)
 
     def requeued(self, job: str, cancelled: bool, preempted: bool) -> None:
@@ -197,7 +200,7 @@ class Oracle:
 
     def _launch(self, job: str) -> None:
         self._launches[job] += 1
-        if self._launches[job] > self._budget + MAX_REQUEUES_WITHOUT_PROGRESS + 2:
+        if self._launches[job] > 2 * self._budget + MAX_REQUEUES_WITHOUT_PROGRESS + 2:
             raise Violation(Invariant.ENDLESS, f"{self._launches[job]} launches without a commit")
 
     # Ends
@@ -214,13 +217,19 @@ class Oracle:
         """A save could not be written, by a fault."""
         self._failed_saves += 1
 
+    def save_refused(self, actor: int, words: str) -> None:
+        """A save could not be written, and no fault was the reason."""
+        if actor == self.current:
+            raise Violation(Invariant.UNFINISHED, f"nothing keeps a save from it, but {words}")
+
     def gave_up(self, job: str, decision: Decision) -> None:
         """The supervisor does not start the ranks again after the failure that was told last."""
         if decision.code not in HEALED_BY_A_RESTART:
             self._failures = []
             return  # `parted` asks for the reason
         last = self._failures[-1]
-        earlier = list(takewhile(lambda f: f.tip == last.tip, reversed(self._known[job])))
+        in_vain = takewhile(lambda f: f.tip == last.tip, reversed(self._known[job]))
+        earlier = [failure for failure in in_vain if failure.node_lost is last.node_lost]
         again = any((f.step, f.raised) == (last.step, last.raised) for f in earlier)
         if len(earlier) < self._budget and not (last.raised and again):
             words = f"given up after {[last, *earlier]}, of {self._budget}"

@@ -1,6 +1,6 @@
-"""A rank that is killed before it has called its supervisor: Slurm does not tell, its absence does.
+"""A rank that is killed before it has called its supervisor: srun tells of it.
 
-`make test` has the same on the supervisor's own clock, in
+`make test` has one of which nobody tells, on the supervisor's own clock, in
 tests/unit/supervisor/daemon/test_attempt.py.
 """
 
@@ -17,7 +17,7 @@ from submitting import LONG, Project, assert_like
 pytestmark = [pytest.mark.timeout(400), pytest.mark.drill]
 
 
-def test_a_rank_that_dies_before_it_joins_is_missed(project: Project, undisturbed: Run) -> None:
+def test_a_rank_that_dies_before_it_joins_is_named(project: Project, undisturbed: Run) -> None:
     job = project.train(*LONG)
     checked = project.run.record.supervisor_log(1)
     project.wait_until(
@@ -29,5 +29,5 @@ def test_a_rank_that_dies_before_it_joins_is_missed(project: Project, undisturbe
     project.end(job, deadline=300)
     failed, completed = project.events("attempt_ended")
     assert (failed["culprit"], completed["code"]) == (1, 0)
-    assert "it has never joined" in failed["reason"]
+    assert failed["reason"] == "rank 1 was killed by SIGKILL"
     assert_like(project.run, undisturbed)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import signal
 
 import pytest
+from harness import Run
 from lab import Cluster
-from submitting import Project
+from submitting import LONG, Project, assert_like
 
 from kempner.run.record.ledger import read_lines
 
@@ -52,3 +53,20 @@ def test_what_hangs_on_another_node_is_named_by_evidence_from_there(
     assert hosts == {"node1", "node3", "node4"}  # the spare one took its place
     taken = [sample for step in project.run.samples().values() for sample in step]
     assert sorted(taken) == list(range(8 * STEPS))
+
+
+def test_a_node_that_loses_the_fabric_costs_a_requeue_without_it(
+    cluster: Cluster, project: Project, undisturbed: Run
+) -> None:
+    """With two nodes, no spare one and none to do without: ranks cannot start there again."""
+    job = project.train(*LONG, "--resilience.hang_timeout_min=8.0")
+    project.reach(job, 31)
+    cluster.cut("node2", "ib0", "cable")
+    project.wait_until(job, lambda: project.events("requeued"), "the requeue", 180)
+    project.end(job)
+    (requeued,) = project.events("requeued")
+    assert requeued["without"] == ["node2"]
+    assert "without node2" in requeued["reason"]
+    assert not project.events("gave_up")
+    project.assert_states(job, "REQUEUED", "COMPLETED")
+    assert_like(project.run, undisturbed)

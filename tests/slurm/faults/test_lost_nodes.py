@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
@@ -85,6 +86,22 @@ def test_with_neither_the_job_is_requeued_without_the_node(
     assert not {"node2", "node8"} & set(expand_hosts(after["NodeList"]))
     assert "gres/gpu=2" in after["TRES"]
     assert_like(project.run, undisturbed)
+
+
+def test_a_healthy_node_of_a_job_with_gpus_for_all_of_it_is_not_lost(
+    cluster: Cluster, project: Project
+) -> None:
+    """Two GPUs are too many for the step that asks one node whether it lives."""
+    project.slow()
+    job = project.train("--train.max_steps=40", options=("--gpus=2",))
+    project.reach(job, 5)
+    project.signal_ranks("node2", signal.SIGKILL)
+    project.attempt(job, 2)
+    project.hurry()
+    project.end(job)
+    assert not project.events("suspect")
+    assert [event["ranks"] for event in project.events("attempt_started")] == [2, 2]
+    assert (cluster.job(job)["Restarts"], cluster.job(job)["NumNodes"]) == ("0", "2")
 
 
 @pytest.mark.drill

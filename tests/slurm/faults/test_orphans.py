@@ -1,4 +1,4 @@
-"""The node of the supervisor dies, and the job, submitted with --no-kill, lives on without it."""
+"""The supervisor dies, alone or with its node, and its ranks put the job back into the queue."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 from harness import wait_until
 from lab import Cluster
 from submitting import LONG, STEPS, Project
+
+from kempner.run.record.lease import look
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,5 +29,28 @@ def test_a_job_without_its_supervisor_is_requeued_once(
     assert requeued["by_rank"] in (1, 2)  # the lower one, but for a machine that is very busy
     assert cluster.job(job)["Restarts"] == "1"
     assert f"resumed at step {requeued['step']}" in project.log(job)
+    taken = [sample for step in project.run.samples().values() for sample in step]
+    assert sorted(taken) == list(range(8 * STEPS))
+
+
+def test_a_job_whose_supervisor_is_killed_is_requeued_with_all_that_it_has_done(
+    cluster: Cluster, project: Project
+) -> None:
+    job = project.train(*LONG, nodes=2)
+    project.reach(job, 31)
+    seen = look(project.run.record.supervisors)
+    assert seen is not None
+    assert seen.holder is not None
+    cluster.run(cluster.job(job)["BatchHost"], "kill", "-KILL", str(seen.holder.pid))
+    wait_until(lambda: project.events("requeued"), "a rank has asked", 60)
+    (stopped,) = project.events("stopped")
+    (requeued,) = project.events("requeued")
+    assert requeued["by_rank"] == 0
+    assert requeued["step"] == stopped["step"]
+    assert stopped["lost_steps"] == 0
+    project.end(job)
+    assert cluster.job(job)["Restarts"] == "1"
+    assert f"resumed at step {stopped['step']}" in project.log(job)
+    assert "did not renew its lease" not in project.log(job)
     taken = [sample for step in project.run.samples().values() for sample in step]
     assert sorted(taken) == list(range(8 * STEPS))

@@ -83,6 +83,27 @@ def test_ctrl_c_ends_the_run_and_nothing_else(project: Project, busy: str) -> No
     assert project.cluster.job(busy)["JobState"] == "RUNNING"
 
 
+def test_a_terminal_inside_of_a_batch_job_speaks_only_for_its_run(project: Project) -> None:
+    """Without --launcher, too, it trains on the whole job; what else runs there is not touched."""
+    cluster = project.cluster
+    wrap = "--wrap=srun --overlap sleep infinity"
+    job = cluster.sbatch(*SIZE, "--requeue", "--output=/dev/null", wrap)
+    wait_until(lambda: f"{job}.0" in steps(cluster, job), "another step runs")
+    step = ["srun", f"--jobid={job}", "--overlap", "--pty", "--nodes=1", "--ntasks=1"]
+    train = [sys.executable, "-m", "kempner", "supervise", "tiny/tiny.toml", "--slurm.procs=1"]
+    terminal = at_a_terminal(project, [*step, *train, "--train.max_steps=4000"])
+    project.reach(job, 5)
+    press(terminal, CTRL_C)
+    said, _ = terminal.communicate(timeout=60)
+    assert f"in job {job}: starting the ranks with srun" in said
+    assert ": 2 nodes (node1,node2), 2 ranks, 1 per node" in said
+    assert "this is an interactive allocation: start again in it to continue" in said
+    (told,) = project.events("not_requeued")
+    assert told["step"] == max(project.run.steps())
+    assert {f"{job}.0", f"{job}.batch"} <= set(steps(cluster, job))
+    assert (cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) == ("RUNNING", "0")
+
+
 def test_a_shell_of_salloc_trains_in_its_own_allocation(project: Project) -> None:
     command = " ".join(interactive(project, "$SLURM_JOB_ID", "--train.max_steps=5"))
     told = project.cluster.run(

@@ -160,10 +160,27 @@ def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyP
         main([])
 
 
+@pytest.mark.parametrize(
+    ("where", "code", "said"),
+    [
+        ("| true", 1, ""),
+        (">/dev/full", 1, "kempner: the output cannot be written: No space left on device\n"),
+        ("2>/dev/full --and-a-mistake", 2, ""),
+    ],
+)
+def test_an_output_that_takes_nothing(where: str, code: int, said: str) -> None:
+    """A closed pipe ends a command in silence; an error's code does not depend on who reads it."""
+    shell = f"{sys.executable} -m kempner config schema {where}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", shell], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (code, said)
+
+
 ARMED = """
 import signal, sys
 from kempner.cli import entry
-entry._arm_signals(sys.argv[1:])
+entry._arm(sys.argv[1:])
 heavy = {"typer", "pydantic", "torch", "numpy"} & set(sys.modules)
 print(signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN, None), *heavy)
 """

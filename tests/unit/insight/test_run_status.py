@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from kempner.insight.status import gather, read_status, summarise
+from kempner.checkpoint.store.inventory import locate
+from kempner.insight.status import UNSETTLED, gather, read_status, summarise
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.history import RunHistory
+from kempner.run.record.lease import Lease
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.events import LastReport
 from kempner.supervisor.control.rank_status import RankStatusFile
@@ -46,6 +48,41 @@ def test_what_the_supervisor_heard_is_what_the_status_says(tmp_path: Path) -> No
     assert read_status(run, RunHistory()).ranks == (("ranks 0-1", "step 12, eval"),)
 
 
+def test_the_lease_tells_whether_a_run_goes_on(tmp_path: Path) -> None:
+    run, history = RunDirectory(tmp_path / "run"), RunHistory([STARTED])
+    assert read_status(run, history).state == "ended without a message"
+    lease = Lease.acquire(run, lasts=45.0)
+    assert read_status(run, history).state == "running"
+    lease.release()
+    assert read_status(run, history).state == "ended without a message"
+
+
+def test_the_newest_checkpoint_is_found_where_the_run_says_that_it_is(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.attempts.mkdir(parents=True)
+    committed = {"event": "checkpoint_committed", "step": 20, "bytes": 1, "took": None}
+    for step, folder in ((10, run.checkpoints), (20, tmp_path / "big"), (30, tmp_path / "disk")):
+        (folder / f"step-{step:08}").mkdir(parents=True)
+        (folder / "latest").symlink_to(f"step-{step:08}")
+    assert latest(run) == 10
+    run.config.write_text("[checkpoint]\n")
+    assert latest(run) == 10
+    run.config.write_text(f'[checkpoint]\ndir = "{tmp_path}/big"\n')
+    assert latest(run) == 20
+    changed = run.attempt(begin_attempt(run).number) / "config.toml"
+    assert latest(run) == 20
+    changed.write_text(f'[checkpoint]\ndir = "{tmp_path}/disk"\n')
+    assert latest(run) == 30
+    assert locate(run.path)[0].path == tmp_path / "disk"
+    # Relative to where the run was started: the ledger knows, too.
+    changed.write_text('[checkpoint]\ndir = "somewhere/else"\n')
+    assert latest(run, committed) == 20
+
+
+def latest(run: RunDirectory, *lines: dict[str, Any]) -> int | None:
+    return read_status(run, RunHistory(lines)).latest_checkpoint
+
+
 STARTED = {"event": "attempt_started", "ranks": 2}
 
 
@@ -67,7 +104,7 @@ def ended(reason: str) -> dict[str, Any]:
     ("lines", "state"),
     [
         ([], "not started"),
-        ([STARTED], "running, or ended without a message"),
+        ([STARTED], UNSETTLED),
         ([requested("time_limit")], "asked to stop (time limit)"),
         ([requested("signal"), stopped("cancel")], "stopped (cancel)"),
         ([stopped("SIGNAL")], "stopped"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from kempner.checkpoint.store.save_failures import LONGEST_PAUSE, SaveFailures
+from kempner.run.process.exit_codes import CheckpointWriteError
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.checkpoint import CheckpointCommitted
 from kempner.run.record.history import RunHistory
@@ -19,6 +23,7 @@ from kempner.training.policy.final_save import (
     decide_final_save,
     tell_loss,
 )
+from kempner.training.vote.final_save import refuse_to_go_on_unsaved
 from kempner.training.vote.vote import Vote, VoteResult
 
 NOW = SaveSituation(
@@ -28,7 +33,7 @@ NOW = SaveSituation(
     save_times=SaveTimes(usual=10.0, long=10.0),
     warned_for=1.0,
     seconds_left=60.0,
-    tries_left=2,
+    next_try=0.0,
     suspicious=False,
 )
 """Seven steps since the last commit, saves take ten seconds, and a minute is left."""
@@ -49,8 +54,8 @@ NOW = SaveSituation(
         ({"committed": 37, "seconds_left": -1.0}, Action.DONE, None),
         ({"step": 0, "committed": None}, Action.DONE, None),
         ({"committed": None}, Action.SAVE, None),
-        ({"tries_left": 0}, Action.FAIL, None),
-        ({"tries_left": 0, "seconds_left": 1.0}, Action.FAIL, None),
+        ({"next_try": None}, Action.FAIL, None),
+        ({"next_try": None, "seconds_left": 1.0}, Action.FAIL, None),
         ({"suspicious": True}, Action.DISCARD, None),
         ({"suspicious": True, "seconds_left": 1.0}, Action.DISCARD, None),
         ({"suspicious": True, "committed": 37}, Action.DONE, None),
@@ -58,8 +63,14 @@ NOW = SaveSituation(
         ({"in_flight": SaveInFlight(35, 0.0)}, Action.WAIT, 58.0),
         ({"in_flight": SaveInFlight(35, 0.0), "seconds_left": None}, Action.WAIT, None),
         ({"in_flight": SaveInFlight(37, 99.0)}, Action.WAIT, 58.0),
-        ({"in_flight": SaveInFlight(37, 0.0), "tries_left": 0}, Action.WAIT, 58.0),
+        ({"in_flight": SaveInFlight(37, 0.0), "next_try": None}, Action.WAIT, 58.0),
         ({"in_flight": SaveInFlight(37, 0.0), "seconds_left": 2.0}, Action.ABANDON, None),
+        # Storage has refused: with a pause before each try, as long as there is time for one.
+        ({"next_try": 4.0}, Action.PAUSE, 1.0),
+        ({"next_try": 0.4, "seconds_left": None}, Action.PAUSE, 0.4),
+        ({"next_try": 0.0}, Action.SAVE, None),
+        ({"next_try": 4.0, "seconds_left": 14.0}, Action.SAVE, None),
+        ({"next_try": 4.0, "seconds_left": 11.0}, Action.ABANDON, None),
     ],
 )
 def test_next_move(change: dict[str, object], action: Action, patience: float | None) -> None:
@@ -154,9 +165,53 @@ def test_the_ledger_gives_the_durations_back() -> None:
         ([Vote(seconds_left=90.0), Vote(seconds_left=2.0)], VoteResult(seconds_left=2.0)),
         ([Vote(seconds_left=-1.5), Vote(seconds_left=0.0)], VoteResult(seconds_left=-1.5)),
         ([Vote(failed_saves=2), Vote(void=True)], VoteResult(void=True, failed_saves=2)),
+        ([Vote(void=True), Vote(void=True)], VoteResult(void=True, all_void=True)),
         ([Vote(diverged=True), Vote()], VoteResult(diverged=True)),
+        ([Vote(), Vote(superseded=True)], VoteResult(superseded=True)),
+        (
+            [Vote(failed_saves=3, unsaved_for=1.5), Vote(save_again=True)],
+            VoteResult(failed_saves=3, unsaved_for=1.5, save_again=True),
+        ),
+        ([Vote(unsaved_for=math.inf), Vote(unsaved_for=9.0)], VoteResult(unsaved_for=math.inf)),
     ],
 )
 def test_the_most_pressing_vote_counts(votes: list[Vote], result: VoteResult) -> None:
     encoded = [vote.encode() for vote in votes]
     assert VoteResult.decode([max(each) for each in zip(*encoded, strict=True)]) == result
+
+
+class Refused:
+    """Stands for the checkpoints of a run whose last save had no room."""
+
+    failures = SaveFailures().with_another(0.0, 0.5, "no room", passing=True)
+
+
+@pytest.mark.parametrize(
+    ("failed", "seconds", "ends"),
+    [
+        (2, 1000.0, False),
+        (3, 599.0, False),
+        (3, 600.0, True),
+        (3, math.inf, True),
+        (90, 5.0, False),
+    ],
+)
+def test_a_run_goes_on_unsaved_for_some_time(failed: int, seconds: float, ends: bool) -> None:
+    agreed = VoteResult(failed_saves=failed, unsaved_for=seconds)
+    with pytest.raises(CheckpointWriteError, match="no room") if ends else nullcontext():
+        refuse_to_go_on_unsaved(Refused(), agreed, 3, 600.0)  # type: ignore[arg-type]
+
+
+def test_saves_are_tried_again_in_seconds_not_steps() -> None:
+    failures = SaveFailures()
+    assert not failures.due(0.0)
+    pauses = []
+    for n in range(8):
+        failures = failures.with_another(100.0 * n, 0.5, "no room", passing=True)
+        pauses.append(failures.pause)
+        assert not failures.pause or not failures.due(100.0 * n + failures.pause - 0.1)
+        assert failures.due(100.0 * n + failures.pause)
+    assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, *[LONGEST_PAUSE] * 3]
+    assert failures.lasting(705.0) == 705.0
+    assert failures.with_another(706.0, 40.0, "slow", passing=True).pause == 40.0
+    assert failures.with_another(706.0, 0.5, "a bug", passing=False).lasting(706.0) == math.inf

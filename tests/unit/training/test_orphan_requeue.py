@@ -2,28 +2,131 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from kempner.cluster.slurm.job import parse_job
-from kempner.training.rank_link.orphan_requeue import decide_orphan_requeue
+from kempner.cluster.slurm.command import SlurmError
+from kempner.cluster.slurm.job import JobState, parse_job
+from kempner.cluster.slurm.put_back import Means
+from kempner.run.output import logs
+from kempner.run.record.attempts import begin_attempt
+from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.lease import RELEASED, Holder, Seen
+from kempner.run.record.ledger import Ledger, read_lines
+from kempner.run.record.run_dir import RunDirectory
+from kempner.training.rank_link.lost_supervisor import Watched, has_died
+from kempner.training.rank_link.orphan_requeue import decide_orphan_requeue, hand_back
+
+
+def job(state: str, reason: str, may_requeue: str = "1", restarts: str = "2") -> JobState:
+    fields = {"JobId": "7", "JobState": state, "Reason": reason, "Requeue": may_requeue}
+    return parse_job({**fields, "Restarts": restarts})
 
 
 @pytest.mark.parametrize(
-    ("state", "may_requeue", "restarts", "requeue", "words"),
+    ("state", "superseded", "requeue", "words"),
     [
-        ("RUNNING", "1", "2", True, "requeueing the job"),
-        ("SIGNALING", "1", "2", True, "requeueing the job"),
-        ("RUNNING", "0", "2", False, "--no-requeue"),
-        ("COMPLETING", "1", "2", False, "is COMPLETING"),
-        ("CANCELLED", "1", "2", False, "is CANCELLED"),
-        ("PENDING", "1", "3", False, "is PENDING"),
-        ("RUNNING", "1", "3", False, "started again in the meantime"),
+        (job("RUNNING", "None"), False, True, "requeueing the job"),
+        (job("SIGNALING", "None"), False, True, "requeueing the job"),
+        (job("RUNNING", "None", may_requeue="0"), False, False, "--no-requeue"),
+        (job("COMPLETING", "None"), False, False, "is COMPLETING"),  # cancelled
+        (job("COMPLETING", "TimeLimit"), False, False, "is COMPLETING"),
+        (job("COMPLETING", "JobLaunchFailure"), False, True, "requeueing the job"),
+        (job("COMPLETING", "RaisedSignal:9(Killed)"), False, True, "requeueing the job"),
+        (job("FAILED", "NonZeroExitCode"), False, True, "requeueing the job"),
+        (job("CANCELLED", "None"), False, False, "is CANCELLED"),
+        (job("PENDING", "None", restarts="3"), False, False, "started again in the meantime"),
+        (job("RUNNING", "None", restarts="3"), False, False, "started again in the meantime"),
+        (job("RUNNING", "None"), True, False, "newer attempt"),
     ],
 )
-def test_only_a_running_job_is_requeued(
-    state: str, may_requeue: str, restarts: str, requeue: bool, words: str
+def test_only_a_job_that_lost_its_supervisor_is_requeued(
+    state: JobState, superseded: bool, requeue: bool, words: str
 ) -> None:
-    fields = {"JobId": "7", "JobState": state, "Requeue": may_requeue, "Restarts": restarts}
-    verdict = decide_orphan_requeue(parse_job(fields), restarts=2)
+    verdict = decide_orphan_requeue(state, restarts=2, superseded=superseded)
     assert verdict.requeue is requeue
     assert words in verdict.reason
+
+
+class Slurm:
+    """A controller that is away at first, and loses its first answer to a requeue."""
+
+    def __init__(self, away: int, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.away, self.meanwhile = away, meanwhile
+        self.asked: list[str] = []
+        self.job = job("RUNNING", "None", restarts="0")
+        self.now = 0.0
+        self.means = Means(self.look, self.requeue, lambda: self.now, self.pause)
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+
+    def look(self, job: str) -> JobState:
+        self.asked.append("look")
+        self.away -= 1
+        if self.away == 0:
+            self.meanwhile()
+        if self.away >= 0:
+            raise SlurmError("Unable to contact slurm controller")
+        return self.job
+
+    def requeue(self, job: str) -> None:
+        self.asked.append("requeue")
+        self.job = replace(self.job, restarts=self.job.restarts + 1, state="PENDING")
+        raise SlurmError("Zero Bytes were transmitted or received")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    logs.configure()
+    return RunDirectory(tmp_path / "run")
+
+
+def test_a_slurm_that_is_away_is_asked_again_and_the_job_goes_back_once(run: RunDirectory) -> None:
+    attempt, slurm = begin_attempt(run), Slurm(away=5)
+    hand_back("7", run, attempt, 0, slurm.means)
+    assert slurm.asked == [*["look"] * 6, "requeue", "look"]
+    (told,) = read_lines(run.ledger)
+    assert (told["event"], told["by_rank"], told["restarts"]) == ("requeued", 0, 0)
+    hand_back("7", run, attempt, 1, slurm.means)  # at once: rank 0 has said that it does it
+    assert slurm.asked.count("requeue") == 1
+
+
+def test_a_job_whose_run_has_gone_on_is_left_alone(run: RunDirectory) -> None:
+    attempt = begin_attempt(run)
+    slurm = Slurm(away=3, meanwhile=lambda: begin_attempt(run))
+    hand_back("7", run, attempt, 0, slurm.means)
+    assert slurm.asked == ["look"] * 4
+    assert list(read_lines(run.ledger)) == []
+
+
+def test_a_job_that_loses_its_supervisor_again_and_again_is_given_up(run: RunDirectory) -> None:
+    ledger = Ledger(run.ledger)
+    for saved, back in ((10, True), (10, False), (20, True)):
+        attempt, slurm = begin_attempt(run), Slurm(away=0)
+        ledger.record(CheckpointCommitted(saved), attempt.number)
+        hand_back("7", run, attempt, 0, slurm.means)
+        assert ("requeue" in slurm.asked) is back
+
+
+HOLDER = Holder("node1", "boot-a/1", 10, 500, "7", 0, "now", lasts=45.0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "seconds", "lives", "died"),
+    [
+        (Seen(1, HOLDER, "4"), 0.0, False, True),
+        (Seen(1, HOLDER, "4"), 1000.0, True, False),  # storage that hangs, say
+        (Seen(1, HOLDER, RELEASED), 1000.0, False, False),  # it has decided what becomes of the job
+        (Seen(1, replace(HOLDER, machine="boot-b/1"), "4"), 7.0, False, False),
+        (Seen(1, replace(HOLDER, machine="boot-b/1"), "4"), 8.0, False, True),
+        (Seen(1, None, ""), 1000.0, False, False),
+    ],
+)
+def test_a_supervisor_that_no_longer_renews_its_lease_has_died(
+    seen: Seen, seconds: float, lives: bool, died: bool
+) -> None:
+    assert has_died(Watched(seen, 100.0), 100.0 + seconds, "boot-a/1", lives) is died

@@ -37,6 +37,9 @@ from kempner.training.rank_link.shutdown import (
         (State.IN_GROUP, Trigger.JOIN, State.IN_GROUP, Action.NOTHING),
         (State.IN_GROUP, Trigger.SIGNAL, State.IN_GROUP, Action.REQUEST_AND_TELL),
         (State.IN_GROUP, Trigger.ORDER, State.IN_GROUP, Action.REQUEST),
+        (State.ALONE, Trigger.INSIST, State.LEAVING, Action.EXIT),
+        (State.CONNECTED, Trigger.INSIST, State.LEAVING, Action.TELL_AND_EXIT),
+        (State.IN_GROUP, Trigger.INSIST, State.LEAVING, Action.EXIT_AT_ONCE),
         *[(State.LEAVING, trigger, State.LEAVING, Action.NOTHING) for trigger in Trigger],
     ],
 )
@@ -124,17 +127,17 @@ def test_in_a_group_a_signal_is_told_if_it_is_the_first_to_ask() -> None:
     told: list[str] = []
     shutdown = ShutdownHandler()
     shutdown.connect(told.append, supervisor_gone=lambda: True)
-    shutdown.join_group(grace=60.0, on_signal=lambda: told.append("a signal"))
+    shutdown.join_group(grace=60.0, on_signal=told.append)
     for number in (signal.SIGTERM, signal.SIGTERM):
         shutdown._signalled(Received(number, time.monotonic()))
-    assert told == ["a signal"]
+    assert told == ["the supervisor has ended"]
     assert shutdown.reason() is StopReason.SUPERVISOR_LOST
     assert shutdown.seconds_left() == pytest.approx(60.0, abs=10.0)
     ordered = ShutdownHandler()
-    ordered.join_group(on_signal=lambda: told.append("too late"))
+    ordered.join_group(on_signal=told.append)
     ordered.stop(StopReason.CANCEL)
     ordered._signalled(Received(signal.SIGTERM, time.monotonic()))
-    assert told == ["a signal"]
+    assert told == ["the supervisor has ended"]
     assert ordered.reason() is StopReason.CANCEL
     assert math.isinf(ordered._grace)
 

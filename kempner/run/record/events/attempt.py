@@ -41,6 +41,10 @@ class AttemptFailed(LedgerEvent):
     committed: Annotated[int | None, "last step that was saved, null if there is none"]
     raised: Annotated[str, "what that rank raised, empty if it did not say"]
     node: Annotated[str, "node of that rank, if it is known"] = ""
+    node_lost: Annotated[bool, "whether the node or the network is at fault, not the program"] = (
+        False
+    )
+    code: Annotated[int, "exit code that the attempt comes to"] = 1
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,20 @@ class ResourceGrowth(LedgerEvent):
 
 
 @dataclass(frozen=True)
+class StorageWaited(LedgerEvent):
+    """By the supervisor or any rank: when storage that failed works again.
+
+    Waits within ten seconds of one that was told are told together, with the next.
+    """
+
+    name: ClassVar[str] = "storage_waited"
+    what: Annotated[str, "the file, and what was wrong with it, at last"]
+    seconds: Annotated[float, "seconds that were waited in all"]
+    tries: Annotated[int, "how often it was tried"]
+    rank: Annotated[int | None, "rank that has waited, null for the supervisor"] = None
+
+
+@dataclass(frozen=True)
 class PhaseTimes:
     """Seconds that a phase takes, as `count` times of it showed."""
 

@@ -10,10 +10,7 @@ from kempner.run.record.events.base import LedgerEvent, Sentence
 
 @dataclass(frozen=True)
 class Requeued(LedgerEvent):
-    """By the supervisor, or a rank that outlives it: before it asks Slurm to requeue the job.
-
-    Not after, because Slurm ends this process with the job's others.
-    """
+    """By the supervisor, or a rank that outlives it: when it puts the job back into the queue."""
 
     name: ClassVar[str] = "requeued"
     step: Annotated[int | None, "last step that was saved, null if there is none"]
@@ -23,22 +20,25 @@ class Requeued(LedgerEvent):
     reason: Sentence = ""
     preempted: Annotated[bool, "whether Slurm preempts the job"] = False
     by_rank: Annotated[int | None, "rank that does it, since the supervisor is gone"] = None
+    without: Annotated[tuple[str, ...], "nodes that it is kept away from"] = ()
+
+
+@dataclass(frozen=True)
+class JobHandedBack(LedgerEvent):
+    """By the supervisor: when Slurm has taken the job back. Later attempts keep as much time free
+    at the end of the job."""
+
+    name: ClassVar[str] = "handed_back"
+    seconds: Annotated[float, "seconds since the last rank left, or was killed"]
 
 
 @dataclass(frozen=True)
 class NotRequeued(LedgerEvent):
-    """By the supervisor: when a run that could go on does not go back into the queue."""
+    """By the supervisor: when it does not put a run that could go on back into the queue, or Slurm
+    refuses to."""
 
     name: ClassVar[str] = "not_requeued"
     step: Annotated[int | None, "last step that was saved, null if there is none"]
-    reason: Sentence
-
-
-@dataclass(frozen=True)
-class RequeueRefused(LedgerEvent):
-    """By the supervisor: when Slurm does not take the job back."""
-
-    name: ClassVar[str] = "requeue_refused"
     reason: Sentence
 
 

@@ -25,12 +25,12 @@ SUBJECTS: Mapping[str, tuple[type[LedgerEvent], ...]] = {
     ),
     "The Slurm job and its nodes": (
         job.Requeued,
+        job.JobHandedBack,
         job.NotRequeued,
-        job.RequeueRefused,
         job.Resubmitted,
         job.NodeSuspected,
     ),
-    "Hangs, slowness, memory": (
+    "Hangs, slowness, memory, storage": (
         health.HangFound,
         health.ConnectionsStalled,
         health.StragglerFound,
@@ -38,6 +38,7 @@ SUBJECTS: Mapping[str, tuple[type[LedgerEvent], ...]] = {
         health.Recovered,
         health.MemoryLow,
         health.ResourceGrowth,
+        health.StorageWaited,
         health.PhaseDurationsLearned,
     ),
     "Checkpoints": (

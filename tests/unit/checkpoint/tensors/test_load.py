@@ -21,7 +21,7 @@ from kempner.checkpoint.format.manifest import (
     sum_file,
     whole_sum,
 )
-from kempner.checkpoint.format.names import METADATA
+from kempner.checkpoint.format.names import MANIFEST, METADATA
 from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, place
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata
@@ -177,6 +177,7 @@ def test_missing_and_cut_files_are_named(
     folder = tmp_path / "checkpoint"
     manifest = write_ours(folder)
     contents = open_contents(folder, manifest)
+    (folder / MANIFEST).touch()  # or the whole folder would seem to be away
     damage(folder / data_file(0))
     with pytest.raises(DataError, match=words):
         fill(blank(), folder, manifest, contents)

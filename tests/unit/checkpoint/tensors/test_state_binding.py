@@ -131,7 +131,7 @@ def test_what_a_forward_pass_writes_is_copied_at_once() -> None:
     staged = route.stage(stager, step=1)
     model(torch.ones(2, 3))
     hold.set()
-    staged.result()
+    assert staged.settle() == set()
     stager.close()
     assert model.calls.item() == 2
     assert saved(layout, "model.calls").item() == 1

@@ -182,7 +182,7 @@ def test_silence_is_noticed_and_ends_when_somebody_speaks(
 STUCK = """
 import json, sys, threading, time
 from pathlib import Path
-from kempner.run.process import logs
+from kempner.run.output import logs
 from kempner.run.control.launch_env import Launch
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.control.client import ControlClient, Reactions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import resource
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from kempner.run.output import background_files
 from kempner.run.record import events
 from kempner.run.record.events.attempt import AttemptEnded, AttemptFailed, RunGivenUp
 from kempner.run.record.events.base import LedgerEvent
@@ -174,7 +176,29 @@ def test_a_history_is_read_once_and_then_only_what_is_new(tmp_path: Path) -> Non
     assert history.events(Resumed, NodeSuspected) == [Resumed(7), entry.event]  # read before
 
 
-def test_a_history_sees_every_line_once_wherever_a_writer_was_killed(tmp_path: Path) -> None:
+def test_a_history_knows_what_could_not_be_written_yet_and_counts_it_once(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    history = RunHistory.read(path, ledger.unwritten)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ledger.record(Resumed(1), attempt=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, before[1]))
+    try:
+        ledger.record(Resumed(2), attempt=1)
+        ledger.record(Resumed(3), attempt=1)
+        assert RunHistory.read(path).last_step == 1
+        assert [event.step for event in history.refresh().events(Resumed)] == [1, 2, 3]
+        assert history.last_step == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    ledger.record(Resumed(4), attempt=1)
+    assert [event.step for event in history.refresh().events(Resumed)] == [1, 2, 3, 4]
+
+
+def test_a_history_sees_every_line_once_wherever_a_writer_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_files, "_LOOK", 0.0)
     source = tmp_path / "whole.jsonl"
     Ledger(source).record(Resumed(1), attempt=1)
     Ledger(source).record(Resumed(2), attempt=1)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import tomli
+from harness import wait_until
 
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.attempts import begin_attempt
+from kempner.run.record.attempts import begin_attempt, outdated, prune_attempts
 from kempner.run.record.gave_up import GaveUp, GaveUpError, read, refuse_if_given_up, write
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
@@ -77,3 +78,18 @@ def test_no_mark_is_no_mark(tmp_path: Path) -> None:
     assert read(RunDirectory(tmp_path / "nowhere")) is None
     write(RunDirectory(tmp_path), GaveUp(ExitCode.DIVERGED))
     assert read(RunDirectory(tmp_path)) == GaveUp(ExitCode.DIVERGED)
+
+
+def test_logs_of_old_attempts_are_deleted_but_not_those_that_say_why_it_gave_up(
+    run: RunDirectory,
+) -> None:
+    for number in range(1, 13):
+        assert begin_attempt(run).number == number
+        run.log(number, 0).write_text("{}\n")
+    write(run, GaveUp(ExitCode.CRASHED, attempt=4))
+    prune_attempts(run, keep=3)
+    kept = lambda: sorted(int(p.name) for p in run.attempts.iterdir() if p.is_dir())  # noqa: E731
+    wait_until(lambda: kept() == [4, 10, 11, 12], "the others to be deleted", 20)
+    assert run.log(4, 0).exists()
+    assert begin_attempt(run).number == 13
+    assert outdated([3, 1, 2], keep=3, given_up=None) == []

@@ -3,123 +3,33 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
+from typing import Any
 
 import pytest
+from following import Hands, feed, follow, let
 from harness import Clock
 
 from kempner.cluster.slurm.job import parse_job
-from kempner.config.resilience import ResilienceSection
-from kempner.config.sections import Config, SuperviseSection
-from kempner.run.control.launch_env import Launch
+from kempner.config.sections import Config
 from kempner.run.control.protocol import (
     DumpStacks,
     Event,
-    FromSupervisor,
     Outcome,
     PeerLost,
     Phase,
     Report,
     Stop,
-    Usage,
 )
-from kempner.run.process import awake_clock as awake
 from kempner.run.process.signals import Received
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.attempts import Attempt
 from kempner.run.record.ledger import Ledger, read_lines
-from kempner.supervisor.attempt import EXIT_GRACE, AttemptEvent, AttemptFollower
+from kempner.supervisor.attempt import EXIT_GRACE, EXPLAINED_WITHIN, AttemptFollower
 from kempner.supervisor.control.events import Connected, Disconnected, Heard, LastReport
-from kempner.supervisor.control.rank_roster import JOIN, RECONNECT, RankRoster
-from kempner.supervisor.monitors.run_times import RunTimes
+from kempner.supervisor.control.rank_roster import JOIN, RECONNECT
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen
-from kempner.supervisor.slurm.job_view import JobView
-
-
-class Hands:
-    """Stands for launcher and channel: keeps what it is asked to do."""
-
-    address = "127.0.0.1"
-    nodes: tuple[str, ...] = ()
-
-    def __init__(self) -> None:
-        self.told: list[FromSupervisor] = []
-        self.asked_to_stop = self.killed = 0
-        self.living = True
-        self.seen: dict[int, LastReport] = {}
-        self.used: dict[int, Usage] = {}
-
-    def start(
-        self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
-    ) -> None: ...
-
-    def alive(self) -> bool:
-        return self.living
-
-    def ask_to_stop(self) -> None:
-        self.asked_to_stop += 1
-
-    def kill(self) -> None:
-        self.killed += 1
-
-    def last_reports(self) -> dict[int, LastReport]:
-        return self.seen
-
-    def usage(self) -> dict[int, Usage]:
-        return self.used
-
-    def tell(self, message: FromSupervisor, rank: int | None = None) -> None:
-        self.told.append(message)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(awake, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def hands() -> Hands:
-    return Hands()
-
-
-def follow(
-    hands: Hands, size: int, config: Config, ledger: Ledger, job: JobMonitor | None = None
-) -> AttemptFollower:
-    """Who follows attempt 4 of so many ranks, from this moment on."""
-    roster, attempt = RankRoster(size), Attempt(4, "abcd")
-    view, times = JobView(job), RunTimes()
-    return AttemptFollower(attempt, roster, config, hands, hands, ledger, view, times)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def follower(hands: Hands, tmp_path: Path, clock: Clock) -> AttemptFollower:
-    config = Config(
-        supervise=SuperviseSection(stop_grace=60.0, crash_grace=5.0),
-        resilience=ResilienceSection(hang_timeout_max=1000.0),
-    )
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    return follow(hands, 3, config, ledger)
-
-
-def let(follower: AttemptFollower, clock: Clock, seconds: float) -> None:
-    """Let time pass as the supervisor's loop sees it, which looks twice a second."""
-    end = clock.now + seconds
-    while clock.now < end:
-        clock.now = min(end, clock.now + 0.5)
-        follower.enforce()
-
-
-def feed(follower: AttemptFollower, *incoming: AttemptEvent) -> None:
-    waiting: SimpleQueue[AttemptEvent] = SimpleQueue()
-    for attempt_event in incoming:
-        waiting.put(attempt_event)
-    follower.take_in(waiting, wait=False)
 
 
 def test_the_first_sign_of_an_end_counts_not_its_confirmation(
@@ -139,13 +49,13 @@ def test_the_first_sign_of_an_end_counts_not_its_confirmation(
 def test_a_connection_that_comes_back_is_no_end(
     follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
-    feed(follower, Disconnected(1, "reset"))
+    feed(follower, Disconnected(1, "closed by the other side", hung_up=True))
     clock.now += RECONNECT - 0.1
     feed(follower, Connected(1, "host", 7))
     let(follower, clock, 100)
     assert follower.ends == []
     assert hands.told == []
-    feed(follower, Disconnected(1, "reset"))
+    feed(follower, Disconnected(1, "closed by the other side", hung_up=True))
     let(follower, clock, RECONNECT + 0.1)
     assert follower.ends == [RankExit(1, None)]
     assert hands.told == [PeerLost(1, "disappeared without a message")]
@@ -211,7 +121,7 @@ def test_a_stop_after_a_failure_gives_nobody_more_time(
 def test_a_rank_without_a_connection_is_not_lost_while_steps_are_made(
     follower: AttemptFollower, hands: Hands, clock: Clock
 ) -> None:
-    feed(follower, Disconnected(1, "connection timed out"))
+    feed(follower, Disconnected(1, "closed by the other side", hung_up=True))
     for step in range(1, 5):
         hands.seen = {0: LastReport(Report(step, Phase.STEP, 0.0, 0.0), clock.now)}
         let(follower, clock, RECONNECT - 0.5)
@@ -264,9 +174,9 @@ def test_what_slurm_says_a_moment_after_the_signal_is_told_as_well(
     job = JobMonitor("7", batch=True, arguments=[])
     ledger, config = Ledger(tmp_path / "ledger.jsonl"), Config()
     follower = follow(hands, 1, config, ledger, job)
-    running = parse_job({"JobId": "7", "JobState": "RUNNING"})
-    feed(follower, JobSeen(running, None, 30.0), Received(signal.SIGTERM, clock.now))
-    follower.enforce()
+    running, before = parse_job({"JobId": "7", "JobState": "RUNNING"}), clock.now - 1.0
+    feed(follower, JobSeen(running, 7200.0, 30.0, before), Received(signal.SIGTERM, clock.now))
+    follower.enforce()  # what it is warned of, only the next answer can tell
     cancelled = replace(running, state="COMPLETING")
     feed(follower, JobSeen(cancelled, None, 30.0))
     follower.enforce()
@@ -278,6 +188,28 @@ def test_what_slurm_says_a_moment_after_the_signal_is_told_as_well(
     ]
     assert hands.asked_to_stop == 1
     assert follower.stop_reason is StopReason.CANCEL
+    (told,) = asked_of(tmp_path)  # no signal with minutes left before it
+    assert (told["reason"], told["seconds_left"]) == ("cancel", min(30.0, grace))
+
+
+def asked_of(folder: Path) -> list[dict[str, Any]]:
+    """The ledger's lines about stops that were asked for."""
+    return [e for e in read_lines(folder / "ledger.jsonl") if e["event"] == "stop_requested"]
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_signal_that_slurm_does_not_explain_is_told_by_itself(
+    hands: Hands, tmp_path: Path, clock: Clock, left: bool
+) -> None:
+    """After a moment, or when the ranks have left; with no more time than the job has."""
+    job, ledger = JobMonitor("7", batch=True, arguments=[]), Ledger(tmp_path / "ledger.jsonl")
+    follower = follow(hands, 1, Config(), ledger, job)
+    job_seen = JobSeen(parse_job({"JobId": "7", "JobState": "SUSPENDED"}), 300.0, 30.0)
+    feed(follower, job_seen, Received(signal.SIGTERM, clock.now))
+    assert (hands.told, asked_of(tmp_path)) == ([Stop(StopReason.SIGNAL, "SIGTERM", 300.0)], [])
+    hands.living = left
+    let(follower, clock, EXPLAINED_WITHIN + 1.0 if left else 0.5)
+    assert [(e["reason"], e["seconds_left"]) for e in asked_of(tmp_path)] == [("signal", 300.0)]
 
 
 def test_it_is_over_when_all_have_said_so_even_if_the_launcher_never_does(

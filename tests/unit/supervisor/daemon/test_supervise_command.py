@@ -9,8 +9,9 @@ import pytest
 
 from kempner.cli import supervise
 from kempner.cli.app import app
-from kempner.cli.supervise import _load
+from kempner.cli.supervise import LauncherName, _load, choose_launcher
 from kempner.config.errors import ConfigError
+from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.supervisor.launchers.base import Program
 
@@ -84,3 +85,31 @@ def test_what_follows_the_dashes_is_nobodys_option(
     assert started == [
         Program((sys.executable, "-m", "kempner.supervisor.launchers.exec_rank", *own), ours=False)
     ]
+
+
+@pytest.mark.parametrize(
+    ("configured", "environ", "nproc", "jobid", "chosen", "said"),
+    [
+        ("auto", {}, None, None, "local", ""),
+        ("auto", {}, 4, None, "local", ""),
+        ("auto", {"SLURM_JOB_ID": "7"}, None, None, "srun", "in job 7: starting the ranks with"),
+        ("auto", {"SLURM_JOB_ID": "7"}, 2, None, "local", "neither watched nor requeued"),
+        ("auto", {}, None, "8", "srun", "in job 8"),
+        ("local", {"SLURM_JOB_ID": "7"}, None, None, "local", ""),
+        ("torchrun", {"SLURM_JOB_ID": "7"}, None, None, "torchrun", ""),
+    ],
+)
+def test_inside_of_a_job_nobody_trains_one_rank_without_a_word(
+    configured: str,
+    environ: dict[str, str],
+    nproc: int | None,
+    jobid: str | None,
+    chosen: str,
+    said: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    logs.configure()
+    assert choose_launcher(configured, environ, nproc, jobid) is LauncherName(chosen)
+    told = capfd.readouterr().err
+    assert said in told
+    assert bool(said) is bool(told)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kempner.config.resilience import HangTimeouts, ResilienceSection
 from kempner.run.control.protocol import Phase, Report
 from kempner.supervisor.control.events import LastReport
-from kempner.supervisor.monitors.base import Snapshot
+from kempner.supervisor.monitors.base import Snapshot, Surroundings
 from kempner.supervisor.monitors.hang_detector import HangDetector
 from kempner.supervisor.monitors.phase_durations import DurationStats, PhaseDurations
 
@@ -71,6 +73,16 @@ def test_of_several_phases_the_one_that_may_take_longest_counts() -> None:
     assert watch.patience(usual) == (300.0, Phase.EVAL)
 
 
+def test_ranks_that_slurm_cannot_start_do_not_hang() -> None:
+    watch = HangDetector(SECTION, 0.0)
+    for now in (1.0, 5000.0):
+        assert not watch.check(
+            replace(snapshot({}, now, now, {}), around=Surroundings(unstarted=True))
+        )
+    assert not watch.check(snapshot({}, 5600.0, 5600.0, {}))
+    assert watch.check(snapshot({}, 5601.0, 5601.0, {}))
+
+
 def test_ranks_that_never_report_are_a_hang_in_the_end() -> None:
     watch = HangDetector(SECTION, 0.0)
     assert not watch.check(snapshot({}, 600.0, 600.0, {}))
@@ -116,3 +128,37 @@ def test_the_rank_behind_all_others_is_named(
     assert not watch.check(snapshot(places, 0.0, 100.0, usual))
     (hang,) = watch.check(snapshot(places, 61.0, 101.0, usual))
     assert hang.laggard == laggard
+
+
+@pytest.mark.parametrize(
+    ("missing", "laggard", "words"),
+    [
+        ({2}, 2, "rank 2 has never connected"),
+        ({1, 2}, None, "ranks 1, 2 have never connected"),
+        ({0, 1, 2}, None, "none has reported yet"),
+    ],
+)
+def test_who_never_connected_is_named(missing: set[int], laggard: int | None, words: str) -> None:
+    detector = HangDetector(SECTION, 0.0)
+    there = {
+        r: last for r, last in seen(0, 0, 0, phase=Phase.RENDEZVOUS).items() if r not in missing
+    }
+    assert not detector.check(snapshot(there, 0.0, 0.0, {}))
+    (hang,) = detector.check(snapshot(there, 601.0, 0.0, {}))
+    assert hang.laggard == laggard
+    assert words in hang.sentence
+
+
+def test_a_rank_that_waits_for_storage_does_not_hang_nor_do_those_that_wait_for_it() -> None:
+    """Each try of storage is a move; one that never returns is a hang like any other."""
+    watch, usual = HangDetector(SECTION, 0.0), usually(step=1)
+
+    def places(tries: int, at: float) -> dict[int, LastReport]:
+        report = Report(7, Phase.STEP, 0.0, 0.0, "", "/data: Input/output error", tries)
+        return seen(7, 7, at=at, waiting="the vote") | {2: LastReport(report, at)}
+
+    for now in range(5, 1000, 5):
+        assert not watch.check(snapshot(places(now // 5, now), now, now, usual))
+    assert not watch.check(snapshot(places(199, 1050.0), 1050.0, 1050.0, usual))
+    (hang,) = watch.check(snapshot(places(199, 1060.0), 1060.0, 1060.0, usual))
+    assert hang.laggard == 2

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,16 +17,19 @@ import pytest
 from harness import wait_until
 
 from kempner.cluster.network.tcp_stalls import stalled_connections, unanswered_calls
-from kempner.run.control.protocol import Phase, Report
+from kempner.run.control.protocol import DumpStacks, FromSupervisor, Phase, Report
+from kempner.run.record.ledger import Ledger
 from kempner.supervisor.control.events import Connected, LastReport
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang
 from kempner.supervisor.monitors.hang_evidence import (
+    EVIDENCE,
+    HangEvidence,
     by_what_they_wait_for,
     cut_off_from_others,
     worth_a_look,
 )
-from kempner.supervisor.monitors.process_probe import of_process, of_processes
+from kempner.supervisor.monitors.process_probe import ProcessLook, of_process
 
 HERE = platform.node()
 
@@ -39,7 +43,7 @@ def test_a_stopped_process_is_seen_from_outside() -> None:
     try:
         os.kill(child.pid, signal.SIGSTOP)
         wait_until(lambda: "State: T (stopped)" in of_process(child.pid), "it is stopped")
-        (here,) = of_processes({HERE: [child.pid], "elsewhere": [1]}, job=None)
+        (here,) = ProcessLook({HERE: [child.pid], "elsewhere": [1]}, job=None).lines
         assert "State: T (stopped)" in here
         probe = [sys.executable, "-m", "kempner.supervisor.monitors.process_probe"]
         assert "T (stopped)" in subprocess.check_output([*probe, str(child.pid)], text=True)
@@ -47,6 +51,24 @@ def test_a_stopped_process_is_seen_from_outside() -> None:
         child.kill()
         child.communicate()
     assert "cannot be looked at" in of_process(child.pid)
+
+
+def test_the_kill_waits_for_ranks_and_for_nodes_that_have_not_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(ProcessLook, "_ask", lambda *arguments: go_on.wait(60))
+    told: list[FromSupervisor] = []
+    evidence = HangEvidence(1, told.append, Ledger(tmp_path / "ledger.jsonl"), job="7")
+    assert not evidence.complete(1e9)
+    joined = {0: Connected(0, "elsewhere", 10)}
+    snapshot = Snapshot.of(60.0, 1, {}, 100.0, {}, joined=joined)
+    evidence.collect(Hang("", 0, Phase.STEP, 60.0), snapshot)
+    assert told == [DumpStacks()]
+    assert not evidence.complete(60.1 + EVIDENCE)
+    go_on.set()
+    wait_until(lambda: evidence.complete(60.1 + EVIDENCE), "the node has answered")
+    assert not evidence.complete(60.0)
 
 
 def test_whom_to_look_at() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kempner.run.control.protocol import Phase, Report
-from kempner.supervisor.monitors.base import Snapshot
+from kempner.supervisor.monitors.base import Snapshot, Surroundings
 from kempner.supervisor.monitors.phase_stats import REMEMBERED, PhaseStats
 
 
@@ -60,3 +60,30 @@ def test_a_quantile_is_one_of_the_last_steps() -> None:
     assert seen(*slow_then_fast).quantile(0.95) == 1.0
     one_more = (50.0 + REMEMBERED, 1 + REMEMBERED, STEP)
     assert seen(*slow_then_fast, one_more).quantile(1.0) == 1.0
+
+
+def test_what_has_waited_while_the_supervisor_was_suspended_tells_no_duration() -> None:
+    """A hundred steps of a second each, read at once after a hundred seconds, were no fast ones."""
+    phase_stats = PhaseStats()
+    for now, step in [(0.0, 0), (1.0, 1), (2.0, 2), (3.0, 3)]:
+        phase_stats.check(Snapshot(now, 1, {0: Report(step, STEP, 0.0, 0.0)}))
+    woke = 5.5  # by a clock that stands still meanwhile
+    for now, step in [(5.5, 60), (6.0, 103), (7.0, 104), (8.0, 105), (9.0, 106)]:
+        report = Report(step, STEP, 0.0, 0.0)
+        phase_stats.check(Snapshot(now, 1, {0: report}, around=Surroundings(woke_at=woke)))
+    assert phase_stats.quantile(0.01) == 1.0
+    assert phase_stats.usual()[STEP].median == 1.0
+
+
+def test_steps_in_which_storage_was_waited_for_are_not_learned() -> None:
+    phase_stats = PhaseStats()
+    for at, step, storage in (
+        (0, 1, ""),
+        (2, 2, ""),
+        (50, 2, "/data: EIO"),
+        (90, 3, ""),
+        (93, 4, ""),
+    ):
+        report = Report(step, STEP, 0.0, 0.0, storage=storage)
+        phase_stats.check(Snapshot(at, 1, {0: report}))
+    assert phase_stats.quantile(1.0) == 3.0

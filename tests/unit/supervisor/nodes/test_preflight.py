@@ -17,6 +17,8 @@ from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.policy.outcome import Decision
+from kempner.supervisor.policy.restart import as_it_worked_before
 from kempner.supervisor.preflight import nodes_to_exclude
 
 
@@ -52,6 +54,8 @@ BOTH, ONE = ("node1", "node2"), ("node2",)
         ([FIRST, FIRST], BOTH, BOTH, ExitCode.CHECKPOINT_FAILED, True, {}),
         ([ALSO], [*BOTH, "node3"], [*BOTH, "node3"], ExitCode.CHECKPOINT_FAILED, False,
          {"node3": "clock is off"}),
+        ([ALSO], [*BOTH, "node3"], [*BOTH, "node3"], ExitCode.USAGE, False,
+         {"node3": "clock is off"}),
     ],
 )  # fmt: skip
 def test_who_is_blamed_for_a_failure_on_node2(
@@ -68,7 +72,9 @@ def test_who_is_blamed_for_a_failure_on_node2(
     for attempt, event in enumerate(events, 1):
         Ledger(run.ledger).record(event, attempt)
     launcher: Any = Nodes(nodes, used)
+    worked = code is ExitCode.USAGE  # before, or nothing would be started again
+    decision = as_it_worked_before(Decision(code, "so"), worked)
     assert (
-        nodes_to_exclude(launcher, "node2", RunHistory.read(run.ledger), Config(), code, last)
+        nodes_to_exclude(launcher, "node2", RunHistory.read(run.ledger), Config(), decision, last)
         == found
     )

@@ -7,9 +7,8 @@ import signal
 import pytest
 
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.signals import Received
+from kempner.run.process.signals import Received, insists
 from kempner.run.process.stop_reason import StopReason
-from kempner.supervisor.daemon import insists
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome, failed
 
 NONE, LIMIT = StopReason.NONE, StopReason.TIME_LIMIT
@@ -40,7 +39,9 @@ def ends(*statuses: int | None, ours: tuple[int, ...] = ()) -> list[RankExit]:
         (ends(78, 78), NONE, ExitCode.DIVERGED, "rank 0"),
         (ends(99, 76), NONE, ExitCode.CRASHED, "rank 0 exited with code 99"),
         (ends(76, 76), NONE, ExitCode.PEERS_LOST, "every rank lost a peer"),
-        (ends(KILL, 75, ours=(0,)), LIMIT, ExitCode.STOPPED, "start again"),
+        (ends(75, KILL, ours=(1,)), LIMIT, ExitCode.STOPPED,
+         "stopped (time limit); start again to continue (rank 1 did not leave in time and was kil"),
+        (ends(KILL, None, 75, ours=(0, 1)), LIMIT, ExitCode.STOPPED, "(2 ranks, 0 among them, did"),
         (ends(0, 1), NONE, ExitCode.CRASHED, "rank 1"),
         (ends(None, 76), NONE, ExitCode.CRASHED, "rank 0 disappeared without a message"),
         (
@@ -54,7 +55,7 @@ def ends(*statuses: int | None, ours: tuple[int, ...] = ()) -> list[RankExit]:
         (ends(1, 76), LIMIT, ExitCode.CRASHED, "rank 0 exited with code 1 (crashed)"),
         (ends(None, KILL, ours=(0,)), NONE, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
     ],
-)
+)  # fmt: skip
 def test_outcome(exits: list[RankExit], stop: StopReason, code: ExitCode, words: str) -> None:
     decision = decide_outcome(exits, stop_requested=stop)
     assert decision.code is code

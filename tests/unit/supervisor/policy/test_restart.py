@@ -7,7 +7,12 @@ import pytest
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import Decision
-from kempner.supervisor.policy.restart import Failure, decide_restart, failures
+from kempner.supervisor.policy.restart import (
+    Failure,
+    as_it_worked_before,
+    decide_restart,
+    failures,
+)
 
 CRASH = Decision(ExitCode.CRASHED, "rank 1 failed", 1)
 
@@ -43,8 +48,12 @@ def test_only_what_a_restart_may_mend_is_started_again(code: ExitCode, again: bo
         (Failure(7, 5, "KeyError"), [Failure(7, 5, "OSError")], True, "restarting"),
         (Failure(7, 5), [Failure(7, 5)], True, "restarting"),  # killed twice: by whom?
         (Failure(0, None, "E"), [Failure(0, None, "E")], False, "before the first step every time"),
+        (Failure(7, 5), [Failure(7, 5, node_lost=True)] * 3, True, "restarting"),
+        (Failure(7, 5, node_lost=True), [Failure(7, 5)] * 3, True, "restarting"),
+        (Failure(7, 5, node_lost=True), [Failure(7, 5, node_lost=True), Failure(7, 5)] * 2, False,
+         "3 attempts saved nothing new"),
     ],
-)
+)  # fmt: skip
 def test_progress_is_what_counts(
     failure: Failure, earlier: list[Failure], again: bool, words: str
 ) -> None:
@@ -52,6 +61,15 @@ def test_progress_is_what_counts(
     assert verdict.again is again
     assert words in verdict.reason
     assert CRASH.reason in verdict.reason
+
+
+def test_what_has_worked_before_is_never_misconfigured() -> None:
+    apart = Decision(ExitCode.USAGE, "the nodes would not all use the same network", 0)
+    assert as_it_worked_before(apart, worked=False) == apart
+    found = as_it_worked_before(apart, worked=True)
+    assert (found.code, found.environment) == (ExitCode.CRASHED, True)
+    assert decide_restart(found, Failure(7, 5, node_lost=True), [], 3).again
+    assert as_it_worked_before(CRASH, worked=True) == CRASH
 
 
 def test_the_last_start_is_said_to_be_the_last() -> None:
@@ -62,6 +80,13 @@ def test_the_last_start_is_said_to_be_the_last() -> None:
         (True, True),
         (False, False),
     ]
+
+
+def test_only_what_may_be_back_soon_is_waited_for() -> None:
+    lost = Failure(7, 5, node_lost=True)
+    pauses = [decide_restart(CRASH, lost, [lost] * n, budget=9).pause for n in range(4)]
+    assert pauses == [0.0, 20.0, 60.0, 60.0]
+    assert decide_restart(CRASH, Failure(7, 5), [Failure(6, 5)] * 3, budget=9).pause == 0.0
 
 
 def test_without_a_budget_nothing_is_started_again() -> None:

@@ -24,8 +24,10 @@ from kempner.supervisor.policy.stop import (
     StandingStop,
     StopOrder,
     decide_stop,
+    exit_margin,
     renew,
     stop_lead,
+    time_to_abandon,
 )
 
 RUNNING = JobState(
@@ -54,15 +56,16 @@ COMPLETING = job(state="COMPLETING")
     ("now", "left", "warned", "advice"),
     [
         (RUNNING, 60.1, False, None),
-        (RUNNING, 60.0, False, StopOrder(R.DEADLINE, "60 s are left of the job's time", 60.0)),
+        (RUNNING, 60.0, False, StopOrder(R.DEADLINE, "60 s are left of the job's time", 48.0)),
         (RUNNING, -5.0, False, StopOrder(R.DEADLINE, "-5 s are left of the job's time", 0.0)),
         (RUNNING, None, False, None),
-        (RUNNING, 119.0, True, StopOrder(R.TIME_LIMIT, "Slurm sent a warning", 119.0)),
+        (RUNNING, 119.0, True, StopOrder(R.TIME_LIMIT, "Slurm sent a warning", 107.0)),
+        (RUNNING, 11.0, True, StopOrder(R.TIME_LIMIT, "Slurm sent a warning", 0.0)),
         (RUNNING, -5.0, True, StopOrder(R.TIME_LIMIT, "Slurm sent a warning", 0.0)),
         (RUNNING, None, True, None),
-        (RUNNING, 3600.0, True, StopOrder(R.TIME_LIMIT, "Slurm sent a warning", 3600.0)),
+        (RUNNING, 3600.0, True, StopOrder(R.TIME_LIMIT, "Slurm sent a warning", 3588.0)),
         (RUNNING, 5400.0, True,
-         StopOrder(R.OPERATOR, "a signal came 1.5 h before the end of the job's time", 5400.0)),
+         StopOrder(R.OPERATOR, "a signal came 1.5 h before the end of the job's time", 5388.0)),
         (replace(PREEMPTED, state="COMPLETING"), 3.0, True,
          StopOrder(R.PREEMPTION, "it was cancelled", 30.0)),
         (job(state="NODE_FAIL", reason="NodeDown"), 0.0, False,
@@ -88,7 +91,8 @@ COMPLETING = job(state="COMPLETING")
 def test_a_stop_is_advised_with_the_time_that_is_left(
     now: JobState, left: float | None, warned: bool, advice: StopOrder | None
 ) -> None:
-    assert decide_stop(RUNNING, now, 30.0, left, lead=60.0, warned=warned) == advice
+    found = decide_stop(RUNNING, now, 30.0, left, lead=60.0, margin=12.0, warned=warned)
+    assert found == advice
 
 
 def standing(reason: R, by: float) -> StandingStop:
@@ -128,19 +132,43 @@ def saves(*seconds: float) -> Durations:
         (saves(), None, 120.0, 30.0),
         (saves(40.0), None, 86_400.0, 120.0),
         (saves(), 3.0, 86_400.0, 120.0),
-        (saves(40.0), 3.0, 86_400.0, 2 * 3 + 2 * 40 + 10),
-        (saves(40.0), 3.0, 200.0, 2 * 3 + 2 * 40 + 10),
+        (saves(40.0), 3.0, 86_400.0, 2 * 3 + 2 * 40 + 10 + 12),
+        (saves(40.0), 3.0, 300.0, 2 * 3 + 2 * 40 + 10 + 12),
         (saves(40.0), 3.0, 120.0, 60.0),
         (saves(800.0), 3.0, 900.0, 450.0),
-        (saves(40.0), 3.0, None, 2 * 3 + 2 * 40 + 10),
-        (saves(*[1.0] * 19, 90.0), 3.0, None, 2 * 3 + 2 * 1 + 10),
-        (saves(*[1.0] * 18, 90.0, 90.0), 3.0, None, 2 * 3 + 2 * 90 + 10),
+        (saves(40.0), 3.0, None, 2 * 3 + 2 * 40 + 10 + 12),
+        (saves(*[1.0] * 19, 90.0), 3.0, None, 2 * 3 + 2 * 1 + 10 + 12),
+        (saves(*[1.0] * 18, 90.0, 90.0), 3.0, None, 2 * 3 + 2 * 90 + 10 + 12),
     ],
 )
 def test_the_lead_is_what_a_stop_takes_or_a_share_of_a_short_job(
     durations: Durations, gap: float | None, limit: float | None, lead: float
 ) -> None:
-    assert stop_lead(durations, gap, limit) == lead
+    assert stop_lead(durations, gap, limit, margin=12.0) == lead
+
+
+@pytest.mark.parametrize(
+    ("measured", "limit", "margin"),
+    [
+        ([], None, 15.0),
+        ([], 86_400.0, 15.0),
+        ([], 120.0, 12.0),
+        ([2.0, 3.0], 86_400.0, 15.0),
+        ([2.0, 40.0], 86_400.0, 80.0),
+        ([2.0, 40.0], 300.0, 30.0),
+    ],
+)
+def test_the_margin_is_what_an_exit_took_and_never_much_of_a_short_job(
+    measured: list[float], limit: float | None, margin: float
+) -> None:
+    assert exit_margin(measured, limit) == margin
+
+
+def test_whoever_cannot_be_killed_leaves_time_for_the_requeue() -> None:
+    assert time_to_abandon(None, 15.0) == 15.0
+    assert time_to_abandon(600.0, 15.0) == 15.0
+    assert time_to_abandon(14.0, 15.0) == 7.0
+    assert time_to_abandon(-3.0, 15.0) == 2.0
 
 
 STOPPED = Decision(ExitCode.STOPPED, "stopped on request")

@@ -1,16 +1,17 @@
-"""One supervisor per run: a lease that its holder keeps renewing.
+"""One owner per run: a lease that its holder keeps renewing.
 
-Each supervisor makes a file of its own, numbered by exclusive creation; the highest number owns the
-run. The owner changes a counter in its file all the time. Who comes later looks twice: a counter
-that moves has an owner that lives; one that stands still for as long as the lease lasts, by the
-watcher's own clock, has none, and the next number is free to take. Nothing is ever deleted or
-written by two, so there is no moment at which two processes could hold the same number, and an
-owner that wakes up after a long sleep finds a higher one. No lock of the file system is used, and
-no two clocks are compared.
+An owner is a supervisor, or rank 0 of ranks that have none. Each makes a file of its own, numbered
+by exclusive creation; the highest number owns the run. The owner changes a counter in its file all
+the time. Who comes later looks twice: a counter that moves has an owner that lives; one that stands
+still for as long as the lease lasts, by the watcher's own clock, has none, and the next number is
+free to take. Nothing is ever deleted or written by two, so there is no moment at which two
+processes could hold the same number, and an owner that wakes up after a long sleep finds a higher
+one. No lock of the file system is used, and no two clocks are compared.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -20,14 +21,16 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Self
 
-from kempner.cluster.slurm.job import restart_count
+from kempner.run.output.logs import logger
 from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.process.logs import logger
-from kempner.run.record.attempts import SupersededError
+from kempner.run.process.helper_thread import helper_thread
+from kempner.run.process.retry import describe, empty, storage_waits
+from kempner.run.record.attempts import CURRENT, SupersededError
 from kempner.run.record.run_dir import RunDirectory
 
 RENEWALS = 15
@@ -41,7 +44,7 @@ _WIDTH = 20
 
 @dataclass(frozen=True)
 class Holder:
-    """A supervisor. `machine` names the kernel's boot and the process namespace, in which `pid` and
+    """An owner. `machine` names the kernel's boot and the process namespace, in which `pid` and
     `started` (clock ticks, proc(5)) name one process; `lasts` is its lease in seconds.
     """
 
@@ -55,8 +58,8 @@ class Holder:
     lasts: float
 
     @classmethod
-    def here(cls, lasts: float, environ: Mapping[str, str] = os.environ) -> Self:
-        """This process."""
+    def here(cls, lasts: float, restarts: int = 0, environ: Mapping[str, str] = os.environ) -> Self:
+        """This process; `restarts` is how often its job was put back into the queue."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").stat().st_ino
         return cls(
@@ -65,7 +68,7 @@ class Holder:
             pid=os.getpid(),
             started=start_ticks(os.getpid()) or 0,
             job=environ.get("SLURM_JOB_ID"),
-            restarts=restart_count(environ),
+            restarts=restarts,
             since=datetime.now(UTC).isoformat(timespec="seconds"),
             lasts=lasts,
         )
@@ -102,25 +105,30 @@ def reason_to_take(seen: Seen, me: Holder, process_lives: bool) -> str:
 
 
 class Lease:
-    """This supervisor's claim on a run, from `acquire` to `release`."""
+    """This process's claim on a run, from `acquire` to `release`."""
 
     def __init__(self, folder: Path, number: int, holder: Holder, descriptor: int) -> None:
-        self._folder, self._number, self._descriptor = folder, number, descriptor
+        self._folder, self._number = folder, number
+        self._descriptor: int | None = descriptor
         self._lasts = holder.lasts
         self._beats = 0
         self._over = threading.Event()
         self.lost = False
         """Whether another supervisor has taken the run over."""
-        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread = helper_thread(self._renew, "lease")
 
     @classmethod
-    def acquire(cls, run: RunDirectory, lasts: float) -> Self:
-        """Become the run's supervisor; waits while it may still have another one.
+    def acquire(cls, run: RunDirectory, lasts: float, restarts: int = 0) -> Self:
+        """Become the run's owner; waits while it may still have another one.
 
-        Raises `UsageError` if it has, or if the run's directory cannot be written.
+        Raises `UsageError` if it has, or if the run's directory cannot be written, and as
+        `StorageWaits.retry` where that is so for now.
         """
+        worked = restarts > 0 or os.access(run.attempts / CURRENT, os.R_OK)
         try:
-            return cls._acquire(run.supervisors, Holder.here(lasts))
+            _make_folder(run.supervisors, worked)
+            acquire = partial(cls._acquire, run.supervisors, Holder.here(lasts, restarts))
+            return storage_waits().retry(acquire, worked, path=run.supervisors)
         except OSError as error:
             raise UsageError(
                 f"the run's directory {run.path} cannot be written ({error.strerror}); "
@@ -129,7 +137,6 @@ class Lease:
 
     @classmethod
     def _acquire(cls, folder: Path, me: Holder) -> Self:
-        folder.mkdir(parents=True, exist_ok=True)
         while True:
             before = look(folder)
             if before is not None:
@@ -143,8 +150,11 @@ class Lease:
             return lease
 
     def check(self) -> None:
-        """Raise `SupersededError` if another supervisor has taken the run over."""
-        newest = look(self._folder)
+        """Raise `SupersededError` if another supervisor has taken the run over.
+
+        Raises as `StorageWaits.retry` where that cannot be seen now.
+        """
+        newest = storage_waits().retry(partial(look, self._folder), True, path=self._folder)
         self.lost = self.lost or (newest is not None and newest.number > self._number)
         if self.lost:
             who = f" by {newest.holder}" if newest is not None and newest.holder else ""
@@ -159,25 +169,46 @@ class Lease:
         self._thread.join()
         with suppress(OSError):  # then it runs out
             self._write(RELEASED)
-        os.close(self._descriptor)
+        self._close()
 
     def _renew(self) -> None:
         """The life of the thread. A file system that fails for a while costs nothing else."""
+        failing_since = None
         while not self._over.wait(self._lasts / RENEWALS):
             self._beats += 1
             try:
                 self._write(str(self._beats))
                 newest = look(self._folder)
             except OSError as error:
-                logger().info("cannot renew the lease", error=error.strerror)
+                if failing_since is None:
+                    failing_since = time.monotonic()
+                    logger().warning(f"waiting for storage: the lease: {describe(error)}")
                 continue
+            if failing_since is not None:
+                seconds = round(time.monotonic() - failing_since, 1)
+                logger().warning("storage works again: the lease is renewed", after=seconds)
+                failing_since = None
             if newest is not None and newest.number > self._number:
                 self.lost = True
                 return
 
     def _write(self, beat: str) -> None:
-        os.pwrite(self._descriptor, beat.ljust(_WIDTH).encode(), 0)
-        os.fsync(self._descriptor)
+        """Raises `OSError`; the next time the file is opened anew: a stale descriptor stays so."""
+        try:
+            if self._descriptor is None:
+                path = self._folder / str(self._number)
+                self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            os.pwrite(self._descriptor, beat.ljust(_WIDTH).encode(), 0)
+            os.fsync(self._descriptor)
+        except OSError:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            with suppress(OSError):  # of a server that has forgotten it
+                os.close(descriptor)
 
 
 def wait_until_free(
@@ -190,7 +221,7 @@ def wait_until_free(
     """
     clock, first, told = AwakeClock(), seen, False
     lasts = seen.holder.lasts if seen.holder is not None else me.lasts
-    while not (reason := reason_to_take(seen, me, _lives(seen.holder))):
+    while not (reason := reason_to_take(seen, me, holder_lives(seen.holder))):
         if seen != first:
             raise UsageError(
                 f"this run has a supervisor: {seen.holder or 'one that has just begun'}; stop that "
@@ -206,6 +237,26 @@ def wait_until_free(
         seen = look(folder) or seen
     if seen.beat != RELEASED:
         logger().warning(f"taking over the run: {reason}")
+
+
+def is_owned(folder: Path, pause: Callable[[float], None] = time.sleep) -> bool:
+    """Whether a run has an owner that lives.
+
+    This machine tells at once of its own processes. Of others it takes as long as they take to
+    renew their lease; one that does not in three times as long is taken for dead. Raises `OSError`.
+    """
+    first = look(folder)
+    if first is None or first.beat == RELEASED or first.holder is None:
+        return False
+    here = Holder.here(first.holder.lasts)
+    if first.holder.machine == here.machine:
+        return holder_lives(first.holder)
+    clock, between = AwakeClock(), first.holder.lasts / RENEWALS
+    while clock.now() < 3 * between:
+        pause(between / 4)
+        if look(folder) != first:
+            return True
+    return False
 
 
 def look(folder: Path) -> Seen | None:
@@ -231,14 +282,40 @@ def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
     return None if state == "Z" else int(fields[18])
 
 
+def _make_folder(folder: Path, worked: bool) -> None:
+    """Make the folder of a run's supervisors; raises as `StorageWaits.retry`.
+
+    Where the run was there before, storage may be away for the moment: it is waited for, for a
+    while, before another run begins in its place.
+    """
+
+    def make() -> None:
+        if worked and not folder.is_dir():
+            raise empty(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    try:
+        storage_waits().retry(make, worked, path=folder)
+    except OSError as error:
+        if error.errno != errno.ENODATA:
+            raise
+        storage_waits().retry(partial(folder.mkdir, parents=True, exist_ok=True), path=folder)
+
+
 def _create(path: Path, me: Holder) -> int:
     """A file that nobody else has made, open for writing. Raises `FileExistsError`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    os.write(descriptor, f"{'0'.ljust(_WIDTH)}\n{json.dumps(asdict(me))}\n".encode())
-    os.fsync(descriptor)
+    try:
+        os.write(descriptor, f"{'0'.ljust(_WIDTH)}\n{json.dumps(asdict(me))}\n".encode())
+        os.fsync(descriptor)
+    except OSError:
+        with suppress(OSError):  # it would seem to be another supervisor's, and be waited for
+            path.unlink()
+        os.close(descriptor)
+        raise
     return descriptor
 
 
-def _lives(holder: Holder | None) -> bool:
+def holder_lives(holder: Holder | None) -> bool:
     """Whether a process of this machine is the holder."""
     return holder is not None and start_ticks(holder.pid) == holder.started

@@ -12,20 +12,21 @@ from pathlib import Path
 import pytest
 from harness import wait_until
 
-import kempner.supervisor.lease
+import kempner.run.record.lease
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.attempts import SupersededError
-from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.lease import (
+from kempner.run.record.lease import (
     RELEASED,
     Holder,
     Lease,
     Seen,
+    is_owned,
     look,
     reason_to_take,
     start_ticks,
     wait_until_free,
 )
+from kempner.run.record.run_dir import RunDirectory
 
 ME = Holder("node1", "boot-a/1", 10, 500, "7", 1, "now", 0.3)
 OTHER = replace(ME, pid=11, job=None, restarts=0)
@@ -108,7 +109,7 @@ def test_a_dead_one_of_this_machine_is_replaced_at_once(run: RunDirectory) -> No
     program = (
         "import os, sys; from pathlib import Path;"
         "from kempner.run.record.run_dir import RunDirectory;"
-        "from kempner.supervisor.lease import Lease;"
+        "from kempner.run.record.lease import Lease;"
         "Lease.acquire(RunDirectory(Path(sys.argv[1])), 1000.0); os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", program, run.path], check=True)
@@ -132,7 +133,7 @@ def test_of_many_that_find_a_dead_one_a_single_one_takes_over(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_behind(run)
-    together, create, seen = threading.Barrier(8), kempner.supervisor.lease._create, set()
+    together, create, seen = threading.Barrier(8), kempner.run.record.lease._create, set()
 
     def create_together(path: Path, me: Holder) -> int:
         """All have seen the same dead owner before the first of them takes its place."""
@@ -141,7 +142,7 @@ def test_of_many_that_find_a_dead_one_a_single_one_takes_over(
             together.wait(60)
         return create(path, me)
 
-    monkeypatch.setattr(kempner.supervisor.lease, "_create", create_together)
+    monkeypatch.setattr(kempner.run.record.lease, "_create", create_together)
     won: list[Lease] = []
     lost: list[UsageError] = []
 
@@ -195,3 +196,19 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"file/run cannot be written .* set run.dir"):
         Lease.acquire(RunDirectory(tmp_path / "file" / "run"), 1.0)
+
+
+def test_an_owner_is_known_by_its_process_here_and_by_its_beat_elsewhere(run: RunDirectory) -> None:
+    lease = Lease.acquire(run, 1000.0)
+    assert is_owned(run.supervisors)
+    lease.release()
+    assert not is_owned(run.supervisors)
+    leave_behind(run)
+    file = run.supervisors / "2"
+    (run.supervisors / "1").rename(file)
+
+    def renew(seconds: float) -> None:
+        file.write_text(file.read_text().replace("4 ", "5 ", 1))
+
+    assert not is_owned(run.supervisors)
+    assert is_owned(run.supervisors, pause=renew)

@@ -1,7 +1,8 @@
 """Structured logs: JSON lines per process, and plain sentences on the terminal.
 
 Before `open_log` names a file, events reach stderr only. A warning or worse is always printed, so
-that whoever looks at the terminal or at Slurm's output need not know where the file is.
+that whoever looks at the terminal or at Slurm's output need not know where the file is. To log
+never raises, and never blocks for longer than a moment.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import logging
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import TextIO
 
 import structlog
+
+from kempner.run.output.background_files import JsonLines, open_lines, unwritten_lines
+from kempner.run.output.console import at_the_end, lost_lines, say
 
 _LEVELS = logging.getLevelNamesMapping()
 
@@ -22,28 +25,18 @@ class _Sink:
     """Writes each event as JSON to the file, if one is open, and as a sentence to stderr."""
 
     def __init__(self) -> None:
-        self.file: TextIO | None = None
+        self.file: JsonLines | None = None
         self.context: dict[str, object] = {}
         self.console_level = logging.WARNING
 
     def __call__(
         self, logger: object, method: str, event: MutableMapping[str, object]
     ) -> Mapping[str, object]:
-        kept = self._keep({**event, **self.context})
-        if not kept or _LEVELS[method.upper()] >= self.console_level:
-            print(f"kempner: {_sentence(event)}", file=sys.stderr, flush=True)
+        if self.file is not None:
+            self.file.append(json.dumps({**event, **self.context}, default=str))
+        if _LEVELS[method.upper()] >= self.console_level:
+            say(f"kempner: {_sentence(event)}", sys.stderr)
         raise structlog.DropEvent
-
-    def _keep(self, event: Mapping[str, object]) -> bool:
-        """Write to the file, if one is open; False if it could not be, for want of space, say."""
-        if self.file is None:
-            return True
-        try:
-            self.file.write(json.dumps(event, default=str) + "\n")
-            self.file.flush()
-        except OSError:
-            return False
-        return True
 
 
 _sink = _Sink()
@@ -71,12 +64,26 @@ def configure() -> None:
 
 def open_log(path: Path, **context: object) -> None:
     """Send every later event of this process to `path`, too, with `context` on each line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _sink.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the process
+    _sink.file = open_lines(path, warn)
     _sink.context = context
+    at_the_end(_tell_what_was_not_shown)
 
 
 def logger() -> structlog.typing.FilteringBoundLogger:
-    """The process's logger; call `configure` first."""
+    """The process's logger. A program that has set up structlog for itself gets its own."""
+    if not structlog.is_configured():
+        configure()
     log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
     return log
+
+
+def warn(sentence: str, facts: Mapping[str, object]) -> None:
+    """Log a warning; what files of lines tell of their troubles with."""
+    logger().warning(sentence, **facts)
+
+
+def _tell_what_was_not_shown() -> None:
+    for file, kept in unwritten_lines().items():
+        say(f"kempner: {kept} lines could not be written to {file}", sys.stderr)
+    if (lines := lost_lines()) and _sink.file is not None:
+        logger().warning("output could not be shown", lines=lines)

@@ -1,0 +1,261 @@
+"""Standard output and error of this process, made so that printing never fails and never blocks.
+
+A terminal may be closed, or stopped with Ctrl-S; a pipe may have lost its reader, or have one that
+does not read; a file may lie on a full disk. None of that is worth a step of training. What cannot
+be shown is counted, and the count is shown as soon as something can be.
+
+Nothing beyond the standard library is imported here: this is armed before anything else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import select
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn, TextIO
+
+from kempner.run.output.courier import Courier, Errand, settle_all
+
+KEPT = 256 * 1024
+"""Bytes that wait for an output that takes none at the moment; what comes beyond is counted."""
+
+LAST_WORDS = 2.0
+"""Seconds that the end of a process waits for what is not written yet."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Bytes for a descriptor; `lost_before` lines that came before them were dropped."""
+
+    descriptor: int
+    data: bytes
+    lost_before: int
+
+
+class _Outlet:
+    """One file, terminal or pipe that standard output or error, or both, lead to."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Chunk] = deque()
+        self._lock = threading.Lock()
+        self._size = self._dropped = self._lost = 0
+        self._torn = False
+        self._errand, self._courier = Errand(self._write), Courier("output")
+
+    @property
+    def lost(self) -> int:
+        """Lines that could not be shown, and whose count could not be shown either."""
+        return self._lost + self._dropped
+
+    def put(self, descriptor: int, data: bytes) -> None:
+        """Write as soon as that can be done; as a rule before this returns."""
+        if sys.is_finalizing():  # there are no threads any more: what would block is lost
+            if _takes_some(descriptor):
+                self._show(_Chunk(descriptor, data, self._dropped))
+            return
+        with self._lock:
+            if self._size and self._size + len(data) > KEPT:
+                self._dropped += data.count(b"\n")
+            else:
+                self._waiting.append(_Chunk(descriptor, data, self._dropped))
+                self._size, self._dropped = self._size + len(data), 0
+        self._courier.prompt(self._errand)
+
+    def start_anew(self) -> None:
+        """In a forked child: what waits is the parent's to write."""
+        self._waiting, self._lock = deque(), threading.Lock()
+        self._size = self._dropped = self._lost = 0
+
+    def _write(self) -> None:
+        while self._waiting:
+            chunk = self._waiting[0]
+            self._show(chunk)
+            with self._lock:
+                self._waiting.popleft()
+                self._size -= len(chunk.data)
+
+    def _show(self, chunk: _Chunk) -> None:
+        self._lost += chunk.lost_before
+        head = f"kempner: lines that could not be shown here: {self._lost}\n" if self._lost else ""
+        if head and self._torn:
+            head = "\n" + head
+        data, written = head.encode() + chunk.data, 0
+        try:
+            while written < len(data):
+                written += _write_some(chunk.descriptor, data[written:])
+        except OSError:
+            unseen = chunk.data[max(0, written - len(head)) :].count(b"\n")
+            self._lost = unseen + (self._lost if written < len(head) else 0)
+        else:
+            self._lost = 0
+        if written:
+            self._torn = data[written - 1 : written] != b"\n"
+
+
+def _takes_some(descriptor: int) -> bool:
+    """Whether a write would not wait for a reader."""
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLOUT)
+    return bool(waiting.poll(0))
+
+
+def _write_some(descriptor: int, data: bytes) -> int:
+    """Write what fits, and wait for the reader as long as that takes. Raises `OSError`."""
+    while True:
+        try:
+            return os.write(descriptor, data)
+        except BlockingIOError:  # whoever shares the terminal has set it so
+            waiting = select.poll()
+            waiting.register(descriptor, select.POLLOUT)
+            waiting.poll()
+
+
+_outlets: dict[tuple[int, int], _Outlet] = {}
+_finding = threading.RLock()
+
+
+def _outlet(descriptor: int) -> _Outlet:
+    """Of what the descriptor leads to now: output and error often lead to the same."""
+    try:
+        found = os.fstat(descriptor)
+        key = found.st_dev, found.st_ino
+    except OSError:
+        key = -1, descriptor
+    with _finding:
+        if key not in _outlets:
+            _outlets[key] = _Outlet()
+        return _outlets[key]
+
+
+def _forget_all() -> None:
+    global _finding
+    _finding = threading.RLock()
+    for outlet in _outlets.values():
+        outlet.start_anew()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+class _Raw(io.RawIOBase):
+    """What a text stream writes to."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        self._descriptor, self.name = descriptor, name
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any) -> int:
+        content = bytes(data)
+        _outlet(self._descriptor).put(self._descriptor, content)
+        return len(content)
+
+
+def protect(names: Collection[str] = ("stdout", "stderr")) -> None:
+    """Let nothing that is written to `sys.stdout` and `sys.stderr` fail or block from now on.
+
+    One that is replaced by something else, a notebook's, say, stays as it is. Safe to call again.
+    """
+    for name in names:
+        stream, first = getattr(sys, name), getattr(sys, f"__{name}__")
+        if stream is None:  # closed before this process began; its number must not go to a file
+            setattr(sys, name, _open_stream(_open_nothing(name), name, None))
+        elif stream is first and isinstance(stream, io.TextIOWrapper):
+            setattr(sys, name, _open_stream(stream.fileno(), name, stream))
+            _kept.append(stream)
+            with suppress(OSError):
+                stream.flush()
+            atexit.register(_flush)  # later there are no threads any more
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line, on standard output or on `stream`. Never raises."""
+    try:
+        print(text, file=stream or sys.stdout, flush=True)
+    except (OSError, ValueError):  # somebody else's stream, closed or with nobody who reads
+        _count_unsaid(text)
+
+
+def lost_lines() -> int:
+    """How many lines could not be shown, and have not been counted for whoever looks there."""
+    return _unsaid + sum(outlet.lost for outlet in _outlets.values())
+
+
+def at_the_end(tell: Callable[[], None]) -> None:
+    """Call `tell` when this process is about to `leave`: it may still say something."""
+    _farewells[tell.__qualname__] = tell
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with `code`, now: a signal that comes meanwhile does not change that.
+
+    The interpreter is not torn down. That would restore the signals' default actions, and wait for
+    threads that may be stuck. Whatever is told but not written yet gets `LAST_WORDS` seconds.
+    """
+    _flush()
+    for tell in _farewells.values():
+        tell()
+    settle_all(LAST_WORDS / 2)
+    os._exit(code)
+
+
+def _flush() -> None:
+    """Write what the program has printed, and what else is left, if that takes no longer than
+    `LAST_WORDS` seconds.
+    """
+    Courier("flush").prompt(Errand(_flush_buffers))
+    settle_all(LAST_WORDS)
+
+
+def _flush_buffers() -> None:
+    for stream in (sys.stdout, sys.stderr, *_kept):  # some of which may not be ours
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def _open_stream(descriptor: int, name: str, like: io.TextIOWrapper | None) -> io.TextIOWrapper:
+    raw = _Raw(descriptor, f"<{name}>")
+    at_once = like is not None and like.write_through  # as with python -u
+    return io.TextIOWrapper(
+        raw if at_once else io.BufferedWriter(raw),
+        encoding="utf-8" if like is None else like.encoding,
+        errors="backslashreplace",
+        line_buffering=like is None or like.line_buffering,
+        write_through=at_once,
+    )
+
+
+def _open_nothing(name: str) -> int:
+    """A descriptor that takes everything, with the number that belongs to `name` if it is free."""
+    opened, wanted = os.open(os.devnull, os.O_WRONLY), {"stdout": 1, "stderr": 2}[name]
+    try:
+        os.fstat(wanted)
+    except OSError:
+        os.dup2(opened, wanted)
+    os.set_inheritable(wanted, True)
+    return wanted if opened == wanted else opened
+
+
+def _count_unsaid(text: str) -> None:
+    global _unsaid
+    _unsaid += text.count("\n") + 1
+
+
+_unsaid = 0
+_kept: list[io.TextIOWrapper] = []
+"""The streams that were replaced: their descriptors close with them."""
+_farewells: dict[str, Callable[[], None]] = {}

@@ -1,0 +1,157 @@
+"""All that the ranks of an attempt have started on this machine, to signal it and to end it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from kempner.run.control.launch_env import Launch
+from kempner.run.output.logs import logger
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+KILL_TIME = 2.0
+"""Seconds in which a process that was killed is gone, unless it is stuck in the kernel."""
+
+_LOOK = 0.01
+"""Seconds between two looks whether they are gone."""
+
+
+class Family:
+    """The ranks and their descendants, those included that have lost their parents.
+
+    A process whose parent ends becomes the child of this one, its sub-reaper (prctl(2)). So even a
+    daemon in a session of its own is found: the ranks' sessions are not this process's, and nobody
+    can enter this process's session from another one. Only the first process of a container gets
+    orphans that it has not started; there the ranks' environment tells them apart.
+    """
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            reason = os.strerror(ctypes.get_errno())
+            logger().warning("a process that leaves its parent may outlive the run", reason=reason)
+        self._others = {session for session in map(_session, _children(recursive=True)) if session}
+        self._others.add(os.getsid(0))
+        self._stopping: list[psutil.Process] = []
+        self._stuck: set[int] = set()
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to each that can act on it.
+
+        Who traps it answers for its children, such as the workers of a data loader, without which
+        its last step would fail. Who does not, a shell that runs a script, dies of it and leaves
+        its children: they are asked as well.
+        """
+        asked = [found for head in self._heads() for found in _whom_to_ask(head)]
+        # First, since another thread looks at `stops` as soon as a wrapper has ended.
+        self._stopping += [process for process, traps in asked if traps]
+        for process, _ in asked:
+            with suppress(psutil.Error):
+                process.terminate()
+
+    def stops(self) -> bool:
+        """Whether any that was asked, and traps the signal, has not ended yet."""
+        return any(_lives(process) for process in self._stopping)
+
+    def kill(self) -> None:
+        """SIGKILL all of them, and those that they start meanwhile.
+
+        Who is not gone after `KILL_TIME` is stuck in the kernel, or another user's, and named once.
+        """
+        end = time.monotonic() + KILL_TIME
+        while True:
+            members = [m for head in self._heads() for m in (head, *_below(head))]
+            for member in members:
+                with suppress(psutil.Error):
+                    member.kill()
+            left = {member.pid for member in members if _lives(member)}
+            if not left or time.monotonic() > end:
+                break
+            time.sleep(_LOOK)
+        if new := left - self._stuck:
+            self._stuck |= new
+            logger().warning("processes of the run cannot be ended", processes=sorted(new))
+
+    def bury(self, ranks: Collection[int]) -> None:
+        """Take in the exit statuses of orphans, which nobody else waits for."""
+        with suppress(ChildProcessError):
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if found.si_pid in ranks or not self._is_ours(found.si_pid):
+                    return  # somebody waits for it
+                os.waitpid(found.si_pid, os.WNOHANG)
+
+    def _heads(self) -> Iterator[psutil.Process]:
+        """The ranks' top processes and the orphans."""
+        return (child for child in _children() if self._is_ours(child.pid))
+
+    def _is_ours(self, pid: int) -> bool:
+        session = _session_of(pid)
+        if session is None or session in self._others:
+            return False
+        return os.getpid() != 1 or _has_launch(pid)
+
+
+def _whom_to_ask(process: psutil.Process) -> list[tuple[psutil.Process, bool]]:
+    """A process, each with whether it traps the signal, and those below one that does not."""
+    with suppress(psutil.Error):
+        if _traps(process.pid, signal.SIGTERM):
+            return [(process, True)]
+        below = (found for child in process.children() for found in _whom_to_ask(child))
+        return [(process, False), *below]
+    return []
+
+
+def _traps(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal (proc(5), SigCgt)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False  # it has just gone
+    masks = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(next(masks, "0"), 16) >> (number - 1) & 1)
+
+
+def _has_launch(pid: int) -> bool:
+    """Whether a process was started with what the supervisor tells its ranks."""
+    try:
+        return Launch.from_environment(psutil.Process(pid).environ()) is not None
+    except (psutil.Error, KeyError, ValueError):
+        return False
+
+
+def _children(recursive: bool = False) -> list[psutil.Process]:
+    return psutil.Process().children(recursive)
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _session(process: psutil.Process) -> int | None:
+    return _session_of(process.pid)
+
+
+def _session_of(pid: int) -> int | None:
+    """None if it has just gone."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None

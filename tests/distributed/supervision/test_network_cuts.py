@@ -1,0 +1,32 @@
+"""A network that is cut for some seconds: nobody is given up who comes back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("cut_off.py")
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("tc") is None, reason="a network of its own needs root, tc"
+)
+def test_no_rank_is_given_up_that_is_cut_off_for_some_seconds(tmp_path: Path) -> None:
+    """By its connection after 15 s, and for longer by the files that it then writes."""
+    cuts = {}
+    for seconds in (1, 5, 15, 30):
+        folder = tmp_path / str(seconds)
+        folder.mkdir()
+        command = ["unshare", "--net", sys.executable, PROGRAM, str(seconds), folder]
+        cuts[seconds] = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    for seconds, process in cuts.items():
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, f"cut of {seconds} s\n{said}"
+        assert said.endswith("nobody was given up\n")

@@ -1,0 +1,68 @@
+"""kempner with control flow that depends on something local: what the fuzzer has to find.
+
+Each exchanges one text in one function for what somebody could have written, or had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from kempner.checkpoint.manager import CheckpointManager
+from kempner.training import loop
+from kempner.training.observe.evaluation import Evaluation
+from kempner.training.vote import final_save
+from simulated.checks.mutants import rewrite
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In `owner`'s function `name` the text `old` has become `new`."""
+
+    what: str
+    owner: Any
+    name: str
+    old: str
+    new: str
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """While it is open, kempner has this bug."""
+        wrong = rewrite(self.owner, self.name, self.old, self.new)
+        with patch.object(self.owner, self.name, wrong):
+            yield
+
+
+KNOWN_BEFORE = "run.checkpoints._failed.count"
+"""What a rank had counted before it waited for the save in flight: as much as its pace allowed."""
+
+MUTANTS = (
+    Mutant("a save is left out by what this rank has counted", loop, "save_unless_suspicious",
+           "agreed.failed_saves", KNOWN_BEFORE),
+    Mutant("the final save is left out by what this rank has counted", final_save,
+           "secure_last_step", "agreed.failed_saves", KNOWN_BEFORE),
+    Mutant("a look at the save raises what it finds", CheckpointManager, "poll",
+           "self.settle(timeout=0)",
+           "self._in_flight is not None and self._in_flight.done.done() and self.join()"),
+    Mutant("each rank chooses its final save", final_save, "agree_on_next_decision",
+           "told = run.ranks.broadcast(move)", "told = move"),
+    Mutant("a rank without data leaves alone", loop, "train",
+           "agreed.void or (", "batch is None or ("),
+    Mutant("a rank that is asked to stop leaves alone", loop, "train",
+           "and not agreed.stop:", "and not run.shutdown.should_shutdown():"),
+    Mutant("a save is due again by what this rank has counted", loop, "save_is_due",
+           "agreed.save_again if", "run.checkpoints.failures.due(time.monotonic()) if"),
+    Mutant("an evaluation is cut short by what this rank was told", Evaluation, "run",
+           "if agreed.stop:\n                break", "if vote().stop:\n                break"),
+    Mutant("what is saved depends on what this rank has seen committed", loop, "save_is_due",
+           "return due and", "return due and run.checkpoints.in_flight is None and"),
+    Mutant("a rank gives up by what it has counted", loop, "refuse_to_go_on_unsaved",
+           "if agreed.failed_saves >= max_failures",
+           "if checkpoints.settled_failures >= max_failures"),
+    Mutant("the final save is tried again by what this rank has counted", final_save,
+           "secure_last_step", "case Action.PAUSE:",
+           "case Action.PAUSE if run.checkpoints.in_flight is None:"),
+)  # fmt: skip

@@ -1,0 +1,241 @@
+"""Runs the ranks of one schedule, and says what must not have happened."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+
+import structlog
+import torch
+import torch.distributed as dist
+
+from kempner.checkpoint.format.manifest import Identity, Manifest
+from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.store.retention import Keep
+from kempner.checkpoint.tensors.context import CheckpointContext
+from kempner.cluster.world import World
+from kempner.run.control.heartbeat import Progress
+from kempner.run.process.exit_codes import ExitCode, RunError
+from kempner.run.process.retry import storage_waits
+from kempner.run.process.signals import Received
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.checkpoint import CheckpointFailed
+from kempner.run.record.events.stop import Completed, Stopped
+from kempner.run.record.history import RunHistory
+from kempner.training import loop
+from kempner.training.build import _resume
+from kempner.training.fault_injection import FaultInjector
+from kempner.training.groups.process_groups import Ranks
+from kempner.training.loop import Data, LoopState, Tools, Training
+from kempner.training.main import Ownership
+from kempner.training.observe.evaluation import Evaluation
+from kempner.training.policy.anomalies import Health
+from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.survive import Survivor, Todo
+from simulated.rank_order.edges import ATTEMPT, BATCH, MODEL, OPTIMIZER, Edges, Feed, Metrics, Scene
+from simulated.rank_order.plan import Plan, Stop
+
+CPU = torch.device("cpu")
+GRACE = 60.0
+"""Seconds that a rank has after a signal."""
+
+
+@dataclass
+class Outcome:
+    """How a schedule went; `violation` is empty if nothing happened that must not."""
+
+    violation: str = ""
+    turns: int = 0
+    collectives: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+
+
+class Rank:
+    """One rank, from its build to its end."""
+
+    def __init__(self, scene: Scene, number: int) -> None:
+        self.scene, self.number = scene, number
+        self.shutdown = ShutdownHandler()
+        self.shutdown.join_group(GRACE)
+        self.end = ""
+        self.stands = TrainState()
+        self.recorded: list[LedgerEvent] = []
+
+    def record(self, event: LedgerEvent) -> None:
+        if self.number == 0:
+            self.recorded.append(event)
+
+    def run(self) -> None:
+        """As a process: to an exit code, or to a sentence for a person."""
+        try:
+            self.end = self._train_own() if self.scene.plan.own_loop else self._train()
+        except RunError as error:
+            self.end = type(error).__name__
+        except SystemExit as leave:
+            self.end = ExitCode(leave.code).name  # type: ignore[arg-type]
+
+    def ask_to_stop(self, stop: Stop) -> None:
+        if not stop.by_signal:
+            self.shutdown.stop(stop.reason, stop.seconds_left)
+            return
+        self.shutdown._signalled(Received(signal.SIGTERM, self.scene.scheduler.now))
+
+    def _ranks(self) -> Ranks:
+        plan, fabric = self.scene.plan, self.scene.fabric
+        return Ranks(
+            world=World(self.number, plan.world, self.number, plan.world, "none"),
+            device=CPU,
+            mesh=None,  # type: ignore[arg-type]
+            votes=fabric.groups["votes"].members[self.number],  # type: ignore[arg-type]
+            saves=fabric.groups["saves"].members[self.number],  # type: ignore[arg-type]
+            store=fabric.store,  # type: ignore[arg-type]
+        )
+
+    def _manager(self, ranks: Ranks) -> CheckpointManager:
+        config = self.scene.plan.config.checkpoint
+        context = CheckpointContext(
+            path=self.scene.folder.path,  # type: ignore[arg-type]
+            identity=identity(self.scene.plan.world),
+            fence=self.scene,  # type: ignore[arg-type]
+            group=ranks.saves,
+            record=self.record,
+        )
+        vars(context)["folder"] = self.scene.folder
+        return CheckpointManager(
+            context,
+            MODEL,
+            OPTIMIZER,
+            keep=Keep(config.keep_last),
+            background=config.async_save,
+        )
+
+    def _train(self) -> str:
+        scene, ranks, config = self.scene, self._ranks(), self.scene.plan.config
+        checkpoints = self._manager(ranks)
+        state = _resume(config, ranks, checkpoints, self.record, RunHistory())
+        training = Training(
+            config=config,
+            ranks=ranks,
+            model=MODEL,  # type: ignore[arg-type]
+            optimizer=OPTIMIZER,
+            shutdown=self.shutdown,
+            checkpoints=checkpoints,
+            tools=Tools(
+                data=Data(partial(Feed, scene, self.number), state),  # type: ignore[arg-type]
+                step_metrics=Metrics(scene.plan.late_numbers),  # type: ignore[arg-type]
+                evaluation=Evaluation(config, SimpleNamespace()),  # type: ignore[arg-type]
+                faults=FaultInjector((), self.number, attempt=1),
+                progress=Progress(),
+                record=self.record,
+            ),
+            state=LoopState(state, Health(state.losses)),
+        )
+        try:
+            return loop.train(training).name
+        finally:
+            self.stands = training.train_state
+
+    def _train_own(self) -> str:
+        config, ranks = self.scene.plan.config, self._ranks()
+        rank_link = SimpleNamespace(
+            progress=Progress(), record=lambda attempt, event: self.record(event), launch=None
+        )
+        checkpoints, saves = self._manager(ranks), config.checkpoint
+        todo = Todo(config.train.max_steps, saves.interval, seed=0, keep_last=saves.keep_last)
+        survivor = Survivor(
+            todo,
+            rank_link,  # type: ignore[arg-type]
+            Ownership(ATTEMPT),
+            ranks,
+            self.shutdown,
+            checkpoints,
+            SimpleNamespace(code=None),  # type: ignore[arg-type]
+        )
+        try:
+            for _ in survivor:
+                dist.all_reduce(torch.ones(()))
+                checkpoints.release_staging()
+        finally:
+            self.stands = survivor.train_state
+        return ExitCode.COMPLETED.name
+
+
+def identity(world: int) -> Identity:
+    return Identity(world, {"ranks": world}, 0, "", {})
+
+
+def simulate(edges: Edges, plan: Plan) -> Outcome:
+    """Run one schedule, while `edges` are installed."""
+    scene = Scene(plan)
+    edges.enter(scene)
+    storage_waits().configure(plan.config.resilience.patience)
+    for step in plan.found:
+        state = TrainState(step, cursor=step * BATCH)
+        scene.folder.manifests[step] = Manifest(state, identity(plan.world), 0, 0.0, {})
+        scene.folder.link = step
+    ranks = [Rank(scene, number) for number in range(plan.world)]
+    for rank in ranks:
+        scene.scheduler.start(rank.run, rank.number)
+    begins = scene.scheduler.now
+    for stop in plan.stops:
+        scene.scheduler.at(begins + stop.time, partial(ranks[stop.rank].ask_to_stop, stop))
+    if plan.superseded_at is not None:
+        scene.scheduler.at(begins + plan.superseded_at, lambda: setattr(scene, "current", False))
+    violation = scene.scheduler.run()
+    if scene.scheduler.error is not None:
+        raise scene.scheduler.error
+    recorded = ranks[0].recorded
+    return Outcome(
+        str(violation) if violation else find_violation(scene, ranks),
+        scene.scheduler.turns,
+        scene.fabric.met,
+        Counter([ranks[0].end]),
+        Counter(event.name for event in recorded),
+    )
+
+
+def find_violation(scene: Scene, ranks: list[Rank]) -> str:
+    """What is wrong although all ranks came to an end; empty if nothing is."""
+    ends, states = {rank.end for rank in ranks}, {repr(rank.stands) for rank in ranks}
+    if len(ends) > 1:
+        return f"ends: the ranks end with {[rank.end for rank in ranks]}"
+    if len(states) > 1:
+        return f"states: the ranks stand at {[rank.stands for rank in ranks]}"
+    recorded, latest = ranks[0].recorded, scene.folder.link
+    failures = sum(isinstance(event, CheckpointFailed) for event in recorded)
+    if failures > len(scene.failed):
+        return f"phantom: {failures} saves are said to have failed, {len(scene.failed)} have"
+    match recorded[-1:]:
+        case [Completed(step)] if latest != step:
+            return f"lost: completed {step} steps, `latest` is {latest}"
+        # A save that was not waited for any longer may have ended after all.
+        case [Stopped(step=step, lost_steps=lost)] if lost < step - (latest or 0):
+            return f"lost: stopped after step {step}, {lost} lost, `latest` is {latest}"
+    (end,) = ends
+    if end == "CheckpointWriteError" and not scene.failed:
+        return "unfounded: no save was made to fail"
+    if end == "SupersededError" and scene.current:
+        return "unfounded: nobody owns the run but this attempt"
+    return ""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While it is open, nothing is logged."""
+    before = structlog.get_config()
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL),
+        cache_logger_on_first_use=False,
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**before)

@@ -1,0 +1,47 @@
+"""A thread that the process cannot do without fails loudly, and begins again."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kempner.run.output import logs
+from kempner.run.process.helper_thread import PAUSE, TRIES, keep_running
+
+
+def test_work_that_fails_is_told_of_and_begins_again(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure()
+    done, paused = list[int](), list[float]()
+
+    def work() -> None:
+        done.append(len(done))
+        if len(done) < 3:
+            raise OSError(12, "Cannot allocate memory")
+
+    keep_running("job", work, paused.append).join(10)
+    assert done == [0, 1, 2]
+    assert paused == [PAUSE, PAUSE]
+    said = capfd.readouterr().err
+    assert said.count("the thread 'job' failed and begins again") == 2
+    assert "Cannot allocate memory" in said
+
+
+def test_a_machine_without_room_for_a_thread_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, failures = threading.Thread.start, [1, 1, 1]
+
+    def start(thread: threading.Thread) -> None:
+        if failures:
+            failures.pop()
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    ran = threading.Event()
+    keep_running("job", ran.set, lambda _: None)
+    assert ran.wait(10)
+    failures += [1] * TRIES
+    with pytest.raises(RuntimeError):
+        keep_running("job", ran.set, lambda _: None)

@@ -1,0 +1,83 @@
+"""An attempt that is followed with nothing real around it: what it hears is made up, and its clock
+stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from harness import Clock
+
+from kempner.config.sections import Config
+from kempner.run.control.launch_env import Launch
+from kempner.run.control.protocol import FromSupervisor, Usage
+from kempner.run.record.attempts import Attempt
+from kempner.run.record.ledger import Ledger
+from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
+from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.control.rank_roster import RankRoster
+from kempner.supervisor.monitors.run_times import RunTimes
+from kempner.supervisor.policy.outcome import RankExit
+from kempner.supervisor.slurm.job_monitor import JobMonitor
+from kempner.supervisor.slurm.job_view import JobView
+
+
+class Hands:
+    """Stands for launcher and channel: keeps what it is asked to do."""
+
+    address = "127.0.0.1"
+    nodes: tuple[str, ...] = ()
+    waits = staticmethod(lambda: False)
+
+    def __init__(self) -> None:
+        self.told: list[FromSupervisor] = []
+        self.asked_to_stop = self.killed = 0
+        self.living = True
+        self.seen: dict[int, LastReport] = {}
+        self.used: dict[int, Usage] = {}
+
+    def start(
+        self, launch: Launch, arguments: Sequence[str], post: Callable[[RankExit], None]
+    ) -> None: ...
+
+    def alive(self) -> bool:
+        return self.living
+
+    def ask_to_stop(self) -> None:
+        self.asked_to_stop += 1
+
+    def kill(self) -> None:
+        self.killed += 1
+
+    def last_reports(self) -> dict[int, LastReport]:
+        return self.seen
+
+    def usage(self) -> dict[int, Usage]:
+        return self.used
+
+    def tell(self, message: FromSupervisor, rank: int | None = None) -> None:
+        self.told.append(message)
+
+
+def follow(
+    hands: Hands, size: int, config: Config, ledger: Ledger, job: JobMonitor | None = None
+) -> AttemptFollower:
+    """Who follows attempt 4 of so many ranks, from this moment on."""
+    roster, attempt = RankRoster(size), Attempt(4, "abcd")
+    view, times = JobView(job), RunTimes()
+    return AttemptFollower(attempt, roster, config, hands, hands, ledger, view, times)  # type: ignore[arg-type]
+
+
+def let(follower: AttemptFollower, clock: Clock, seconds: float) -> None:
+    """Let time pass as the supervisor's loop sees it, which looks twice a second."""
+    end = clock.now + seconds
+    while clock.now < end:
+        clock.now = min(end, clock.now + 0.5)
+        follower.enforce()
+
+
+def feed(follower: AttemptFollower, *incoming: AttemptEvent) -> None:
+    waiting: SimpleQueue[AttemptEvent] = SimpleQueue()
+    for attempt_event in incoming:
+        waiting.put(attempt_event)
+    follower.take_in(waiting, wait=False)

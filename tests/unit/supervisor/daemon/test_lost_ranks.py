@@ -1,0 +1,92 @@
+"""Ranks that do not answer or do not end, and what is made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from following import Hands, feed, follow, let
+from harness import Clock
+
+from kempner.cluster.slurm.job import parse_job
+from kempner.config.sections import Config
+from kempner.run.control.client import ALONE, RETRY
+from kempner.run.control.handshake import PATIENCE
+from kempner.run.control.protocol import Outcome, Phase, Report, Stop
+from kempner.run.control.transport import UNACKNOWLEDGED
+from kempner.run.process.stop_reason import StopReason
+from kempner.run.record.ledger import Ledger, read_lines
+from kempner.supervisor.attempt import AttemptFollower
+from kempner.supervisor.control.events import Connected, Disconnected, Heard, LastReport
+from kempner.supervisor.control.rank_roster import AWAY, RECONNECT
+from kempner.supervisor.control.server import TICK
+from kempner.supervisor.policy.outcome import RankExit, decide_outcome
+from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen
+
+
+def test_who_cannot_be_killed_is_left_behind_in_time_for_the_requeue(
+    hands: Hands, tmp_path: Path, clock: Clock
+) -> None:
+    """A rank that waits in the kernel, for storage that does not answer."""
+    ledger = tmp_path / "ledger.jsonl"
+    follower = follow(hands, 2, Config(), Ledger(ledger), JobMonitor("7", True, arguments=[]))
+    running = parse_job({"JobId": "7", "JobState": "RUNNING"})
+    feed(follower, Connected(0, "node1", 7), Connected(1, "node2", 8))
+    feed(follower, JobSeen(running, 100.0, 30.0))
+    follower.enforce()
+    assert hands.told == [Stop(StopReason.DEADLINE, "100 s are left of the job's time", 85.0)]
+    feed(follower, Heard(0, Outcome(1, 75, "")), Disconnected(0, "closed"))
+    let(follower, clock, 84)
+    assert not hands.killed
+    let(follower, clock, 2)
+    assert hands.killed
+    assert not follower.over()
+    let(follower, clock, 7)
+    assert follower.over()
+    assert clock.now < 200 - 5  # so much is left for the requeue
+    (suspect,) = (e for e in read_lines(ledger) if e["event"] == "suspect")
+    assert suspect["node"] == "node2"
+    assert "rank 1, process 8, does not end though it was killed" in suspect["reason"]
+    assert follower.roster.stuck == {1: Connected(1, "node2", 8)}
+    assert decide_outcome(follower.ends, follower.stop_reason).code == 75
+
+
+@pytest.mark.parametrize("cut", [1.0, 5.0, 15.0, AWAY - 5])
+def test_a_rank_that_the_network_cuts_off_is_not_given_up_while_it_may_come_back(
+    follower: AttemptFollower, hands: Hands, clock: Clock, cut: float
+) -> None:
+    """A step takes longer than all of that, so that none is made meanwhile."""
+    hands.seen = {1: LastReport(Report(7, Phase.STEP, 0.0, 0.0), clock.now)}
+    feed(follower, *(Connected(rank, "host", 7 + rank) for rank in range(3)))
+    let(follower, clock, 1.0)
+    let(follower, clock, min(cut, UNACKNOWLEDGED))
+    feed(follower, Disconnected(1, "connection timed out"))
+    let(follower, clock, cut - min(cut, UNACKNOWLEDGED) + 4)
+    feed(follower, Connected(1, "host", 7))
+    let(follower, clock, 100)
+    assert follower.ends == []
+    feed(follower, Disconnected(1, "connection timed out"))
+    hands.seen = {1: LastReport(Report(7, Phase.STEP, 0.0, 0.0), clock.now)}  # by file
+    let(follower, clock, AWAY)
+    assert follower.ends == []
+    let(follower, clock, 0.6)
+    assert follower.ends == [RankExit(1, None)]
+
+
+def test_a_rank_is_not_waited_for_any_more_once_another_has_failed_for_want_of_it(
+    follower: AttemptFollower, clock: Clock
+) -> None:
+    feed(follower, *(Connected(rank, "host", 7 + rank) for rank in range(3)))
+    feed(follower, Disconnected(1, "connection reset by peer"))
+    clock.now += 0.1
+    feed(follower, Heard(0, Outcome(1, 76, "lost another rank")))
+    let(follower, clock, RECONNECT + 0.5)
+    decision = decide_outcome(follower.ends)
+    assert (decision.culprit, follower.roster.lost_hosts()) == (1, ["host"])
+
+
+def test_who_is_cut_off_for_15_seconds_is_back_before_it_is_given_up() -> None:
+    """By a connection, and where there is none by file."""
+    connect = PATIENCE + RETRY[1]
+    assert 15 + connect < AWAY
+    assert UNACKNOWLEDGED + ALONE + connect + TICK < AWAY

@@ -1,0 +1,121 @@
+"""What `survive` refuses, and whose the signals are before, during and after its loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kempner.run.process.exit_codes import UsageError
+from kempner.training.survive import Todo
+
+LOOP = """
+import os, signal, socket, sys, threading
+import torch
+from kempner import survive
+
+def keep(number, frame): print("mine again", flush=True)
+
+def loop(**changes):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = dict(steps=3, save_every=2, run_dir=f"run-{len(os.listdir())}") | changes
+    for step in survive(model, optimizer, **options):
+        yield step
+
+def installed():
+    fd = signal.set_wakeup_fd(-1); signal.set_wakeup_fd(fd)
+    return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), fd
+"""
+
+AFTERWARDS = """
+near, far = socket.socketpair(); near.setblocking(False)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell's `&`
+signal.signal(signal.SIGTERM, keep)
+signal.set_wakeup_fd(near.fileno(), warn_on_full_buffer=False)
+before = installed()
+assert before[1] is keep
+for _ in loop():
+    assert installed() != before
+assert installed() == before, "at its end"
+for _ in loop():
+    break
+assert installed() == before, "after a break"
+try:
+    for _ in loop():
+        raise KeyError
+except KeyError:
+    pass
+assert installed() == before, "after an exception"
+try:
+    list(loop(save_every=0))
+except Exception as error:
+    print(error)
+assert installed() == before, "after a refusal"
+os.kill(os.getpid(), signal.SIGTERM)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+except KeyboardInterrupt:
+    print("interrupted")
+try:
+    for _ in loop():
+        os.kill(os.getpid(), signal.SIGTERM)
+except SystemExit as error:
+    print("exit", error.code)
+assert installed() == before, "after a stop"
+"""
+
+IN_A_THREAD = """
+before, steps = installed(), []
+thread = threading.Thread(target=lambda: steps.extend(loop()))
+thread.start(); thread.join()
+assert installed() == before
+print(steps)
+"""
+
+
+def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LOOP + program]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+def test_after_the_loop_the_signals_do_what_they_did_before(tmp_path: Path) -> None:
+    done = run(AFTERWARDS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "stopped after" not in line]
+    assert lines == [
+        "completed 3 steps",
+        "survive(save_every=0): it must be at least 1",
+        "mine again",
+        "interrupted",
+        "exit 75",
+    ]
+
+
+def test_in_a_thread_it_works_without_signals_and_says_so_once(tmp_path: Path) -> None:
+    done = run(IN_A_THREAD, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[1, 2, 3]"
+    assert done.stderr.count("no signal stops this loop, since it is not in the main thread") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"save_every": 0}, "survive(save_every=0): it must be at least 1"),
+        ({"steps": -1}, "survive(steps=-1): it must be at least 1"),
+        ({"keep_last": 1}, "survive(keep_last=1): it must be at least 2"),
+        ({"steps": 1e3}, "survive(steps=1000.0): write a whole number"),
+        ({"seed": None}, "survive(seed=None): write a whole number"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_sentence(
+    given: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        Todo(**{"steps": 3, "save_every": 2, "seed": 0, "keep_last": 3} | given).check()
+    assert str(refused.value) == sentence

@@ -96,11 +96,17 @@ class Project:
     def wait_until(
         self, job: str, condition: Callable[[], Any], what: str, deadline: float = 120.0
     ) -> None:
-        """Wait until something has happened; the job's log is shown if it does not."""
+        """Wait until something has happened; the logs are shown if it does not."""
         try:
             wait_until(condition, f"{what} of job {job}", deadline)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.log(job)}") from None
+            raise AssertionError(f"{error}\n{self.log(job)}\n{self._last_words()}") from None
+
+    def _last_words(self) -> str:
+        """The last lines of what each process of the newest attempt has written."""
+        logs = sorted(self.run.record.attempts.glob("*/*.jsonl"))
+        newest = [log for log in logs if log.parent == logs[-1].parent]
+        return "\n".join("\n".join(log.read_text().splitlines()[-8:]) for log in newest)
 
     def end(self, job: str, *states: str, deadline: float = 180.0) -> str:
         """Wait for the job's end; its log is shown if that is not in one of `states`."""

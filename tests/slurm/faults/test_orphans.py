@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from harness import wait_until
 from lab import Cluster
 from submitting import LONG, STEPS, Project
 
 from kempner.run.record.lease import look
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(480)
 
 NO_GPUS = ("--no-kill", "--gpus-per-node=0")
 """Slurm 22.05 gives a job that lost a node, and is then requeued, no GPUs any more."""
+
+
+def _wait_for_requeue(project: Project, job: str) -> None:
+    """A rank waits for its peers ten times as long as its longest step took: long, if one did."""
+    project.wait_until(job, lambda: project.events("requeued"), "the requeue", 240.0)
 
 
 @pytest.mark.parametrize("loss", [pytest.param("crash", marks=pytest.mark.drill), "power_off"])
@@ -23,7 +27,7 @@ def test_a_job_without_its_supervisor_is_requeued_once(
     project.reach(job, 31)
     assert cluster.job(job)["BatchHost"] == "node1"
     getattr(cluster, loss)("node1")  # and rank 0 with it: both of the others could ask Slurm
-    wait_until(lambda: project.events("requeued"), "a rank has asked", 60)
+    _wait_for_requeue(project, job)
     project.end(job)
     (requeued,) = project.events("requeued")
     assert requeued["by_rank"] in (1, 2)  # the lower one, but for a machine that is very busy
@@ -42,7 +46,7 @@ def test_a_job_whose_supervisor_is_killed_is_requeued_with_all_that_it_has_done(
     assert seen is not None
     assert seen.holder is not None
     cluster.run(cluster.job(job)["BatchHost"], "kill", "-KILL", str(seen.holder.pid))
-    wait_until(lambda: project.events("requeued"), "a rank has asked", 60)
+    _wait_for_requeue(project, job)
     (stopped,) = project.events("stopped")
     (requeued,) = project.events("requeued")
     assert requeued["by_rank"] == 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -51,7 +50,7 @@ from kempner.training.groups.process_groups import Ranks, adopt
 from kempner.training.main import Ownership, classify, take_run
 from kempner.training.rank_link.rank_link import RankLink, join
 from kempner.training.rank_link.shutdown import ShutdownHandler
-from kempner.training.vote.final_save import finish, refuse_to_go_on_unsaved
+from kempner.training.vote.final_save import finish, refuse_to_go_on_unsaved, vote_to_go_on
 from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 
 
@@ -219,16 +218,7 @@ class Survivor:
 
     def vote(self) -> Vote:
         """This rank's vote at this moment."""
-        self.checkpoints.poll()
-        failures, now = self.checkpoints.failures, time.monotonic()
-        return Vote(
-            stop=self.shutdown.reason(),
-            failed_saves=failures.count,
-            unsaved_for=failures.lasting(now),
-            save_again=failures.due(now),
-            seconds_left=self.shutdown.seconds_left(),
-            superseded=self.checkpoints.superseded,
-        )
+        return vote_to_go_on(self.shutdown, self.checkpoints)
 
     def record(self, event: LedgerEvent) -> None:
         """Record an event in the run's ledger."""

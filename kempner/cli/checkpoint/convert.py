@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kempner.checkpoint.store.inventory import checkpoints_of, locate, pick
 from kempner.checkpoint.store.read_marker import reading_at
-from kempner.cli import checkpoint
+from kempner.cli.checkpoint import inspect
 from kempner.cli.progress import bar
 from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.run.process.exit_codes import CheckpointWriteError, UsageError
@@ -33,12 +33,12 @@ class Format(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Adds `export` and `import` to `checkpoint`, which is in `app` already."""
-    checkpoint.commands.command("export")(export)
-    checkpoint.commands.command("import")(import_)
+    inspect.commands.command("export")(export)
+    inspect.commands.command("import")(import_)
 
 
 def export(
-    directory: checkpoint.Folder,
+    directory: inspect.Folder,
     format_: Annotated[
         Format,
         typer.Option(

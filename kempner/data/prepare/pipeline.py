@@ -1,6 +1,7 @@
 """Prepares token files from text, in parallel, resumable at any point.
 
     OUT/index.json                   written last; what it lists is complete
+    OUT/tokenizer.json               copy of the tokenizer; not there for bytes
     OUT/shard-00000.tokens           renamed to this name when it is durable
     OUT/.progress/inputs.json        what is being prepared
     OUT/.progress/shard-00000.json   written when that shard is in place
@@ -22,7 +23,15 @@ from pathlib import Path
 from pydantic import ValidationError
 from xxhash import xxh3_128_hexdigest
 
-from kempner.data.files.index import INDEX_FILE, Checksum, Index, Record, Shard, read_index
+from kempner.data.files.index import (
+    INDEX_FILE,
+    TOKENIZER_FILE,
+    Checksum,
+    Index,
+    Record,
+    Shard,
+    read_index,
+)
 from kempner.data.prepare.process_pool import run_all
 from kempner.data.prepare.shard_builder import (
     Built,
@@ -174,6 +183,7 @@ def _finish(recipe: Recipe, shards: Sequence[Shard]) -> Index:
         vocab_size=recipe.tokenizer.vocab_size,
         eot=recipe.tokenizer.eot,
         tokenizer=recipe.tokenizer.identity,
+        tokenizer_name=recipe.tokenizer.name,
         tokens=tokens,
         documents=sum(shard.documents for shard in shards),
         shards=list(shards),
@@ -182,12 +192,18 @@ def _finish(recipe: Recipe, shards: Sequence[Shard]) -> Index:
     try:
         for stray in set(recipe.out.glob("shard-*.tokens")) - listed:
             stray.unlink()  # of an earlier attempt, when there was more text
-        temporary = temporary_path(recipe, INDEX_FILE)
-        write_durable(temporary, index.to_bytes())
-        commit(temporary, recipe.out / INDEX_FILE)
+        if recipe.tokenizer.definition:
+            _put(recipe, TOKENIZER_FILE, recipe.tokenizer.definition.encode())
+        _put(recipe, INDEX_FILE, index.to_bytes())
     except OSError as error:
         raise DataError(
             f"{recipe.out / INDEX_FILE} cannot be written: {error.strerror}; "
             "run the same command again when that is fixed"
         ) from error
     return index
+
+
+def _put(recipe: Recipe, name: str, content: bytes) -> None:
+    temporary = temporary_path(recipe, name)
+    write_durable(temporary, content)
+    commit(temporary, recipe.out / name)

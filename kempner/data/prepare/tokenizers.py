@@ -34,6 +34,8 @@ class TokenizerSpec:
     eot: int
     definition: str = ""
     """Content of the tokenizer.json; empty for bytes."""
+    name: str = ""
+    """That file with the folder that it was in; empty for bytes."""
 
     @property
     def dtype(self) -> Dtype:
@@ -99,7 +101,8 @@ def _from_file(path: Path, eot: str | None) -> TokenizerSpec:
         kind="huggingface", fingerprint=hashlib.sha256(content).hexdigest()
     )
     size = max(vocabulary.values()) + 1
-    return TokenizerSpec(identity, size, _find_eot(path, vocabulary, eot), content.decode())
+    name = "/".join(path.absolute().parts[-2:])
+    return TokenizerSpec(identity, size, _find_eot(path, vocabulary, eot), content.decode(), name)
 
 
 def _vocabulary(path: Path, content: bytes) -> dict[str, int]:

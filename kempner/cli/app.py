@@ -19,6 +19,7 @@ _MODULES = {
     "train": ("train",),
     "supervise": ("supervise",),
     "status": ("status",),
+    "sample": ("sample",),
     "checkpoint": ("checkpoint.inspect", "checkpoint.convert"),
     "config": ("config",),
 }

@@ -20,6 +20,7 @@ _MODULES = {
     "supervise": ("supervise",),
     "status": ("status",),
     "sample": ("sample",),
+    "prune": ("prune",),
     "checkpoint": ("checkpoint.inspect", "checkpoint.convert"),
     "config": ("config",),
 }

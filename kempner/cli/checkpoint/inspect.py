@@ -143,7 +143,7 @@ def _row(item: Item, now: float) -> str:
     notes = "; ".join(filter(None, (item.note, item.problem)))
     if item.manifest is None:
         return f"{item.step:>10}  {'-':>7}  {'-':>10}  {'-':>5}  {'-':<10}  {notes}"
-    age, size = _duration(now - item.manifest.created), _size(_bytes(item.manifest))
+    age, size = since(now - item.manifest.created), in_units(_bytes(item.manifest))
     world = item.manifest.identity.world
     return f"{item.step:>10}  {age:>7}  {size:>10}  {world:>5}  {_verified(item, now):<10}  {notes}"
 
@@ -151,7 +151,7 @@ def _row(item: Item, now: float) -> str:
 def _verified(item: Item, now: float) -> str:
     if item.finding is None:
         return "no"
-    return "damaged" if item.finding.damaged else f"{_duration(now - item.finding.time)} ago"
+    return "damaged" if item.finding.damaged else f"{since(now - item.finding.time)} ago"
 
 
 def _report(path: Path, damages: list[Damage]) -> None:
@@ -161,7 +161,7 @@ def _report(path: Path, damages: list[Damage]) -> None:
     except DataError as error:
         typer.echo(f"{path.name}: damaged\n  {error}")
         return
-    world, size = manifest.identity.world, _size(_bytes(manifest))
+    world, size = manifest.identity.world, in_units(_bytes(manifest))
     verdict = "damaged" if damages else "ok"
     typer.echo(f"{path.name}: {verdict} (world {world}, {size})")
     for line in _by_rank(manifest, damages) if damages else ():
@@ -212,14 +212,16 @@ def _bytes(manifest: Manifest) -> int:
     return sum(entry.bytes for entry in manifest.files.values())
 
 
-def _duration(seconds: float) -> str:
+def since(seconds: float) -> str:
+    """An age, in its largest unit."""
     minutes, hours = int(seconds) // 60, int(seconds) // 3600
     if hours >= 48:
         return f"{hours // 24} d"
     return f"{hours} h" if hours else f"{minutes} min" if minutes else f"{int(seconds)} s"
 
 
-def _size(size: float) -> str:
+def in_units(size: float) -> str:
+    """A number of bytes, in words."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -17,7 +17,7 @@ from kempner.checkpoint.store.read_marker import reading_at
 from kempner.cli import checkpoint
 from kempner.cli.progress import bar
 from kempner.cluster.machine.rlimits import raise_open_file_limit
-from kempner.run.process.exit_codes import CheckpointWriteError, UsageError
+from kempner.run.process.exit_codes import UsageError, cannot_write
 
 if TYPE_CHECKING:
     from kempner.checkpoint.convert.tensor_copy import Source
@@ -131,7 +131,7 @@ def _into(out: Path) -> Iterator[None]:
     except FileExistsError as error:
         raise UsageError(f"{error.filename} exists already; choose another name") from error
     except OSError as error:
-        raise CheckpointWriteError(f"{out} cannot be written: {error.strerror}") from error
+        raise cannot_write(out, error) from error
 
 
 @contextmanager

@@ -51,7 +51,7 @@ from kempner.checkpoint.tensors.dcp_metadata import pack
 from kempner.checkpoint.tensors.dcp_reader import RestrictedReader
 from kempner.checkpoint.tensors.file_buffer import container
 from kempner.run.process.durable_io import write_durable
-from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.process.exit_codes import DataError, UsageError, cannot_read
 from kempner.run.record.attempts import Attempt
 
 _NOBODY = 0
@@ -71,14 +71,12 @@ class Foreign:
 
     @classmethod
     def open(cls, path: Path) -> Foreign:
-        """Raises `DataError` if there is no stock checkpoint, or its keys do not fit."""
+        """Raises as `cannot_read` without one, and `DataError` if it is damaged or does not fit."""
         try:
             metadata = RestrictedReader(path).read_metadata()
         except OSError as error:
-            raise DataError(
-                f"{path / METADATA} cannot be read ({error.strerror}); name the folder that "
-                "torch.distributed.checkpoint wrote"
-            ) from error
+            advice = "name the folder that torch.distributed.checkpoint wrote"
+            raise cannot_read(path / METADATA, error, advice) from error
         entries = metadata.state_dict_metadata
         tensors = {k for k, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         try:
@@ -217,7 +215,7 @@ def _read_parts(
                 content = io.BytesIO(file.read(stored.length))
                 yield _tensor(content, item.chunk, f"{path}, byte {stored.offset}")
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise cannot_read(path, error) from error
 
 
 def _tensor(content: io.BytesIO, chunk: Chunk, where: str) -> Tensor:

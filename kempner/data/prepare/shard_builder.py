@@ -15,7 +15,7 @@ from kempner.data.files.token_file import TokenWriter, verify_shard
 from kempner.data.prepare.sources import Origin, Piece, Unit, describe_unit, documents, read_piece
 from kempner.data.prepare.tokenizers import Encode, TokenizerSpec
 from kempner.run.process.durable_io import fsync_directory, write_durable
-from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.process.exit_codes import DataError, UsageError, cannot_write
 
 PROGRESS = ".progress"
 
@@ -61,10 +61,8 @@ def build(recipe: Recipe, unit: Unit) -> Built:
     try:
         return Built(_make(recipe, unit), kept=False)
     except OSError as error:
-        raise DataError(
-            f"{recipe.out / unit.shard_file} cannot be written: {error.strerror}; "
-            "finished files are kept: run the same command again when that is fixed"
-        ) from error
+        advice = "finished files are kept: run the same command again when that is fixed"
+        raise cannot_write(recipe.out / unit.shard_file, error, advice) from error
 
 
 def confirm(recipe: Recipe, index: Index, unit: Unit) -> Built:

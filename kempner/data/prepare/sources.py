@@ -16,7 +16,7 @@ from pathlib import Path
 from xxhash import xxh3_128
 
 from kempner.data.files.index import Source
-from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.process.exit_codes import DataError, UsageError, cannot_read
 
 _JSONL = frozenset({".jsonl"})
 _TEXT = frozenset({".txt", ".text", ".md"})
@@ -101,7 +101,7 @@ def find_files(named: Sequence[Path]) -> Found:
             else:
                 files.append(_named_file(path))
     except OSError as error:
-        raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from error
+        raise cannot_read(error.filename, error) from error
     if not sum(file.size for file in files):
         raise UsageError(f"there is no text in {', '.join(map(str, named))}: nothing to prepare")
     return Found(tuple(files), tuple(left_out))
@@ -185,7 +185,7 @@ def _line_ends(file: SourceFile, bounds: Sequence[int]) -> list[int]:
                 lines.readline()
                 ends.add(lines.tell())
     except OSError as error:
-        raise DataError(f"{file.path} cannot be read: {error.strerror}") from error
+        raise cannot_read(file.path, error) from error
     return sorted(end for end in ends if end < file.size)
 
 
@@ -200,7 +200,7 @@ def read_piece(piece: Piece) -> bytes:
                 if len(content) == piece.stop - piece.start:
                     return content
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise cannot_read(path, error) from error
     raise DataError(f"{path} changed while it was being prepared: run the same command again")
 
 

@@ -21,7 +21,9 @@ _MODULES = {
     "train": ("train",),
     "supervise": ("supervise",),
     "status": ("status",),
-    "checkpoint": ("checkpoint", "checkpoint_convert"),
+    "sample": ("sample",),
+    "prune": ("prune",),
+    "checkpoint": ("checkpoint.inspect", "checkpoint.convert"),
     "config": ("config",),
     "completion": ("completion",),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,22 @@ import tomli
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.attempts import Attempt, read_current
 from kempner.run.record.run_dir import RunDirectory
+
+
+def recorded_config(run: RunDirectory, attempt: int | None) -> Mapping[str, Any]:
+    """The tables of an attempt's configuration; of the run's first one if that is not kept apart.
+
+    Empty if there is none, or not as kempner writes it.
+    """
+    changed = [] if attempt is None else [run.changed_config(attempt)]
+    for file in (*changed, run.config):
+        try:
+            return tomli.loads(file.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            continue
+        except ValueError:
+            break
+    return {}
 
 
 def checkpoint_folder(run: RunDirectory) -> Path:
@@ -51,19 +67,6 @@ _NO_FILE = (errno.ENODATA, errno.ENOTDIR, errno.EISDIR)
 
 def _recorded(run: RunDirectory, section: str, key: str) -> object:
     """What the live attempt was configured with; None if that says nothing."""
-    for table in _configurations(run):
-        found = table.get(section)
-        return found.get(key) if isinstance(found, dict) else None
-    return None
-
-
-def _configurations(run: RunDirectory) -> Iterator[dict[str, Any]]:
     current = live_attempt(run)
-    changed = [] if current is None else [run.changed_config(current.number)]
-    for file in (*changed, run.config):
-        try:
-            yield tomli.loads(file.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            continue
-        except ValueError:
-            return  # not as kempner writes it
+    found = recorded_config(run, None if current is None else current.number).get(section)
+    return found.get(key) if isinstance(found, dict) else None

@@ -12,7 +12,9 @@ import typer
 from typer.core import TyperCommand
 
 from kempner.cli.config import TAKES_OVERRIDES
+from kempner.cli.usage.words import overrides
 from kempner.cluster.slurm.job import restart_count
+from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.run.output import logs
@@ -20,7 +22,7 @@ from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import inbox
-from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.run_dir import RunDirectory, refuse_unusable
 from kempner.supervisor.daemon import supervise as follow
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.local import LocalLauncher
@@ -85,8 +87,9 @@ def supervise(
     inbox().install()
     logs.configure()
     command: tuple[str, ...] = context.obj
-    config, given = _load(file, context.args, command)
+    config, given = _load(file, overrides(context, file, bool(command)), command)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
+    refuse_unusable(run)
     program = Program.of_user(command) if command else Program.train(given)
     chosen = launcher or choose_launcher(config.slurm.launcher, os.environ, nproc, jobid)
     if chosen is not LauncherName.LOCAL:
@@ -95,6 +98,7 @@ def supervise(
         return _in_a_job(run, program, config, jobid, given, chosen)
     if jobid is not None:
         raise UsageError("--jobid names a Slurm allocation: use it with --launcher srun")
+    refuse_absent_ranks(config.resilience.faults, nproc or 1)
     return follow(run, LocalLauncher(run, nproc or 1), program, config, inbox())
 
 
@@ -139,6 +143,7 @@ def _in_a_job(
         job, os.environ, config, given=jobid is not None, per_task=per_task
     )
     step = (SrunLauncher if per_task else TorchrunLauncher)(allocation, config.supervise)
+    refuse_absent_ranks(config.resilience.faults, step.size)
     restarts = restart_count(os.environ)
     say(introduction(allocation, resources, run, given, restarts))
     around = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)

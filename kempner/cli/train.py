@@ -5,8 +5,11 @@ from __future__ import annotations
 import typer
 
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
+from kempner.cli.usage.words import overrides
+from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
 from kempner.run.output import logs
+from kempner.run.record.run_dir import refuse_unusable
 from kempner.training.rank_link.rank_link import open_rank_link
 from kempner.training.rank_link.shutdown import ShutdownHandler
 
@@ -25,8 +28,11 @@ def train(context: typer.Context, file: ConfigFile) -> None:
     shutdown = ShutdownHandler()
     shutdown.install()
     logs.configure()
-    config = load(file, context.args)
+    config = load(file, overrides(context, file))
     rank_link = open_rank_link(config, shutdown)
+    refuse_unusable(rank_link.run)
+    if rank_link.launch is None:  # after a node was lost, a supervisor may start fewer
+        refuse_absent_ranks(config.resilience.faults, rank_link.world.size)
     from kempner.training.main import main
 
     main(config, rank_link, shutdown)

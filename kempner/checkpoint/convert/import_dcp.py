@@ -49,7 +49,7 @@ from kempner.checkpoint.tensors.dcp_metadata import pack
 from kempner.checkpoint.tensors.dcp_reader import RestrictedReader
 from kempner.checkpoint.tensors.file_buffer import container
 from kempner.run.process.durable_io import write_durable
-from kempner.run.process.exit_codes import DataError
+from kempner.run.process.exit_codes import DataError, cannot_read
 
 _ADAMW = {"step", "exp_avg", "exp_avg_sq"}
 """The entries by which AdamW's state is known; those of others are not theirs alone."""
@@ -69,10 +69,8 @@ class Foreign:
         try:
             metadata = RestrictedReader(path).read_metadata()
         except OSError as error:
-            raise DataError(
-                f"{path / METADATA} cannot be read ({error.strerror}); name the folder that "
-                "torch.distributed.checkpoint wrote"
-            ) from error
+            advice = "name the folder that torch.distributed.checkpoint wrote"
+            raise cannot_read(path / METADATA, error, advice) from error
         entries = metadata.state_dict_metadata
         tensors = {k for k, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         try:
@@ -187,7 +185,7 @@ def _read_parts(
                 content = io.BytesIO(file.read(stored.length))
                 yield _tensor(content, item.chunk, f"{path}, byte {stored.offset}")
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise cannot_read(path, error) from error
 
 
 def _tensor(content: io.BytesIO, chunk: Chunk, where: str) -> Tensor:

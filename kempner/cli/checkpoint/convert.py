@@ -21,7 +21,7 @@ from kempner.cli.checkpoint import inspect
 from kempner.cli.checkpoint.trained_on import Data, TrainedOn, find_text
 from kempner.cli.progress import bar
 from kempner.cluster.machine.rlimits import raise_open_file_limit
-from kempner.run.process.exit_codes import CheckpointWriteError, DataError, UsageError
+from kempner.run.process.exit_codes import DataError, UsageError, cannot_write
 
 if TYPE_CHECKING:
     from kempner.checkpoint.convert.tensor_copy import Source
@@ -249,7 +249,7 @@ def _into(out: Path) -> Iterator[None]:
     except FileExistsError as error:
         raise UsageError(f"{error.filename} exists already; choose another name") from error
     except OSError as error:
-        raise CheckpointWriteError(f"{out} cannot be written: {error.strerror}") from error
+        raise cannot_write(out, error) from error
 
 
 @contextmanager

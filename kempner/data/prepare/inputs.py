@@ -11,7 +11,7 @@ from typing import Literal
 from xxhash import xxh3_128
 
 from kempner.data.prepare.packed import UnpackError, open_packed
-from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.exit_codes import UsageError, cannot_read
 
 Format = Literal["text", "jsonl", "parquet"]
 Packing = Literal["", ".gz", ".zst"]
@@ -86,7 +86,7 @@ def find_files(named: Sequence[Path]) -> Found:
             )
         return Found(tuple(files), tuple(left_out), tuple(_twins(files)))
     except OSError as error:
-        raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from error
+        raise cannot_read(error.filename, error) from error
 
 
 def _named_file(path: Path) -> SourceFile:

@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 from kempner.data.files.index import Source
 from kempner.data.prepare.packed import UnpackError, open_packed
 from kempner.data.prepare.sources import Piece, Unit
-from kempner.run.process.exit_codes import DataError
+from kempner.run.process.exit_codes import DataError, cannot_read
 
 _BUFFER = 256 * 2**10
 
@@ -92,7 +92,7 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise cannot_read(path, error) from error
 
 
 def _changed(path: Path) -> DataError:

@@ -47,7 +47,7 @@ from kempner.data.prepare.shard_builder import (
 from kempner.data.prepare.sources import Unit, plan_units
 from kempner.data.prepare.tokenizers import BYTE, find_tokenizer
 from kempner.run.process.durable_io import write_durable
-from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.process.exit_codes import DataError, UsageError, cannot_write
 
 OnProgress = Callable[[int, int], None]
 """Told (bytes of the files done, bytes in all) at the start and as it goes on."""
@@ -174,7 +174,7 @@ def _claim(recipe: Recipe, files: Sequence[SourceFile]) -> None:
         write_durable(temporary, inputs.model_dump_json().encode())
         commit(temporary, recipe.progress / _INPUTS_FILE)
     except OSError as error:
-        raise UsageError(f"--out {recipe.out} cannot be written: {error.strerror}") from error
+        raise cannot_write(f"--out {recipe.out}", error) from error
 
 
 def _read_inputs(recipe: Recipe) -> _Inputs | None:
@@ -213,10 +213,8 @@ def _finish(recipe: Recipe, shards: Sequence[Shard]) -> Index:
             _put(recipe, TOKENIZER_FILE, recipe.tokenizer.definition.encode())
         _put(recipe, INDEX_FILE, index.to_bytes())
     except OSError as error:
-        raise DataError(
-            f"{recipe.out / INDEX_FILE} cannot be written: {error.strerror}; "
-            "run the same command again when that is fixed"
-        ) from error
+        advice = "run the same command again when that is fixed"
+        raise cannot_write(recipe.out / INDEX_FILE, error, advice) from error
     return index
 
 

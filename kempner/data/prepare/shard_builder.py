@@ -28,7 +28,7 @@ from kempner.data.prepare.process_pool import Report
 from kempner.data.prepare.sources import Piece, Unit
 from kempner.data.prepare.tokenizers import TokenizerSpec
 from kempner.run.process.durable_io import fsync_directory, write_durable
-from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.process.exit_codes import DataError, UsageError, cannot_write
 
 PROGRESS = ".progress"
 
@@ -85,10 +85,8 @@ def build(recipe: Recipe, unit: Unit, report: Report) -> Built:
         try:
             built = _make(recipe, unit, report)
         except OSError as error:
-            raise DataError(
-                f"{recipe.out / unit.shard_file} cannot be written: {error.strerror}; "
-                "finished files are kept: run the same command again when that is fixed"
-            ) from error
+            advice = "finished files are kept: run the same command again when that is fixed"
+            raise cannot_write(recipe.out / unit.shard_file, error, advice) from error
     report(unit.size)
     return built
 

@@ -13,7 +13,7 @@ from kempner.data.prepare.inputs import SourceFile
 from kempner.data.prepare.long_text import CONTEXT, find_cut
 from kempner.data.prepare.parquet import row_groups
 from kempner.data.prepare.tokenizers import TokenizerSpec
-from kempner.run.process.exit_codes import DataError
+from kempner.run.process.exit_codes import cannot_read
 
 # A change of these cuts the same files into other shards, which gives them another fingerprint.
 _UNIT = 8 * 2**20
@@ -94,7 +94,7 @@ def _cut(file: SourceFile, length: int, tokenizer: TokenizerSpec, text_key: str)
         elif not tokenizer.splits_anywhere:
             bounds = _safe_cuts(file, bounds, tokenizer)
     except OSError as error:
-        raise DataError(f"{file.path} cannot be read: {error.strerror}") from error
+        raise cannot_read(file.path, error) from error
     edges = [0, *bounds, file.size]
     return [Piece(file, start, stop) for start, stop in pairwise(edges)]
 

@@ -12,7 +12,7 @@ from kempner.data.files.index import read_index
 from kempner.data.files.token_file import Corpus, verify
 from kempner.data.prepare import sources
 from kempner.data.prepare.pipeline import prepare
-from kempner.run.process.exit_codes import DataError, RunError, UsageError
+from kempner.run.process.exit_codes import CannotWriteError, DataError, RunError, UsageError
 
 EOT = 256
 
@@ -318,7 +318,7 @@ def test_a_full_disk_is_one_sentence_and_nothing_half_written(
         patch.setattr("kempner.data.files.token_file.os.fsync", fail)
         patch.setattr("kempner.data.prepare.pipeline.write_durable", lambda path, content: None)
         patch.setattr("kempner.data.prepare.pipeline.commit", lambda temporary, final: None)
-        with pytest.raises(DataError, match=r"cannot be written: No space left on device"):
+        with pytest.raises(CannotWriteError, match=r"cannot be written: No space left on device"):
             prepare(tmp_path / "out", [tmp_path / "a.txt"])
     assert not list((tmp_path / "out").glob("shard*"))
     prepare(tmp_path / "out", [tmp_path / "a.txt"])

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 import kempner
 
 _MODULES = {
+    "init": ("init",),
     "prepare": ("prepare",),
     "train": ("train",),
     "supervise": ("supervise",),

@@ -1,6 +1,7 @@
 """The same loop, and it survives: kempner supervise --nproc 2 -- python surviving.py"""
 
 import math
+import os
 
 import torch
 import torch.distributed as dist
@@ -44,8 +45,16 @@ def rate(step: int) -> float:
     return RATE * 0.5 * (1 + math.cos(math.pi * step / STEPS))
 
 
+def meet() -> None:
+    """Join the other ranks, or be alone without a launcher."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 def main() -> None:
-    dist.init_process_group("gloo")
+    meet()
     torch.manual_seed(1)
     model = DistributedDataParallel(Curve())
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -68,14 +69,18 @@ class SignalInbox:
         self._react: Callable[[Received], None] | None = None
         self._before: _Before | None = None
         """What `uninstall` brings back; None while the inbox is not installed."""
+        self._pressed = -math.inf
 
     @property
     def installed(self) -> bool:
         """Whether the stop signals come here."""
         return self._before is not None
 
-    def install(self) -> None:
+    def install(self, at_prompt: bool = False) -> None:
         """Take over the stop signals and unblock them; SIGQUIT dumps all stacks to stderr.
+
+        `at_prompt` says that somebody types at this process: a second Ctrl-C within `INSIST_WITHIN`
+        seconds then raises `KeyboardInterrupt` in the main thread.
 
         SIGHUP and SIGINT stay ignored where nohup, or a shell's `&`, has this process ignore them.
         A launcher that blocked the signals around the start of this process loses none that came
@@ -88,6 +93,8 @@ class SignalInbox:
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
         handlers = {number: signal.signal(number, _ignore_here) for number in _not_to_be_ignored()}
+        if at_prompt and signal.SIGINT in handlers:
+            signal.signal(signal.SIGINT, self._raise_if_insisted)
         self._before = _Before(handlers, wakeup, writer)
         if sys.__stderr__ is not None:
             faulthandler.register(signal.SIGQUIT, file=sys.__stderr__, all_threads=True)
@@ -124,6 +131,11 @@ class SignalInbox:
             waiting = self.received
         for received in waiting:
             reaction(received)
+
+    def _raise_if_insisted(self, signum: int, frame: FrameType | None) -> None:
+        earlier, self._pressed = self._pressed, time.monotonic()
+        if self._pressed - earlier <= INSIST_WITHIN:
+            raise KeyboardInterrupt
 
     def _listen(self, reader: int) -> None:
         while number := os.read(reader, 1):

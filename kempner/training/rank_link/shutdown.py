@@ -116,10 +116,14 @@ class ShutdownHandler:
     Until `join_group` is called, nothing that this process does concerns another rank: a stop then
     ends it at once with exit code 75, even while it waits for peers in native code. Afterwards it
     is only a request, for the ranks to vote on. Methods may be called from any thread.
+
+    `at_prompt` says that somebody types at this process, who wants to have it back: a second Ctrl-C
+    interrupts what it does, but does not end it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_prompt: bool = False) -> None:
         self._signals, self._lock = inbox(), threading.Lock()
+        self._at_prompt = at_prompt
         self._has_installed = False
         self._state = State.ALONE
         self._request: StopRequest | None = None
@@ -141,7 +145,7 @@ class ShutdownHandler:
                     "supervisor do"
                 )
                 return
-            self._signals.install()
+            self._signals.install(self._at_prompt)
             self._has_installed = True
         self._signals.react_with(self._signalled)
 
@@ -219,7 +223,8 @@ class ShutdownHandler:
         reason = reason_of_signal(received.signal, gone)
         sentence = "the supervisor has ended" if gone else received.signal.name
         deadline = received.at + self._grace
-        insisted = insists(self._signals.received) and not self._supervised
+        deaf = self._supervised or self._at_prompt
+        insisted = insists(self._signals.received) and not deaf
         trigger = Trigger.INSIST if insisted else Trigger.SIGNAL
         self._ask(trigger, StopRequest(reason, received.at, deadline, sentence))
 

@@ -13,6 +13,7 @@ from terminal import CTRL_C, Terminal
 _BLOCK = re.compile(r"^```(?:console|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _BAR = re.compile(r"[━╺╸]+")
 _NUMBER = re.compile(r"\d[\d,.:]*")
+_COMMENT = re.compile(r"\s+#.*")
 _PRESSED = "^C"
 
 
@@ -38,8 +39,8 @@ class Block:
 
     @property
     def name(self) -> str:
-        """By which a list can name it: its page and its first command."""
-        return f"{self.page}: {self.commands[0].text}"
+        """By which a list can name it: its page and its first command, without a comment."""
+        return f"{self.page}: {_COMMENT.sub('', self.commands[0].text)}"
 
 
 def blocks_of(page: Path, name: str) -> list[Block]:
@@ -52,6 +53,7 @@ def _commands(text: str) -> Iterator[Command]:
     starts = [n for n, line in enumerate(lines) if line.startswith("$ ")]
     if not starts:  # a piece of a script
         yield Command(text.strip(), ())
+        return
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         yield Command(lines[start].removeprefix("$ "), tuple(lines[start + 1 : end]))
 
@@ -78,10 +80,15 @@ class Reader:
         terminal = Terminal.open(command.text, self.folder, self._environ)
         try:
             stopped = self._see(terminal, command)
-            terminal_ended = lambda: terminal.look() and terminal.shell.poll() is not None  # noqa: E731
-            self._await(terminal, terminal_ended, f"the end of {command.text}")
-            expected = 75 if stopped else 0
-            assert terminal.shell.returncode == expected, "\n".join(terminal.lines())
+
+            def ended() -> bool:
+                terminal.look()  # or it may wait for somebody to read
+                return terminal.shell.poll() is not None
+
+            self._await(terminal, ended, f"the end of {command.text}")
+            code, expected = terminal.shell.returncode, 75 if stopped else 0
+            what = f"{command.text} ended with {code}, not {expected}"
+            assert code == expected, "\n".join([what, *terminal.lines()])
         finally:
             terminal.end()
 

@@ -16,7 +16,7 @@ from kempner.insight.status import summarise
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_the_first_job_of_a_new_project(cluster: Cluster, tmp_path: Path, corpus: Path) -> None:
@@ -32,7 +32,7 @@ def test_the_first_job_of_a_new_project(cluster: Cluster, tmp_path: Path, corpus
     page = (ROOT / "docs" / "slurm.md").read_text()
     (line,) = re.findall(r"^\$ sbatch (.*)$", page, re.MULTILINE)
     job = cluster.sbatch(*shlex.split(line), cwd=project, OMP_NUM_THREADS="1")
-    ended = cluster.wait_for(job, "COMPLETED", "FAILED", "CANCELLED", deadline=200)
+    ended = cluster.wait_for(job, "COMPLETED", "FAILED", "CANCELLED", deadline=400)
     (log,) = (project / "logs").glob(f"{job}_*.out")
     assert ended == "COMPLETED", log.read_text()
     fields = cluster.job(job)

@@ -28,7 +28,8 @@ ELSEWHERE = {
     "docs/slurm.md: sbatch --nodes=2 --time=00:30:00 scripts/slurm/multinode.sh train.toml "
     "--train.max_steps=20 --run.name=first": "on a cluster: tests/slurm/jobs/test_init.py",
     "docs/slurm.md: kempner status 1": "on a cluster: tests/slurm/jobs/test_status.py",
-    "docs/slurm.md: scontrol show job 1 | grep -o 'Restarts=[0-9]*'": "on a cluster: tests/slurm/jobs/test_status.py",
+    "docs/slurm.md: scontrol show job 1 | grep -o 'Restarts=[0-9]*'": "on a cluster: "
+    "tests/slurm/jobs/test_status.py",
     "docs/slurm.md: grep checkpoint_committed runs/7b/ledger.jsonl | tail -1": "needs a run of the "
     "7B model; tests/unit/run/record/test_events.py has the line's fields",
 }

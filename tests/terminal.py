@@ -33,6 +33,7 @@ class Terminal:
     ) -> Terminal:
         """Start a command of bash; `environ` comes on top of this process's environment."""
         master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (40, 120))
 
         def take_terminal() -> None:
             fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
@@ -59,8 +60,10 @@ class Terminal:
         return bytes(self.shown)
 
     def lines(self) -> list[str]:
-        """The lines that were shown, also those that others have overwritten, without colours."""
-        text = _CONTROLS.sub("", self.look().decode(errors="replace"))
+        """The lines that were shown, also those that others have overwritten, without colours, and
+        without the echo of a Ctrl-C.
+        """
+        text = _CONTROLS.sub("", self.look().decode(errors="replace")).replace("^C", "\n")
         return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
 
     def type(self, keys: bytes) -> None:

@@ -69,6 +69,7 @@ class SignalInbox:
         self._react: Callable[[Received], None] | None = None
         self._before: _Before | None = None
         """What `uninstall` brings back; None while the inbox is not installed."""
+        self._reader: int | None = None
         self._pressed = -math.inf
 
     @property
@@ -91,6 +92,7 @@ class SignalInbox:
         reader, writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(writer, False)
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._reader = reader
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
         handlers = {number: signal.signal(number, _ignore_here) for number in _not_to_be_ignored()}
         if at_prompt and signal.SIGINT in handlers:
@@ -114,7 +116,7 @@ class SignalInbox:
         faulthandler.unregister(signal.SIGQUIT)
         os.close(before.writer)  # which ends the thread
         with self._lock:
-            self._received, self._react = [], None
+            self._received, self._react, self._reader = [], None, None
 
     @property
     def received(self) -> tuple[Received, ...]:
@@ -140,11 +142,13 @@ class SignalInbox:
     def _listen(self, reader: int) -> None:
         while number := os.read(reader, 1):
             if number[0] in STOP_SIGNALS:
-                self._note(Received(signal.Signals(number[0]), time.monotonic()))
+                self._note(Received(signal.Signals(number[0]), time.monotonic()), reader)
         os.close(reader)
 
-    def _note(self, received: Received) -> None:
+    def _note(self, received: Received, reader: int) -> None:
         with self._lock:
+            if reader != self._reader:
+                return  # it came before an `uninstall`, and would stop whoever installs next
             self._received.append(received)
             reaction = self._react
         if reaction is not None:

@@ -45,10 +45,8 @@ def rate(step: int) -> float:
 
 def meet() -> None:
     """Join the other ranks, or be alone without a launcher."""
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **({} if "RANK" in os.environ else alone))
 
 
 def main() -> None:

@@ -102,8 +102,9 @@ class Reader:
             wanted = form(line)
 
             def shown(wanted: str = wanted, after: int = seen) -> int:
-                forms = [form(one) for one in terminal.lines()]
-                return forms.index(wanted, after) + 1 if wanted in forms[after:] else 0
+                lines = enumerate(terminal.lines()[after:], after + 1)
+                # What the supervisor says may stand behind the bar that a rank has drawn.
+                return next((n for n, one in lines if form(one).endswith(wanted)), 0)
 
             seen = self._await(terminal, shown, f"{wanted!r} after {command.text}")
         if command.goes_on:

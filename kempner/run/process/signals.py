@@ -17,7 +17,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from types import FrameType
@@ -189,6 +190,23 @@ def insists(received: Sequence[Received]) -> bool:
     """Whether the user pressed Ctrl-C twice within `INSIST_WITHIN` seconds."""
     times = [r.at for r in received if r.signal == signal.SIGINT]
     return any(later - earlier <= INSIST_WITHIN for earlier, later in pairwise(times))
+
+
+@contextmanager
+def untouched_by_default(number: signal.Signals) -> Iterator[None]:
+    """Ignore a signal that would end this process, also where Python cannot: in any thread.
+
+    One that the program handles stays as it is.
+    """
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    libc.signal(int(number), ctypes.c_void_p(int(signal.SIG_IGN)))
+    try:
+        yield
+    finally:
+        libc.signal(int(number), ctypes.c_void_p(int(signal.SIG_DFL)))
 
 
 def ignore_from_now_on() -> None:

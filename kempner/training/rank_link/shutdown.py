@@ -6,10 +6,12 @@ Imports no torch, because it is installed before torch is imported.
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -23,6 +25,7 @@ from kempner.run.process.signals import (
     exit_before_training,
     inbox,
     insists,
+    untouched_by_default,
 )
 from kempner.run.process.stop_reason import StopReason, reason_of_signal
 
@@ -124,6 +127,7 @@ class ShutdownHandler:
     def __init__(self, at_prompt: bool = False) -> None:
         self._signals, self._lock = inbox(), threading.Lock()
         self._at_prompt = at_prompt
+        self._ignored = ExitStack()
         self._has_installed = False
         self._state = State.ALONE
         self._request: StopRequest | None = None
@@ -151,6 +155,7 @@ class ShutdownHandler:
 
     def uninstall(self) -> None:
         """Give the signals back, if `install` took them: what they did before they do again."""
+        self._ignored.close()
         if self._has_installed and threading.current_thread() is threading.main_thread():
             self._has_installed = False
             self._signals.uninstall()
@@ -167,6 +172,9 @@ class ShutdownHandler:
         """
         self._last_words, self._supervisor_gone = last_words, supervisor_gone
         self._supervised = True
+        if not self._signals.installed and not self._at_prompt:
+            # The supervisor sends its order and a SIGTERM, which would end us before we obey.
+            self._ignored.enter_context(untouched_by_default(signal.SIGTERM))
         with self._lock:
             self._move(Trigger.CONNECT)
 

@@ -60,11 +60,10 @@ def reader(tmp_path: Path) -> Reader:
     tokenizer.train_from_iterator(texts, BpeTrainer(vocab_size=600, special_tokens=special))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "bin").mkdir()
-    for name in ("python", "python3"):
-        (tmp_path / "bin" / name).symlink_to(sys.executable)
-    starter = f'#!/bin/sh\nexec "{sys.executable}" -m kempner "$@"\n'
-    (tmp_path / "bin" / "kempner").write_text(starter)
-    (tmp_path / "bin" / "kempner").chmod(0o755)
+    for name, what in (("python", ""), ("kempner", "-m kempner")):
+        starter = tmp_path / "bin" / name
+        starter.write_text(f'#!/bin/sh\nexec "{sys.executable}" {what} "$@"\n')
+        starter.chmod(0o755)
     path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
     return Reader(tmp_path, {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"})
 

@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 SHARED_OUT := --dist=loadfile --no-loadscope-reorder --durations=8
 
-.PHONY: install demo test test-slurm test-rest drills planted lint clean
+.PHONY: install demo test test-slurm test-rest drills planted walk lint clean
 
 install: $(READY)
 
@@ -40,6 +40,10 @@ drills: $(READY)
 # Do the tests notice bugs? A hundred are planted, one after the other: tests/planted/run.py.
 planted: $(READY)
 	$(BIN)/python tests/planted/run.py --record docs/planted_bugs.jsonl
+
+# The first hour of a new user, in an environment of its own: tests/walk/first_hour.py.
+walk: $(READY)
+	$(BIN)/python tests/walk/first_hour.py --record docs/first_hour.json
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -17,6 +17,7 @@ import kempner
 from kempner.cli.usage.words import check_paths
 
 _MODULES = {
+    "init": ("init",),
     "prepare": ("prepare",),
     "train": ("train",),
     "supervise": ("supervise",),

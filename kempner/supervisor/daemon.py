@@ -45,10 +45,12 @@ from kempner.supervisor.nodes.exclusion import suspects
 from kempner.supervisor.policy.outcome import Decision, RankExit, decide_outcome
 from kempner.supervisor.policy.restart import failures
 from kempner.supervisor.preflight import choose_nodes
+from kempner.supervisor.readiness import check_ready, check_run_directory
 from kempner.supervisor.recovery import is_asked_to_stop, restart_or_finish
 from kempner.supervisor.slurm.job_monitor import JobMonitor
 from kempner.supervisor.slurm.job_view import JobView
 from kempner.supervisor.slurm.requeue_job import job_facts, requeue_or_explain
+from kempner.supervisor.start_progress import StartProgress
 
 STORAGE_FAILED = (StorageUnavailableError, WaitStoppedError)
 """What ends a wait for storage without it."""
@@ -65,12 +67,17 @@ def supervise(
     """Start the ranks, and again when they fail, until the run is over or must leave the machine.
 
     Returns the exit code of the run. Raises `GaveUpError` if it was given up before, `UsageError`
-    if it has a supervisor already, and `SupersededError` when another one takes it over.
+    if it has a supervisor already, `SupersededError` when another one takes it over, and as
+    `check_ready` where the ranks could not even begin.
     """
     storage_waits().configure(config.resilience.patience, lambda: bool(signals.received))
     raise_open_file_limit()
+    check_run_directory(run)
     try:
         refuse_if_given_up(run)
+        if program.ours:
+            for warning in check_ready(config, run).warnings:
+                logger().warning(warning)
         lease = Lease.acquire(run, config.supervise.lease, restart_count(os.environ))
     except STORAGE_FAILED as error:
         end = Decision(error.code, str(error))
@@ -191,6 +198,8 @@ def _see_it_through(
 ) -> None:
     """Start the ranks, and act on what happens until the last of them is gone."""
     rank_status = RankStatusFile(context.run.ranks(launch.attempt.number))
+    last_step, ours = context.history.refresh().last_step, context.program.ours
+    progress = StartProgress(context.launcher.size, last_step, ours)
     try:
         context.launcher.start(launch, context.program, incoming.put)
         prune_attempts(context.run, context.config.supervise.keep_attempts)
@@ -199,10 +208,13 @@ def _see_it_through(
         while not (follower.over() or insists(follower.signals) or context.lease.lost):
             follower.take_in(incoming)
             follower.enforce()
-            rank_status.update(channel.last_reports())
+            reports = channel.last_reports()
+            rank_status.update(reports)
+            progress.update([last.report.phase for last in reports.values()])
     finally:
         context.launcher.kill()
         channel.close()
+        progress.close(clean=any(end.rank == 0 and (end.status or 0) >= 0 for end in follower.ends))
     context.lease.check()  # or what follows would be written into somebody else's ledger
     follower.take_in(incoming, wait=False)
     rank_status.update(channel.last_reports(), now=True)

@@ -11,7 +11,7 @@ from kempner.cluster.slurm.hostlist import node_of
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.side_thread import unless
-from kempner.run.record.events.attempt import AttemptFailed, Restarting
+from kempner.run.record.events.attempt import AttemptFailed, AttemptStarted, Restarting
 from kempner.run.record.events.job import NodeSuspected
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.context import SupervisorContext
@@ -25,9 +25,13 @@ from kempner.supervisor.policy.restart import (
     RestartDecision,
     as_it_worked_before,
     decide_restart,
+    is_worth_a_mark,
 )
 from kempner.supervisor.policy.storage_restart import decide_storage_restart, find_outage
 from kempner.supervisor.preflight import nodes_to_exclude
+
+LONG = 60.0
+"""Seconds after which a program of whose steps nothing is known counts as one that has worked."""
 
 
 def restart_or_finish(
@@ -52,11 +56,21 @@ def restart_or_finish(
         if decision.code is ExitCode.STORAGE_UNAVAILABLE and _may_come_back(context, follower):
             return replace(decision, reason=verdict.reason)
         final = replace(decision, reason=verdict.reason)
-        return replace(final, reason=str(give_up(context.run, attempt, final, failure, node)))
+        mark = is_worth_a_mark(failure, earlier, _ran_for_long(context, follower))
+        said = give_up(context.run, attempt, final, failure, node, mark)
+        return replace(final, reason=str(said))
     if _may_come_back(context, follower) and follower.too_late_to_restart():
         reason = f"{decision.reason}; too little of the job's time is left to start again in it"
         return replace(decision, code=ExitCode.STOPPED, reason=reason)
     return _start_again(context, follower, decision, verdict, bad)
+
+
+def _ran_for_long(context: SupervisorContext, follower: AttemptFollower) -> bool:
+    """Whether an attempt of a program that does not report its steps may have made some."""
+    if follower.roster.must_report or follower.roster.joined:
+        return False
+    started = context.history.refresh().entries(AttemptStarted)
+    return bool(started) and time.time() - started[-1].time > LONG
 
 
 def _start_again(

@@ -150,4 +150,20 @@ FAULTS += [
     Row(f"train x.toml {ABSENT}", "there is no rank 2; the 1 rank is numbered from 0"),
 ]
 
-ROWS = [*SOURCES, *OUTPUTS, *TOKENIZERS, *RUN_FILES, *CHECKPOINTS, *FAULTS]
+SAMPLE = [
+    Row("sample", "RUN_DIR|DIR is missing"),
+    Row("sample missing", "missing contains no checkpoint"),
+    Row("sample folder", "folder contains no checkpoint"),
+    Row("sample loop", "loop cannot be a path"),
+    Row("sample run --frobnicate", "unknown option --frobnicate (see kempner sample -h)"),
+]
+
+PRUNE = [
+    Row("prune", "RUN_DIR is missing"),
+    Row("prune missing", "missing"),
+    Row("prune folder --frobnicate", "unknown option --frobnicate (see kempner prune -h)"),
+    Row("prune loop", "loop cannot be a path"),
+    Row("prune ''", "an argument after prune is empty"),
+]
+
+ROWS = [*SAMPLE, *PRUNE, *SOURCES, *OUTPUTS, *TOKENIZERS, *RUN_FILES, *CHECKPOINTS, *FAULTS]

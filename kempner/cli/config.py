@@ -56,13 +56,14 @@ def check(
     CONFIG, then --section.key=value.
     """
     config = load(file, overrides(context, file))
+    if world is not None:
+        refuse_absent_ranks(config.resilience.faults, world)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     check_run_directory(run)
     for warning in check_ready(config, run).warnings:
         typer.echo(f"kempner: {warning}", err=True)
     lines = [f"ok: {file}: {summary(config)}"]
     if world is not None:
-        refuse_absent_ranks(config.resilience.faults, world)
         lines.append(memory(config, world))
     typer.echo("\n".join(lines))
 

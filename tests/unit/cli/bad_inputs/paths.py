@@ -86,8 +86,8 @@ RUN_DIRECTORIES = [
     Row(f"{command} x.toml {options}", words, files=files)
     for command in ("supervise", "train", "config check")
     for options, words, files in (
-        ("--run.dir=file", "directory cannot be file/x: file is a file; set run.dir and", {}),
-        ("--run.dir=file/below", "directory cannot be file/below/x: file is a file", {}),
+        ("--run.dir=file", "directory cannot be file/x: ... file is a file; set run.dir and", {}),
+        ("--run.dir=file/below", "directory cannot be file/below/x: ... file is a file", {}),
         ("--run.dir=/dev/null", "cannot be /dev/null/x: /dev/null is a file", {}),
         ("--run.dir=loop", "cannot be loop/x (Too many levels of symbolic links)", {}),
         (f"--run.dir={LONG}", "nnn/x: a name is too long; set run.dir", {}),
@@ -105,7 +105,7 @@ RUN_DIRECTORIES = [
         ("", "runs/x/GAVE_UP is a folder", {"runs/x/GAVE_UP": FOLDER}),
         ("", "runs/x/attempts is a file, where", {"runs/x/attempts": ""}),
         ("", "runs/x/supervisors is a file", {"runs/x/supervisors": ""}),
-        ("", "cannot be runs/x: runs is a file", {"runs": ""}),
+        ("", "cannot be runs/x: ... runs is a file", {"runs": ""}),
         ("", "cannot be runs/x: runs/x is a file", {"runs/x": ""}),
         ("", "cannot be runs/x (Too many levels", {"runs": Link("runs")}),
     )

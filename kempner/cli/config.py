@@ -17,7 +17,6 @@ from kempner.config.sections import Config
 from kempner.model.spec.memory import estimate_memory
 from kempner.model.spec.shape import Shape, count_parameters
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.readiness import check_ready, check_run_directory
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration in TOML.")]
 """The first argument of every command that takes a configuration."""
@@ -58,6 +57,8 @@ def check(
     config = load(file, overrides(context, file))
     if world is not None:
         refuse_absent_ranks(config.resilience.faults, world)
+    from kempner.supervisor.readiness import check_ready, check_run_directory
+
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     check_run_directory(run)
     for warning in check_ready(config, run).warnings:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from kempner.checkpoint.format.manifest import Identity, read
 from kempner.checkpoint.format.names import CheckpointFolder
@@ -32,6 +33,8 @@ from kempner.run.record.recorded_config import changes_since, describe_changes
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.used_before import used_before
 from kempner.supervisor.policy.room import judge_room
+
+T = TypeVar("T")
 
 _LOOKS_AT_ONCE = 16
 """Token files whose sizes are asked for at a time: on a network file system each takes a while."""
@@ -87,10 +90,10 @@ def check_run_directory(run: RunDirectory, environ: Mapping[str, str] = os.envir
 def _check_inside(run: RunDirectory) -> None:
     """Raise `UsageError` if something else is in the place of what the run has there."""
     for file in (run.ledger, run.metrics, run.gave_up, run.config):
-        if file.is_dir():
+        if _look(file.is_dir, file):
             raise UsageError(f"{file} is a folder, where the run needs a file; move it away")
     for folder in (run.attempts, run.supervisors):
-        if folder.is_file():
+        if _look(folder.is_file, folder):
             raise UsageError(f"{folder} is a file, where the run needs a folder; move it away")
 
 
@@ -112,23 +115,33 @@ def check_ready(
     folder = CheckpointFolder(
         Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
     )
-    committed = storage_waits().retry(folder.committed, path=folder.path)
-    if committed:
-        _check_resume(config, run, folder, index, shape)
+    began_before = _began_before(run, environ)
+    committed = _look(folder.committed, folder.path, began_before) or []
+    latest = _look(folder.latest, folder.path, began_before)
+    if (step := choose(committed, latest)) is not None:
+        _check_resume(config, run, folder.step(step), index, shape)
     size = _STATE_BYTES * (shape.parameters + moment_elements(shape, config.optimizer))
-    free = _free_bytes(folder.path)
+    free = _look(partial(_free_bytes, folder.path), folder.path)
+    if free is None:
+        return Ready(vocab_size)
     room = judge_room(free, size, len(committed), config.checkpoint.keep_last)
-    if room.refused and not (committed or _began_before(run, environ)):
+    if room.refused and not (committed or began_before):
         raise CheckpointWriteError(f"{folder.path}: {room.sentence}")
     return Ready(vocab_size, (f"{folder.path}: {room.sentence}",) if room.sentence else ())
 
 
+def _look(work: Callable[[], T], path: Path, worked: bool = False) -> T | None:
+    """What `work` finds; None where it fails in another way than for now: the ranks will see."""
+    try:
+        return storage_waits().retry(work, worked, path=path)
+    except OSError:
+        return None
+
+
 def _free_bytes(folder: Path) -> int:
-    """On the disk where a folder is or will be."""
-    for there in (folder, *folder.absolute().parents):
-        if there.is_dir():
-            return storage_waits().retry(partial(shutil.disk_usage, there), path=there).free
-    return 0
+    """On the disk where a folder is or will be. Raises `OSError`."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    return shutil.disk_usage(there).free
 
 
 def _began_before(run: RunDirectory, environ: Mapping[str, str]) -> bool:
@@ -177,17 +190,16 @@ def _size(path: Path, expected: int) -> int:
 
 
 def _check_resume(
-    config: Config, run: RunDirectory, folder: CheckpointFolder, index: Index, shape: Shape
+    config: Config, run: RunDirectory, checkpoint: Path, index: Index, shape: Shape
 ) -> None:
-    """Raise `DataError` if the run cannot go on from its newest checkpoint, configured so."""
-    step = choose(folder.committed(), folder.latest())
-    if step is None:
-        return
-    path = folder.step(step)
+    """Raise `DataError` if the run cannot go on from a checkpoint, configured so.
+
+    Of one that is damaged nothing is said: the ranks go on to the next.
+    """
     try:
-        manifest = read(path)
+        manifest = read(checkpoint)
     except (DataError, OSError):
-        return  # the ranks look at it, and go on to the next one if it is damaged
+        return
     now = Identity(
         world=manifest.identity.world,
         mesh={},
@@ -199,4 +211,4 @@ def _check_resume(
     judgement = compare_identities(manifest.identity, now, config.checkpoint.accept_changes)
     if judgement.refusals:
         changes = changes_since(run, manifest.attempt, config.model_dump(exclude_none=True))
-        raise DataError(judgement.sentence(path) + describe_changes(changes))
+        raise DataError(judgement.sentence(checkpoint) + describe_changes(changes))

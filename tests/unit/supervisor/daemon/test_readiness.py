@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from harness import write_tokens
 
+from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.run.output import logs
@@ -102,6 +104,16 @@ def test_data_that_this_run_has_read_is_waited_for(
     Path("tokens/index.json").unlink()
     with pytest.raises(StorageUnavailableError):
         check_ready(config, RUN, {})
+
+
+def test_checkpoints_that_nobody_may_look_at_are_left_to_the_ranks(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: CheckpointFolder) -> list[int]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(CheckpointFolder, "committed", refuse)
+    assert check_ready(configure(), RUN, {}) == Ready(vocab_size=257)
 
 
 @pytest.mark.parametrize("there", ["runs", "runs/run"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from typer.core import TyperCommand
 
 from kempner.cli.config import TAKES_OVERRIDES
 from kempner.cli.usage.words import overrides
-from kempner.cluster.slurm.job import restart_count
+from kempner.cluster.slurm.job import element, restart_count
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
 from kempner.config.sections import Config
@@ -22,14 +23,7 @@ from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import inbox
-from kempner.run.record.run_dir import RunDirectory, refuse_unusable
-from kempner.supervisor.daemon import supervise as follow
-from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.local import LocalLauncher
-from kempner.supervisor.launchers.srun import SrunLauncher
-from kempner.supervisor.launchers.torchrun import TorchrunLauncher
-from kempner.supervisor.slurm.job_monitor import JobMonitor
-from kempner.supervisor.slurm.setup import element, enter, find_job, introduction
+from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 
 
 class LauncherName(StrEnum):
@@ -89,17 +83,22 @@ def supervise(
     command: tuple[str, ...] = context.obj
     config, given = _load(file, overrides(context, file, bool(command)), command)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
-    refuse_unusable(run)
-    program = Program.of_user(command) if command else Program.train(given)
     chosen = launcher or choose_launcher(config.slurm.launcher, os.environ, nproc, jobid)
     if chosen is not LauncherName.LOCAL:
         if nproc is not None:
             raise UsageError("--nproc is for --launcher local; in a Slurm job set slurm.procs")
-        return _in_a_job(run, program, config, jobid, given, chosen)
+        return _in_a_job(run, command, config, jobid, given, chosen)
     if jobid is not None:
         raise UsageError("--jobid names a Slurm allocation: use it with --launcher srun")
     refuse_absent_ranks(config.resilience.faults, nproc or 1)
-    return follow(run, LocalLauncher(run, nproc or 1), program, config, inbox())
+    return _here(run, command, config, given, nproc or 1)
+
+
+@contextmanager
+def _never_paused() -> Iterator[bool]:
+    """For ranks on other nodes, which would miss this process."""
+    logger().warning("Ctrl-Z has no effect, since the ranks run on other nodes; Ctrl-C stops them")
+    yield False
 
 
 def choose_launcher(
@@ -124,19 +123,41 @@ def choose_launcher(
     return LauncherName.SRUN
 
 
+def _here(
+    run: RunDirectory, command: Sequence[str], config: Config, given: Sequence[str], nproc: int
+) -> ExitCode:
+    """Train on this machine."""
+    say(f"{RUN_LINE}{run.path}")  # before the imports, which take a while
+    from kempner.supervisor.daemon import supervise as follow
+    from kempner.supervisor.launchers.base import Program
+    from kempner.supervisor.launchers.local import LocalLauncher
+
+    program = Program.of_user(command) if command else Program.train(given)
+    local = LocalLauncher(run, nproc)
+    inbox().pause_within(local.paused)
+    return follow(run, local, program, config, inbox())
+
+
 def _in_a_job(
     run: RunDirectory,
-    program: Program,
+    command: Sequence[str],
     config: Config,
     jobid: str | None,
     given: Sequence[str],
     chosen: LauncherName,
 ) -> ExitCode:
     """Find and print the resources of the Slurm job, then train in it."""
+    from kempner.supervisor.daemon import supervise as follow
+    from kempner.supervisor.launchers.base import Program
+    from kempner.supervisor.launchers.srun import SrunLauncher
+    from kempner.supervisor.launchers.torchrun import TorchrunLauncher
+    from kempner.supervisor.slurm.job_monitor import JobMonitor
+    from kempner.supervisor.slurm.setup import enter, find_job, introduction
+
     per_task = chosen is LauncherName.SRUN
-    if not program.ours and not per_task:
+    if command and not per_task:
         raise UsageError("a command needs --launcher local or srun")
-    if not program.ours and config.slurm.resubmit:
+    if command and config.slurm.resubmit:
         raise UsageError("slurm.resubmit=true works with a configuration, not with a command")
     job = find_job(os.environ, jobid)
     allocation, resources = enter(
@@ -146,6 +167,8 @@ def _in_a_job(
     refuse_absent_ranks(config.resilience.faults, step.size)
     restarts = restart_count(os.environ)
     say(introduction(allocation, resources, run, given, restarts))
+    inbox().pause_within(_never_paused)
+    program = Program.of_user(command) if command else Program.train(given)
     around = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)
     return follow(run, step, program, config, inbox(), around)
 

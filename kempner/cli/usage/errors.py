@@ -78,7 +78,8 @@ def _bad_value(error: Any) -> str:
         hint = f"; did you mean {near[0]}?" if near else ""
         listed = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
         return f"{name} must be {listed}, not {quote(value)}{hint}"
-    demand = (_PARSING.get(details["type"]) or DEMANDS.get(details["type"], "")).format(**context)
+    bounds = {name: f"{x:g}" if isinstance(x, float) else x for name, x in context.items()}
+    demand = (_PARSING.get(details["type"]) or DEMANDS.get(details["type"], "")).format(**bounds)
     shown = quote(value) if details["type"] in _PARSING else shorten(str(value))
     return f"{name} {demand}, not {shown}" if demand else f"{name} cannot be {quote(value)}"
 

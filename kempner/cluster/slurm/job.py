@@ -193,6 +193,12 @@ def in_batch_script(
     return ancestor != 0 and session_of(pid) == session_of(ancestor)
 
 
+def element(environ: Mapping[str, str]) -> str:
+    """What sets the run of this element of a job array apart from the others'; empty outside."""
+    task = environ.get("SLURM_ARRAY_TASK_ID", "")
+    return f"-{task}" if task else ""
+
+
 def restart_count(environ: Mapping[str, str]) -> int:
     """How often this job was put back into the queue; Slurm leaves the variable out at first."""
     return int(environ.get("SLURM_RESTART_COUNT") or "0")

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from xxhash import xxh3_128_hexdigest
 
 from kempner.config.errors import dotted
-from kempner.data.order.shuffle import PERMUTATION_VERSION
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import read_filled, storage_waits
 
@@ -157,6 +156,8 @@ def fingerprint(index: Index, seq_len: int) -> str:
     It covers the tokens, the order of the shards, the sequence length, the rule that cuts samples
     and the version of the permutation.
     """
+    from kempner.data.order.shuffle import PERMUTATION_VERSION  # imports NumPy
+
     identity = {
         "checksums": [shard.checksum for shard in index.shards],
         "dtype": index.dtype,

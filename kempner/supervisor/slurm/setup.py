@@ -103,12 +103,6 @@ def introduction(
     )
 
 
-def element(environ: Mapping[str, str]) -> str:
-    """What sets the run of this element of a job array apart from the others'; empty outside."""
-    task = environ.get("SLURM_ARRAY_TASK_ID", "")
-    return f"-{task}" if task else ""
-
-
 def is_batch_script(environ: Mapping[str, str]) -> bool:
     """Whether this process is the job's batch script, or runs as a part of it."""
     return in_batch_script(environ, os.getpid(), _parent, os.getsid)

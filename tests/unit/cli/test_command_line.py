@@ -18,7 +18,18 @@ from kempner.run.record.run_dir import RunDirectory
 Captured = pytest.CaptureFixture[str]
 
 COMMANDS = (
-    *("", "prepare", "train", "supervise", "status", "completion", "config", "config show"),
+    *(
+        "",
+        "sample",
+        "prune",
+        "prepare",
+        "train",
+        "supervise",
+        "status",
+        "completion",
+        "config",
+        "config show",
+    ),
     *("config check", "config schema", "checkpoint", "checkpoint list", "checkpoint verify"),
     *("checkpoint prune", "checkpoint export", "checkpoint import"),
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+from harness import write_tokens
 from packaging.requirements import Requirement
 
 import kempner
@@ -218,9 +219,11 @@ def test_a_command_works_without_torch(arguments: str, said: str, without_torch:
 
 
 def test_a_configuration_is_checked_and_shown_without_torch(
-    without_torch: Runner, config: Path
+    without_torch: Runner, config: Path, tmp_path: Path
 ) -> None:
-    checked = without_torch("-m", "kempner", "config", "check", config, "--train.max_steps=7")
+    write_tokens(tmp_path / "tokens", [range(257)] * 4)
+    given = ("--train.max_steps=7", f"--data.dataset_path={tmp_path}/tokens")
+    checked = without_torch("-m", "kempner", "config", "check", config, *given)
     shown = without_torch("-m", "kempner", "config", "show", config)
     refused = without_torch("-m", "kempner", "config", "check", config, "--train.max_steps=0")
 

@@ -57,7 +57,9 @@ class Restarting(LedgerEvent):
 
 @dataclass(frozen=True)
 class RunGivenUp(LedgerEvent):
-    """By the supervisor: when a restart cannot help. The file `GAVE_UP` says the same."""
+    """By the supervisor: when a restart cannot help. The file `GAVE_UP` says the same, if any step
+    was made.
+    """
 
     name: ClassVar[str] = "gave_up"
     code: Annotated[int, "exit code of the run"]

@@ -260,9 +260,9 @@ def test_a_container_that_runs_something_is_refused(
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path, into: Path, capsys: Captured) -> None:
-    assert kempner("import", tmp_path, "--into", into) == 65
+    assert kempner("import", tmp_path, "--into", into) == 2
     said = capsys.readouterr().err
-    assert f"{tmp_path}/.metadata cannot be read (No such file or directory); name" in said
+    assert f"{tmp_path}/.metadata cannot be read: No such file or directory; name" in said
     assert not into.exists()
 
 

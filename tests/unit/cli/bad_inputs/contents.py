@@ -77,8 +77,11 @@ CHECKPOINTS = [
     Row("checkpoint export run --format dcp --out folder", "folder exists already; choose another"),
     Row("checkpoint export run --format torch --out file", "file exists already; choose another"),
     Row("checkpoint export run --format torch --out loop", "loop cannot be a path"),
-    Row("checkpoint export run --format torch --out file/a", "file/a cannot be written: Not a dir"),
-    Row("checkpoint export run --format dcp --out no/a", "no/a cannot be written: No such file"),
+    Row(
+        "checkpoint export run --format torch --out file/a",
+        "file is not a folder, so file/a cannot be in it",
+    ),
+    Row("checkpoint export run --format dcp --out /proc/a/b", "/proc/a"),
     Row(f"checkpoint export run --format dcp --out {LONG}", "cannot be a path: File name too long"),
     Row(
         f"checkpoint prune {STEP} --keep-last 1", "is one checkpoint; name the folder that contains"
@@ -125,7 +128,9 @@ CHECKPOINTS = [
     Row("checkpoint import r --into out", "r/.metadata", 65, {"r/.metadata": "no pickle"}),
     Row("checkpoint import r --into out", "r/.metadata", 65, {"r/.metadata": ""}),
     Row(f"checkpoint import {STEP} --into run", "has checkpoints already; import into a run that"),
-    Row(f"checkpoint import {STEP} --into file", "cannot be written"),
+    Row(
+        f"checkpoint import {STEP} --into file", "file is not a folder, so file/checkpoints cannot"
+    ),
     Row(f"checkpoint import {STEP} --into loop", "loop cannot be a path"),
 ]
 
@@ -150,4 +155,27 @@ FAULTS += [
     Row(f"train x.toml {ABSENT}", "there is no rank 2; the 1 rank is numbered from 0"),
 ]
 
-ROWS = [*SOURCES, *OUTPUTS, *TOKENIZERS, *RUN_FILES, *CHECKPOINTS, *FAULTS]
+SAMPLE = [
+    Row("sample", "RUN_DIR|DIR is missing"),
+    Row("sample missing --prompt a", "missing contains no checkpoint"),
+    Row("sample folder --prompt a", "folder contains no checkpoint"),
+    Row("sample loop --prompt a", "loop cannot be a path"),
+    Row("sample run", "--prompt is missing: how the text begins (see kempner sample -h)"),
+    Row("sample run --prompt a --max-tokens 0", "--max-tokens must be at least 1, not 0"),
+    Row("sample run --prompt a --top-p 2", "--top-p must be at most 1, not 2"),
+    Row("sample run --prompt a --temperature hot", '--temperature must be a number, not "hot"'),
+    Row("sample run --frobnicate", "unknown option --frobnicate (see kempner sample -h)"),
+]
+
+PRUNE = [
+    Row("prune", "RUN_DIR is missing"),
+    Row("prune missing --keep-last 1", "missing"),
+    Row("prune run", "say which logs are old, with --older-than AGE or --keep-last N"),
+    Row("prune run --keep-last 0", "--keep-last must be at least 1, not 0"),
+    Row("prune run --older-than soon", "soon"),
+    Row("prune folder --frobnicate", "unknown option --frobnicate (see kempner prune -h)"),
+    Row("prune loop --keep-last 1", "loop cannot be a path"),
+    Row("prune ''", "an argument after prune is empty"),
+]
+
+ROWS = [*SAMPLE, *PRUNE, *SOURCES, *OUTPUTS, *TOKENIZERS, *RUN_FILES, *CHECKPOINTS, *FAULTS]

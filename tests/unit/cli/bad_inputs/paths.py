@@ -84,30 +84,44 @@ CONFIGURATIONS = [
 
 RUN_DIRECTORIES = [
     Row(f"{command} x.toml {options}", words, files=files)
-    for command in ("supervise", "train")
+    for command in ("supervise", "train", "config check")
     for options, words, files in (
-        ("--run.dir=file", "file is not a folder; set run.dir or run.name to another one", {}),
-        ("--run.dir=file/below", "file/below cannot be a folder of runs: Not a directory", {}),
-        ("--run.dir=/dev/null", "/dev/null is not a folder", {}),
-        ("--run.dir=loop", "loop cannot be a folder of runs: Too many levels of symbolic", {}),
-        (f"--run.dir={LONG}", "cannot be a folder of runs: File name too long", {}),
-        ("--run.dir=. --run.name=file", "file is not a folder", {}),
-        ("--run.dir=. --run.name=loop", "loop cannot be a folder of runs", {}),
+        ("--run.dir=file", "directory cannot be file/x: ... file is a file; set run.dir and", {}),
+        ("--run.dir=file/below", "directory cannot be file/below/x: ... file is a file", {}),
+        ("--run.dir=/dev/null", "cannot be /dev/null/x: /dev/null is a file", {}),
+        ("--run.dir=loop", "cannot be loop/x (Too many levels of symbolic links)", {}),
+        (f"--run.dir={LONG}", "nnn/x: a name is too long; set run.dir", {}),
+        ("--run.dir=. --run.name=file", "cannot be file: file is a file", {}),
+        ("--run.dir=. --run.name=loop", "cannot be loop (Too many levels", {}),
         (f"--run.name={LONG}", "run.name must have at most 200 characters", {}),
         ("--run.dir=", "no value after the equals sign; write --run.dir=VALUE", {}),
         ("--run.dir='\"\"'", "run.dir must have at least 1 characters", {}),
         ("--run.name=.", "run.name must match the pattern", {}),
         ("--run.name=..", "run.name must match the pattern", {}),
         ("--run.name=a/b", "run.name must match the pattern", {}),
-        ("", "runs/x/ledger.jsonl is a folder in place of", {"runs/x/ledger.jsonl": FOLDER}),
+        ("", "runs/x/ledger.jsonl is a folder, where", {"runs/x/ledger.jsonl": FOLDER}),
         ("", "runs/x/metrics.jsonl is a folder", {"runs/x/metrics.jsonl": FOLDER}),
         ("", "runs/x/config.toml is a folder", {"runs/x/config.toml": FOLDER}),
-        ("", "runs/x/attempts is not a folder", {"runs/x/attempts": ""}),
-        ("", "runs/x/supervisors is not a folder", {"runs/x/supervisors": ""}),
-        ("", "runs is not a folder", {"runs": ""}),
-        ("", "runs/x is not a folder", {"runs/x": ""}),
-        ("", "runs cannot be a folder of runs: Too many levels", {"runs": Link("runs")}),
+        ("", "runs/x/GAVE_UP is a folder", {"runs/x/GAVE_UP": FOLDER}),
+        ("", "runs/x/attempts is a file, where", {"runs/x/attempts": ""}),
+        ("", "runs/x/supervisors is a file", {"runs/x/supervisors": ""}),
+        ("", "cannot be runs/x: ... runs is a file", {"runs": ""}),
+        ("", "cannot be runs/x: runs/x is a file", {"runs/x": ""}),
+        ("", "cannot be runs/x (Too many levels", {"runs": Link("runs")}),
     )
 ]
 
-ROWS = [*CHECKPOINTS, *STATUS, *CONFIGURATIONS, *RUN_DIRECTORIES]
+DATA = [
+    Row(f"{command} x.toml {options}", words, 65, files)
+    for command in ("supervise", "train", "config check")
+    for options, words, files in (
+        ("", "data.dataset_path=data/train: data/train is not prepared data", {}),
+        ("--data.dataset_path=folder", "dataset_path=folder: folder is not prepared data", {}),
+        ("--data.dataset_path=text.txt", "data.dataset_path=text.txt: ", {}),
+        ("--data.dataset_path=loop", "data.dataset_path=loop: ", {}),
+        ("--data.dataset_path=d", "data.dataset_path=d: d/index.json", {"d/index.json": "{}"}),
+        ("--data.dataset_path=d", "data.dataset_path=d: d/index.json", {"d/index.json": b"\xff"}),
+    )
+]
+
+ROWS = [*CHECKPOINTS, *STATUS, *CONFIGURATIONS, *RUN_DIRECTORIES, *DATA]

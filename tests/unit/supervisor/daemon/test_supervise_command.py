@@ -13,6 +13,7 @@ from kempner.cli.supervise import LauncherName, _load, choose_launcher
 from kempner.config.errors import ConfigError
 from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.supervisor import daemon
 from kempner.supervisor.launchers.base import Program
 
 SCRIPT = ("python", "-u", "work/my_train.py", "--lr", "3")
@@ -77,8 +78,9 @@ def test_what_follows_the_dashes_is_nobodys_option(
         return ExitCode.COMPLETED
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(supervise, "follow", follow)
-    monkeypatch.setattr(supervise, "inbox", lambda: type("Deaf", (), {"install": lambda _: None})())
+    monkeypatch.setattr(daemon, "supervise", follow)
+    deaf = type("Deaf", (), {"install": lambda _: None, "pause_within": lambda *_: None})
+    monkeypatch.setattr(supervise, "inbox", deaf)
     own = ["python", "my.py", "--nproc", "7", "--", "--train.seed=3", "--help"]
     given = ["supervise", "--run.name=x", "--nproc", "2", "--", *own]
     assert app(args=given, prog_name="kempner", standalone_mode=False) == 0

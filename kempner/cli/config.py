@@ -16,6 +16,8 @@ from kempner.config.loading import dumps, load
 from kempner.config.sections import Config
 from kempner.model.spec.memory import estimate_memory
 from kempner.model.spec.shape import Shape, count_parameters
+from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.readiness import check_ready, check_run_directory
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration in TOML.")]
 """The first argument of every command that takes a configuration."""
@@ -49,8 +51,15 @@ def check(
         int | None, typer.Option(min=1, help="Estimate the memory of one of this many ranks.")
     ] = None,
 ) -> None:
-    """Check a configuration: CONFIG, then --section.key=value."""
+    """Check a configuration and what it needs: data, run directory, disk space.
+
+    CONFIG, then --section.key=value.
+    """
     config = load(file, overrides(context, file))
+    run = RunDirectory(Path(config.run.dir) / str(config.run.name))
+    check_run_directory(run)
+    for warning in check_ready(config, run).warnings:
+        typer.echo(f"kempner: {warning}", err=True)
     lines = [f"ok: {file}: {summary(config)}"]
     if world is not None:
         refuse_absent_ranks(config.resilience.faults, world)

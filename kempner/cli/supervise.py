@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import inbox
-from kempner.run.record.run_dir import RunDirectory, refuse_unusable
+from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 from kempner.supervisor.daemon import supervise as follow
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.local import LocalLauncher
@@ -89,7 +90,6 @@ def supervise(
     command: tuple[str, ...] = context.obj
     config, given = _load(file, overrides(context, file, bool(command)), command)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
-    refuse_unusable(run)
     program = Program.of_user(command) if command else Program.train(given)
     chosen = launcher or choose_launcher(config.slurm.launcher, os.environ, nproc, jobid)
     if chosen is not LauncherName.LOCAL:
@@ -99,7 +99,17 @@ def supervise(
     if jobid is not None:
         raise UsageError("--jobid names a Slurm allocation: use it with --launcher srun")
     refuse_absent_ranks(config.resilience.faults, nproc or 1)
-    return follow(run, LocalLauncher(run, nproc or 1), program, config, inbox())
+    say(f"{RUN_LINE}{run.path}")
+    local = LocalLauncher(run, nproc or 1)
+    inbox().pause_within(local.paused)
+    return follow(run, local, program, config, inbox())
+
+
+@contextmanager
+def _never_paused() -> Iterator[bool]:
+    """For ranks on other nodes, which would miss this process."""
+    logger().warning("Ctrl-Z has no effect, since the ranks run on other nodes; Ctrl-C stops them")
+    yield False
 
 
 def choose_launcher(
@@ -146,6 +156,7 @@ def _in_a_job(
     refuse_absent_ranks(config.resilience.faults, step.size)
     restarts = restart_count(os.environ)
     say(introduction(allocation, resources, run, given, restarts))
+    inbox().pause_within(_never_paused)
     around = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)
     return follow(run, step, program, config, inbox(), around)
 

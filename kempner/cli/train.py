@@ -8,8 +8,12 @@ from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
 from kempner.cli.usage.words import overrides
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
+from kempner.config.sections import Config
 from kempner.run.output import logs
-from kempner.run.record.run_dir import refuse_unusable
+from kempner.run.output.console import expect_a_line_for_now, say
+from kempner.run.output.logs import logger
+from kempner.run.process.retry import storage_waits
+from kempner.run.record.run_dir import RUN_LINE, RunDirectory, refuse_unusable
 from kempner.training.rank_link.rank_link import open_rank_link
 from kempner.training.rank_link.shutdown import ShutdownHandler
 
@@ -30,9 +34,24 @@ def train(context: typer.Context, file: ConfigFile) -> None:
     logs.configure()
     config = load(file, overrides(context, file))
     rank_link = open_rank_link(config, shutdown)
-    refuse_unusable(rank_link.run)
-    if rank_link.launch is None:  # after a node was lost, a supervisor may start fewer
+    if rank_link.launch is not None:
+        expect_a_line_for_now()
+    else:
+        refuse_unusable(rank_link.run)
         refuse_absent_ranks(config.resilience.faults, rank_link.world.size)
+        if rank_link.world.size == 1:
+            storage_waits().configure(config.resilience.patience, shutdown.should_shutdown)
+            _check(config, rank_link.run)
     from kempner.training.main import main
 
     main(config, rank_link, shutdown)
+
+
+def _check(config: Config, run: RunDirectory) -> None:
+    """What the supervisor checks, where there is none: before torch is imported."""
+    from kempner.supervisor.readiness import check_ready, check_run_directory
+
+    say(f"{RUN_LINE}{run.path}")
+    check_run_directory(run)
+    for warning in check_ready(config, run).warnings:
+        logger().warning(warning)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from functools import partial
 from queue import SimpleQueue
 
 from kempner.cluster.machine.rlimits import raise_open_file_limit
-from kempner.cluster.slurm.hostlist import node_of
 from kempner.cluster.slurm.job import restart_count
 from kempner.config.sections import Config
-from kempner.run.control.launch_env import Control, Launch, LaunchTerms
+from kempner.run.control.launch_env import Control, Launch
 from kempner.run.control.protocol import Secret
 from kempner.run.output.logs import logger, open_log
 from kempner.run.process.exit_codes import ExitCode
@@ -26,78 +25,35 @@ from kempner.run.process.retry import (
 from kempner.run.process.side_thread import unless
 from kempner.run.process.signals import LEFT_AT_ONCE, SignalInbox, insists
 from kempner.run.record.attempts import Attempt, begin_attempt, prune_attempts
-from kempner.run.record.events.attempt import (
-    AttemptEnded,
-    AttemptFailed,
-    AttemptStarted,
-    Restarting,
-)
+from kempner.run.record.events.attempt import AttemptEnded, AttemptStarted
 from kempner.run.record.events.health import StorageWaited
-from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.gave_up import refuse_if_given_up
 from kempner.run.record.history import RunHistory
 from kempner.run.record.lease import Lease
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
+from kempner.supervisor.context import SupervisorContext
 from kempner.supervisor.control.auth import Membership, listen
 from kempner.supervisor.control.file_transport import FileTransport
 from kempner.supervisor.control.rank_roster import RankRoster
 from kempner.supervisor.control.rank_status import RankStatusFile
 from kempner.supervisor.control.server import ControlServer
-from kempner.supervisor.give_up import give_up
-from kempner.supervisor.launchers.base import CannotRestart, Launcher, Program
+from kempner.supervisor.launchers.base import Launcher, Program
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.nodes.exclusion import suspects
-from kempner.supervisor.nodes.health_check import NO_ANSWER
-from kempner.supervisor.policy.outcome import Decision, RankExit, decide_outcome, is_lost
-from kempner.supervisor.policy.restart import (
-    FAILURES,
-    Failure,
-    RestartDecision,
-    as_it_worked_before,
-    decide_restart,
-    failures,
-)
-from kempner.supervisor.policy.storage_restart import decide_storage_restart, find_outage
-from kempner.supervisor.preflight import choose_nodes, nodes_to_exclude
+from kempner.supervisor.policy.outcome import Decision, RankExit, decide_outcome
+from kempner.supervisor.policy.restart import failures
+from kempner.supervisor.preflight import choose_nodes
+from kempner.supervisor.readiness import check_ready, check_run_directory
+from kempner.supervisor.recovery import is_asked_to_stop, restart_or_finish
 from kempner.supervisor.slurm.job_monitor import JobMonitor
 from kempner.supervisor.slurm.job_view import JobView
 from kempner.supervisor.slurm.requeue_job import job_facts, requeue_or_explain
+from kempner.supervisor.start_progress import StartProgress
 
 STORAGE_FAILED = (StorageUnavailableError, WaitStoppedError)
 """What ends a wait for storage without it."""
-
-
-@dataclass(frozen=True)
-class SupervisorContext:
-    """What a supervisor looks after, and with what; the same for all attempts."""
-
-    run: RunDirectory
-    launcher: Launcher
-    program: Program
-    config: Config
-    signals: SignalInbox
-    job: JobMonitor | None
-    lease: Lease
-
-    @cached_property
-    def ledger(self) -> Ledger:
-        """Where the run's events go."""
-        return Ledger(self.run.ledger)
-
-    @cached_property
-    def history(self) -> RunHistory:
-        """What the ledger tells, read once, and then what was added."""
-        read = partial(RunHistory.read, self.run.ledger, self.ledger.unwritten)
-        return storage_waits().retry(read, worked=True)
-
-    def terms(self) -> LaunchTerms | None:
-        """What a program of the user's own is told; ours reads the configuration."""
-        section, patience = self.config.supervise, self.config.resilience.patience
-        if self.program.ours:
-            return None
-        return LaunchTerms(self.run.path, section.supervisor_timeout, section.stop_grace, patience)
 
 
 def supervise(
@@ -111,12 +67,17 @@ def supervise(
     """Start the ranks, and again when they fail, until the run is over or must leave the machine.
 
     Returns the exit code of the run. Raises `GaveUpError` if it was given up before, `UsageError`
-    if it has a supervisor already, and `SupersededError` when another one takes it over.
+    if it has a supervisor already, `SupersededError` when another one takes it over, and as
+    `check_ready` where the ranks could not even begin.
     """
     storage_waits().configure(config.resilience.patience, lambda: bool(signals.received))
     raise_open_file_limit()
+    check_run_directory(run)
     try:
         refuse_if_given_up(run)
+        if program.ours:
+            for warning in check_ready(config, run).warnings:
+                logger().warning(warning)
         lease = Lease.acquire(run, config.supervise.lease, restart_count(os.environ))
     except STORAGE_FAILED as error:
         end = Decision(error.code, str(error))
@@ -136,7 +97,7 @@ def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
             earlier = failures(context.history.refresh())
             follower, decision = _follow_attempt(context)
             context.lease.check()
-            end = _restart_or_finish(context, follower, decision, earlier)
+            end = restart_or_finish(context, follower, decision, earlier)
         except STORAGE_FAILED as error:
             end = Decision(error.code, str(error))
     # Read by now, or it cannot be read at all.
@@ -173,124 +134,6 @@ def _tell_of_wait(ledger: Ledger, attempt: Attempt, waited: Waited) -> None:
     ledger.record(StorageWaited(**asdict(waited)), attempt.number)
 
 
-def _restart_or_finish(
-    context: SupervisorContext,
-    follower: AttemptFollower,
-    decision: Decision,
-    earlier: Sequence[Failure],
-) -> Decision | None:
-    """Get ready to start again after a failure; how the run ends if that makes no sense."""
-    worked = context.history.refresh().last_step is not None or any(f.step for f in earlier)
-    decision = as_it_worked_before(decision, worked)
-    if follower.stop_reason and decision.environment:
-        return replace(decision, code=ExitCode.STOPPED)
-    if decision.code not in FAILURES or follower.stop_reason:
-        return decision
-    attempt, failure = follower.attempt, _failure(context, follower, decision)
-    node = node_of(follower.roster.host_of(decision.culprit), context.launcher.nodes)
-    context.ledger.record(AttemptFailed(node=node, **asdict(failure)), attempt.number)
-    verdict = _decide_restart(context, decision, failure, earlier)
-    bad = _better_without(context, follower, decision, node, verdict)
-    if not (verdict.again or bad):
-        if decision.code is ExitCode.STORAGE_UNAVAILABLE and _may_come_back(context, follower):
-            return replace(decision, reason=verdict.reason)
-        final = replace(decision, reason=verdict.reason)
-        return replace(final, reason=str(give_up(context.run, attempt, final, failure, node)))
-    if _may_come_back(context, follower) and follower.too_late_to_restart():
-        reason = f"{decision.reason}; too little of the job's time is left to start again in it"
-        return replace(decision, code=ExitCode.STOPPED, reason=reason)
-    return _start_again(context, follower, decision, verdict, bad)
-
-
-def _start_again(
-    context: SupervisorContext,
-    follower: AttemptFollower,
-    decision: Decision,
-    verdict: RestartDecision,
-    bad: Mapping[str, str],
-) -> Decision | None:
-    """Get ready to start once more, here; how the run ends here if it cannot, or had better not."""
-    attempt, before = follower.attempt, context.launcher.nodes
-    unable = _prepare_again(context, follower, 0.0 if bad else verdict.pause)
-    context.lease.check()
-    if unable is None and _is_asked_to_stop(context, follower):
-        return replace(decision, code=ExitCode.STOPPED, reason=f"{decision.reason}; stopped")
-    for gone in sorted(set(before) - set(context.launcher.nodes) - follower.roster.stuck_hosts):
-        context.ledger.record(NodeSuspected(gone, NO_ANSWER), attempt.number)
-    if unable is not None:
-        return replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
-    if bad:
-        reason = "; ".join(f"{name} is suspect: {why}" for name, why in bad.items())
-        return replace(decision, reason=reason, bad_nodes=tuple(bad))
-    logger().warning(verdict.reason)
-    context.ledger.record(Restarting(verdict.reason), attempt.number)
-    return None
-
-
-def _prepare_again(
-    context: SupervisorContext, follower: AttemptFollower, pause: float
-) -> CannotRestart | None:
-    """Have the launcher get ready once more, `pause` seconds from now.
-
-    It is left to itself if a stop is asked for meanwhile.
-    """
-    lost, stuck = follower.roster.lost_hosts(), follower.roster.stuck_pids()
-
-    def prepare() -> CannotRestart | None:
-        time.sleep(pause)
-        return context.launcher.prepare_again(lost, stuck)
-
-    return unless(partial(_is_asked_to_stop, context, follower), prepare, "prepare")
-
-
-def _is_asked_to_stop(context: SupervisorContext, follower: AttemptFollower | None) -> bool:
-    """Whether, between two attempts, there is a reason to begin no other one."""
-    if context.signals.received or context.lease.lost:
-        return True
-    return follower is not None and follower.must_stop()
-
-
-def _decide_restart(
-    context: SupervisorContext, decision: Decision, failure: Failure, earlier: Sequence[Failure]
-) -> RestartDecision:
-    """Whether to start again; `earlier` are the failures before, but for those of storage."""
-    if decision.code is ExitCode.STORAGE_UNAVAILABLE:
-        now, history = time.time(), context.history.refresh()
-        outage = find_outage(history, failure.committed, now)
-        patience = context.config.resilience.patience
-        return decide_storage_restart(decision, outage, now, patience)
-    budget = context.config.supervise.max_restarts_without_progress
-    return decide_restart(decision, failure, earlier, budget)
-
-
-def _better_without(
-    context: SupervisorContext,
-    follower: AttemptFollower,
-    decision: Decision,
-    node: str,
-    verdict: RestartDecision,
-) -> dict[str, str]:
-    """Nodes without which the job should go on, by way of the queue, each with a reason.
-
-    None where it cannot, or where the same failure would follow it everywhere.
-    """
-    job = context.job
-    if job is None or not _may_come_back(context, follower):
-        return {}
-    if not verdict.again and decision.code is not ExitCode.CHECKPOINT_FAILED:
-        return {}
-    launcher, history, config = context.launcher, context.history, context.config
-    bad = nodes_to_exclude(launcher, node, history, config, decision, verdict.last)
-    # Nodes that do not fit together cannot be used all the same: then the job waits for them.
-    return bad if bad and (decision.environment or job.finds_others(list(bad))) else {}
-
-
-def _may_come_back(context: SupervisorContext, follower: AttemptFollower) -> bool:
-    """Whether the job can be put back into the queue, to go on by way of it."""
-    first, job = follower.job.at_first, context.job
-    return job is not None and job.batch and first is not None and first.may_requeue
-
-
 def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decision]:
     """Start all ranks once and follow them until none is left."""
     launcher, signals = context.launcher, context.signals
@@ -322,7 +165,7 @@ def _begin(context: SupervisorContext) -> Attempt:
     attempt = begin_attempt(run, worked=True)  # the lease is in the same folder
     storage_waits().tell_to(partial(_tell_of_wait, ledger, attempt))
     open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
-    patient = partial(unless, partial(_is_asked_to_stop, context, None), name="survey")
+    patient = partial(unless, partial(is_asked_to_stop, context, None), name="survey")
     choose_nodes(launcher, attempt, run, context.config, ledger, context.history, patient)
     facts = () if context.job is None else job_facts(context.job)
     ledger.record(AttemptStarted(launcher.size, *facts), attempt.number)
@@ -355,6 +198,8 @@ def _see_it_through(
 ) -> None:
     """Start the ranks, and act on what happens until the last of them is gone."""
     rank_status = RankStatusFile(context.run.ranks(launch.attempt.number))
+    last_step, ours = context.history.refresh().last_step, context.program.ours
+    progress = StartProgress(context.launcher.size, last_step, ours)
     try:
         context.launcher.start(launch, context.program, incoming.put)
         prune_attempts(context.run, context.config.supervise.keep_attempts)
@@ -363,10 +208,13 @@ def _see_it_through(
         while not (follower.over() or insists(follower.signals) or context.lease.lost):
             follower.take_in(incoming)
             follower.enforce()
-            rank_status.update(channel.last_reports())
+            reports = channel.last_reports()
+            rank_status.update(reports)
+            progress.update([last.report.phase for last in reports.values()])
     finally:
         context.launcher.kill()
         channel.close()
+        progress.close(clean=any(end.rank == 0 and (end.status or 0) >= 0 for end in follower.ends))
     context.lease.check()  # or what follows would be written into somebody else's ledger
     follower.take_in(incoming, wait=False)
     rank_status.update(channel.last_reports(), now=True)
@@ -379,19 +227,6 @@ def _outcome(follower: AttemptFollower) -> Decision:
     if follower.hang is not None and not follower.stop_reason:
         return Decision(ExitCode.HUNG, follower.hang.sentence, follower.hang.laggard)
     return decide_outcome(follower.ends, stop_requested=follower.stop_reason)
-
-
-def _failure(context: SupervisorContext, follower: AttemptFollower, decision: Decision) -> Failure:
-    culprit = next((end for end in follower.ends if end.rank == decision.culprit), None)
-    raised = culprit.raised if culprit is not None else ""
-    return Failure(
-        # Of a rank that was killed the last report is old; the others' came as they left.
-        step=follower.step_of(decision.culprit if raised else None),
-        committed=context.history.refresh().last_step,
-        raised=raised,
-        node_lost=decision.environment or (culprit is not None and is_lost(culprit)),
-        code=int(decision.code),
-    )
 
 
 def _close(ledger: Ledger, attempt: Attempt, decision: Decision, exits: Sequence[RankExit]) -> None:

@@ -30,12 +30,17 @@ _ADVICE: Mapping[ExitCode, str] = {
 
 
 def give_up(
-    run: RunDirectory, attempt: Attempt, decision: Decision, failure: Failure, node: str
+    run: RunDirectory,
+    attempt: Attempt,
+    decision: Decision,
+    failure: Failure,
+    node: str,
+    mark: bool = True,
 ) -> GaveUp:
     """Say in the ledger and in the run's directory why nobody goes on; returns what was said.
 
-    `decision.reason` is why, `node` the host of the rank that failed first. A run that a newer
-    attempt has taken over is not marked: it is not over.
+    `decision.reason` is why, `node` the host of the rank that failed first. Without `mark` another
+    start is not prevented. A run that a newer attempt has taken over is not marked: it is not over.
     """
     rank = decision.culprit
     verdict = GaveUp(
@@ -49,7 +54,10 @@ def give_up(
     try:
         if read_current(run.attempts) != attempt:
             return verdict
-        gave_up.write(run, verdict)
+        if mark:
+            gave_up.write(run, verdict)
+        else:
+            verdict = replace(verdict, advice=f"{_advise(decision)}; then start again")
     except OSError as error:
         logger().warning("cannot be written", file=str(run.gave_up), error=error.strerror)
         verdict = replace(verdict, advice=f"{_advise(decision)}; then start again")

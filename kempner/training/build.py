@@ -19,6 +19,7 @@ from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.config.loading import digest, dumps
 from kempner.config.sections import Config
 from kempner.data.files.index import fingerprint
+from kempner.data.files.requirements import check_held_out, vocabulary
 from kempner.data.files.token_file import Corpus
 from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
@@ -29,9 +30,10 @@ from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import empty, storage_waits
 from kempner.run.record.attempts import Attempt, Fence
 from kempner.run.record.events.attempt import FaultsPlanned
-from kempner.run.record.events.checkpoint import StartedAnew
+from kempner.run.record.events.checkpoint import CheckpointCommitted, StartedAnew
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Recorder
+from kempner.run.record.recorded_config import changes_since, describe_changes
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.used_before import used_before
 from kempner.training.compute.optimizer import build_optimizer
@@ -57,9 +59,9 @@ def build(
     """Everything the loop needs, with the state of the newest checkpoint."""
     run = rank_link.run
     corpus = _open_tokens(run, "data", config.data.dataset_path)
-    vocab_size = _vocabulary(config, corpus)
+    vocab_size = vocabulary(config, corpus.index)
     shape = Shape.of(config.model, vocab_size)
-    evaluation = _open_evaluation(config, run, vocab_size)
+    evaluation = _open_evaluation(config, run, corpus)
     with rank_link.progress.waiting("what the others have read"):
         ranks.agree_on(_what_steps_depend_on(config, corpus, evaluation.corpus))
     model = build_model(config, vocab_size, ranks.device, ranks.mesh)
@@ -102,7 +104,7 @@ def build(
         checkpoints=checkpoints,
         tools=Tools(
             data=Data(partial(_open_feed, config, corpus, ranks), train_state),
-            step_metrics=_open_telemetry(config, run, ranks, attempt, shape, train_state),
+            step_metrics=_open_telemetry(config, run, ranks, attempt, shape, train_state, history),
             evaluation=evaluation,
             faults=faults,
             progress=rank_link.progress,
@@ -156,26 +158,13 @@ def _resume(
     return dataclasses.replace(train_state, rollbacks=(*train_state.rollbacks, *later))
 
 
-def _vocabulary(config: Config, corpus: Corpus) -> int:
-    wanted, there = config.model.vocab_size, corpus.index.vocab_size
-    if wanted is not None and wanted < there:
-        raise DataError(
-            f"model.vocab_size={wanted} is too small for {config.data.dataset_path}, whose tokens "
-            f"go up to {there - 1}; remove it or set at least {there}"
-        )
-    return wanted or there
-
-
 def _identity(config: Config, corpus: Corpus, shape: Shape, ranks: Ranks) -> Identity:
-    model = dataclasses.asdict(shape)
-    for free in ("dropout", "max_seq_len"):  # may change without touching a weight
-        del model[free]
     return Identity(
         world=ranks.world.size,
         mesh=dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True)),
         seed=config.train.seed,
         data_fingerprint=fingerprint(corpus.index, config.train.seq_len),
-        model=model,
+        model=shape.fixed(),
         optimizer=config.optimizer.name,
         origin=Origin(
             config_hash=digest(config),
@@ -272,16 +261,19 @@ def _known_checkpoint(config: Config, run: RunDirectory, history: RunHistory) ->
     )
 
 
-def _open_evaluation(config: Config, run: RunDirectory, vocab_size: int) -> Evaluation:
+def _open_evaluation(config: Config, run: RunDirectory, corpus: Corpus) -> Evaluation:
     if config.eval.dataset_path is None or config.eval.interval is None:
         return Evaluation(config, None)
-    corpus = _open_tokens(run, "eval", config.eval.dataset_path)
-    if corpus.index.vocab_size > vocab_size:
-        raise DataError(
-            f"eval.dataset_path={config.eval.dataset_path} has {corpus.index.vocab_size} token "
-            f"ids, the model has {vocab_size}; prepare it with the training data's tokenizer"
-        )
-    return Evaluation(config, corpus)
+    held_out = _open_tokens(run, "eval", config.eval.dataset_path)
+    check_held_out(config, corpus.index, held_out.index)
+    return Evaluation(config, held_out)
+
+
+def _changes(config: Config, run: RunDirectory, history: RunHistory) -> list[str]:
+    """What is configured otherwise than when the last checkpoint was committed."""
+    commits = history.entries(CheckpointCommitted)
+    now = config.model_dump(exclude_none=True)
+    return changes_since(run, commits[-1].attempt, now) if commits else []
 
 
 def _open_telemetry(
@@ -291,10 +283,12 @@ def _open_telemetry(
     attempt: Attempt,
     shape: Shape,
     train_state: TrainState,
+    history: RunHistory,
 ) -> StepMetrics:
     display = open_display(ranks.world.rank, train_state.step, config.train.max_steps)
     if train_state.step > 0:
-        display.say(f"resumed at step {train_state.step}, sample {train_state.cursor}")
+        changes = describe_changes(_changes(config, run, history))
+        display.say(f"resumed at step {train_state.step}, sample {train_state.cursor}{changes}")
     step_metrics = StepMetrics(
         config,
         run,

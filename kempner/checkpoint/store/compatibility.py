@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kempner.checkpoint.format.manifest import Identity
@@ -15,6 +16,13 @@ class Compatibility:
 
     refusals: tuple[str, ...]
     remarks: tuple[str, ...]
+
+    def sentence(self, checkpoint: Path) -> str:
+        """Why the run cannot go on from a checkpoint, and what to do."""
+        return (
+            f"cannot continue from {checkpoint}: {'; '.join(self.refusals)}; set it back, or give "
+            "the new run another name with --run.name=NAME"
+        )
 
 
 def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) -> Compatibility:
@@ -36,7 +44,12 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
         )
     remarks = []
     for what, key, was, is_now in (
-        ("data", "data.dataset_path", saved.data_fingerprint, now.data_fingerprint),
+        (
+            "data",
+            "data.dataset_path or train.seq_len",
+            saved.data_fingerprint,
+            now.data_fingerprint,
+        ),
         ("seed", "train.seed", saved.seed, now.seed),
     ):
         if was is None:
@@ -48,8 +61,8 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
         else:
             refusals.append(
                 f"{key} differs from the checkpoint's ({is_now} instead of {was}), so samples "
-                f"would repeat or be missed; if that is intended, "
-                f'add --checkpoint.accept_changes=["{what}"]'
+                f"would repeat or be missed (if that is intended, "
+                f'add --checkpoint.accept_changes=["{what}"])'
             )
     if saved.world != now.world:
         remarks.append(

@@ -108,7 +108,7 @@ class Restorer:
         path = self._folder.step(step)
         judgement = compare_identities(manifest.identity, self._context.identity, accept)
         if judgement.refusals:
-            raise DataError(f"cannot continue from {path}: {'; '.join(judgement.refusals)}")
+            raise DataError(judgement.sentence(path))
         from kempner.checkpoint.tensors.dcp_reader import open_contents  # imports DCP
 
         contents, damages = self._together(path, lambda: open_contents(path, manifest))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from kempner.config.sections import ModelSection
 
@@ -46,6 +47,11 @@ class Shape:
             tie_embeddings=model.tie_embeddings,
             dropout=model.dropout,
         )
+
+    def fixed(self) -> dict[str, Any]:
+        """What decides the weights' shapes and meaning: all but what may change between starts."""
+        free = ("dropout", "max_seq_len")
+        return {name: value for name, value in asdict(self).items() if name not in free}
 
     @property
     def q_dim(self) -> int:

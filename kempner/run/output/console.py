@@ -13,6 +13,7 @@ import atexit
 import io
 import os
 import select
+import shutil
 import sys
 import threading
 from collections import deque
@@ -185,9 +186,63 @@ def protect(names: Collection[str] = ("stdout", "stderr")) -> None:
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print a line, on standard output or on `stream`. Never raises."""
     try:
-        print(text, file=stream or sys.stdout, flush=True)
+        print(f"{_line.before}{text}", file=stream or sys.stdout, flush=True)
+        if _line.after:
+            print(_line.after, end="", flush=True)
     except (OSError, ValueError):  # somebody else's stream, closed or with nobody who reads
         _count_unsaid(text)
+
+
+@dataclass(frozen=True)
+class _LastLine:
+    """What to print before and after a line, as the last one of the terminal is taken."""
+
+    before: str = ""
+    after: str = ""
+
+
+_ERASE = "\r\x1b[2K"
+
+
+def can_rewrite(stream: TextIO | None = None) -> bool:
+    """Whether standard output, or `stream`, is a terminal on which a line can be written anew."""
+    there = stream or sys.stdout
+    return there.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+
+
+def show_for_now(text: str) -> None:
+    """Show a line that the next one replaces; a plain line where nothing can be replaced."""
+    global _line
+    if not can_rewrite():
+        say(text)
+        return
+    columns = shutil.get_terminal_size().columns
+    shown = text[: max(1, columns - 1)]
+    with suppress(OSError, ValueError):
+        print(f"{_ERASE}{shown}", end="", flush=True)
+    _line = _LastLine(_ERASE, shown)
+
+
+def expect_a_line_for_now() -> None:
+    """The process that started this one may show such a line: what is said here replaces it."""
+    global _line
+    if can_rewrite():
+        _line = _LastLine(_ERASE)
+
+
+def erase_line() -> None:
+    """The last line is this process's own again, and empty."""
+    global _line
+    if _line != _LastLine():
+        _line = _LastLine()
+        with suppress(OSError, ValueError):
+            print(_ERASE, end="", flush=True)
+
+
+def leave_line_to_others(theirs: bool) -> None:
+    """Whether the last line is another process's: what is said then begins on a new line."""
+    global _line
+    _line = _LastLine("\n" if theirs and can_rewrite() else "")
 
 
 def lost_lines() -> int:
@@ -255,6 +310,7 @@ def _count_unsaid(text: str) -> None:
     _unsaid += text.count("\n") + 1
 
 
+_line = _LastLine()
 _unsaid = 0
 _kept: list[io.TextIOWrapper] = []
 """The streams that were replaced: their descriptors close with them."""

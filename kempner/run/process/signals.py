@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from types import FrameType
@@ -68,6 +68,7 @@ class SignalInbox:
         self._received: list[Received] = []
         self._lock = threading.Lock()
         self._react: Callable[[Received], None] | None = None
+        self._around_pause: Callable[[], AbstractContextManager[bool]] | None = None
         self._before: _Before | None = None
         """What `uninstall` brings back; None while the inbox is not installed."""
         self._reader: int | None = None
@@ -119,6 +120,17 @@ class SignalInbox:
         with self._lock:
             self._received, self._react, self._reader = [], None, None
 
+    def pause_within(self, around: Callable[[], AbstractContextManager[bool]]) -> None:
+        """Enter `around()` when the terminal asks to pause (Ctrl-Z), and leave it after `fg`.
+
+        Where it says False, this process goes on as if nothing had been asked for. Nothing is done
+        where whoever started this process has it ignore such requests. Only the main thread may
+        call it.
+        """
+        if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
+            self._around_pause = around
+            signal.signal(signal.SIGTSTP, _ignore_here)
+
     @property
     def received(self) -> tuple[Received, ...]:
         """All stop signals so far, oldest first."""
@@ -144,6 +156,11 @@ class SignalInbox:
         while number := os.read(reader, 1):
             if number[0] in STOP_SIGNALS:
                 self._note(Received(signal.Signals(number[0]), time.monotonic()), reader)
+            elif number[0] == signal.SIGTSTP and self._around_pause is not None:
+                with self._around_pause() as may_pause:
+                    if may_pause:
+                        # To this thread: it stops with all others before it gets any further.
+                        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         os.close(reader)
 
     def _note(self, received: Received, reader: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,53 @@ def _recorded(run: RunDirectory, section: str, key: str) -> object:
     current = live_attempt(run)
     found = recorded_config(run, None if current is None else current.number).get(section)
     return found.get(key) if isinstance(found, dict) else None
+
+
+SHOWN = 8
+"""Changes that are told one by one."""
+
+_UNSET = "unset"
+
+
+def changes_since(run: RunDirectory, attempt: int, now: Mapping[str, Any]) -> list[str]:
+    """What differs between the configuration of an attempt and `now`, a key each.
+
+    As in "optimizer.lr 0.004 -> 0.001". Nothing where the run has kept none that can be read.
+    """
+    try:
+        before = recorded_config(run, attempt)
+    except OSError:
+        return []
+    return differences(before, now) if before else []
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two configurations, a key each, in the order of their names."""
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    return [
+        f"{key} {_show(old.get(key))} -> {_show(new.get(key))}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
+    ]
+
+
+def describe_changes(changes: Sequence[str]) -> str:
+    """What to add to a sentence about a resume; empty if nothing has changed."""
+    if not changes:
+        return ""
+    more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
+    return f"; changed since: {', '.join(changes[:SHOWN])}{more}"
+
+
+def _leaves(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return _UNSET
+    return value if isinstance(value, str) else json.dumps(value)

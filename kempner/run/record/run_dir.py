@@ -106,11 +106,11 @@ def refuse_unusable(run: RunDirectory) -> None:
 
     Storage that cannot be asked now raises nothing: whoever uses it waits for it.
     """
-    folders = (run.path.parent, run.path, run.attempts, run.supervisors)
+    folders = (*reversed(run.path.parents), run.path, run.attempts, run.supervisors)
     for path in folders:
         if (kind := _kind(path)) is not None and not stat.S_ISDIR(kind):
             raise UsageError(f"{path} is not a folder; set run.dir or run.name to another one")
-    for path in (run.ledger, run.metrics, run.config):
+    for path in (run.ledger, run.metrics, run.config, run.gave_up):
         if (kind := _kind(path)) is not None and stat.S_ISDIR(kind):
             raise UsageError(f"{path} is a folder in place of a file; set another run.name")
 

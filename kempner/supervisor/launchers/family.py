@@ -68,7 +68,7 @@ class Family:
         """
         end = time.monotonic() + KILL_TIME
         while True:
-            members = [m for head in self._heads() for m in (head, *_below(head))]
+            members = self._members()
             for member in members:
                 with suppress(psutil.Error):
                     member.kill()
@@ -79,6 +79,21 @@ class Family:
         if new := left - self._stuck:
             self._stuck |= new
             logger().warning("processes of the run cannot be ended", processes=sorted(new))
+
+    def pause(self) -> None:
+        """Stop all of them where they are, and those that they start meanwhile."""
+        paused: set[int] = set()
+        while new := [m for m in self._members() if m.pid not in paused]:
+            for member in new:
+                paused.add(member.pid)
+                with suppress(psutil.Error):
+                    member.suspend()
+
+    def go_on(self) -> None:
+        """Let all of them go on."""
+        for member in self._members():
+            with suppress(psutil.Error):
+                member.resume()
 
     def bury(self, ranks: Collection[int]) -> None:
         """Take in the exit statuses of orphans, which nobody else waits for."""
@@ -91,6 +106,10 @@ class Family:
     def _heads(self) -> Iterator[psutil.Process]:
         """The ranks' top processes and the orphans."""
         return (child for child in _children() if self._is_ours(child.pid))
+
+    def _members(self) -> list[psutil.Process]:
+        """All of them."""
+        return [member for head in self._heads() for member in (head, *_below(head))]
 
     def _is_ours(self, pid: int) -> bool:
         session = _session_of(pid)

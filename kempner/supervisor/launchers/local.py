@@ -7,8 +7,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import BinaryIO
 
@@ -100,6 +100,15 @@ class LocalLauncher:
                 self._killed.add(rank)
         self._family.kill()
         self._family.bury(self._tops)
+
+    @contextmanager
+    def paused(self) -> Iterator[bool]:
+        """In this block the ranks stand still, and this process may do so, too."""
+        self._family.pause()
+        try:
+            yield True
+        finally:
+            self._family.go_on()
 
     def alive(self) -> bool:
         """Whether any rank has not been seen to end."""

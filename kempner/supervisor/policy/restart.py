@@ -117,3 +117,16 @@ def failures(history: RunHistory) -> list[Failure]:
             raised, lost = event.raised, event.node_lost
             found.append(Failure(event.step, event.committed, raised, lost, event.code))
     return found
+
+
+def is_worth_a_mark(failure: Failure, earlier: Sequence[Failure], worked: bool) -> bool:
+    """Whether `GAVE_UP` is to keep a run from another start.
+
+    It saves nodes from what has trained and cannot go on. Who has never made a step, or started
+    with data that does not fit, corrects the command and starts again. `worked` says that a program
+    of whose steps nothing is known has run for long.
+    """
+    if failure.code == ExitCode.BAD_DATA and failure.step == 0:
+        return False
+    made_a_step = failure.committed is not None or any(f.step > 1 for f in (*earlier, failure))
+    return made_a_step or worked

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-import sys
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 
-from kempner.run.output.console import say
+from kempner.run.output.console import can_rewrite, erase_line, say
 
 PLAIN_EVERY = 5.0
 """Seconds between plain lines: a log file should tell the story, not every word of it."""
+
+SHORTEST_BAR = 10
+"""Columns below which a bar says nothing."""
+
+REFRESHED = 4
+"""Times a second that the bar is drawn."""
+
+REMEMBERED = 200
+"""Steps by which the time to go is estimated."""
+
+PAUSED = 600.0
+"""Seconds between two steps after which the pace before says nothing about the pace now."""
 
 
 class Display(Protocol):
@@ -41,54 +56,134 @@ class NoDisplay:
         """Nothing to close."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """What the bar shows: the last step, its loss, tokens per second, seconds to go if known."""
+
+    step: int
+    steps: int
+    loss: float | None = None
+    speed: float | None = None
+    left: float | None = None
+
+    def parts(self) -> tuple[str, str, str, str]:
+        """Step, loss, speed and time to go, each in words."""
+        loss = "loss -" if self.loss is None else f"loss {self.loss:.4f}"
+        speed = "- tokens/s" if self.speed is None else f"{self.speed:,.0f} tokens/s"
+        left = "-:--:--" if self.left is None else describe_time(self.left)
+        return f"step {self.step}/{self.steps}", loss, speed, f"ETA {left}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the bar: text, so many columns of bar (0: none), text."""
+
+    before: str
+    bar: int
+    after: str
+
+
+def arrange(place: Place, columns: int) -> Row:
+    """What of it fits into a line.
+
+    Step and time to go are kept the longest; then the loss, the speed and the bar, in this order.
+    """
+    step, loss, speed, left = place.parts()
+    for words in ((f"{loss} {speed}", left), (loss, left), (left,), ()):
+        after = " ".join(words)
+        if len(step) + 1 + len(after) < columns:
+            break
+    bar = columns - 1 - len(step) - len(after) - 2
+    return Row(step, bar if bar >= SHORTEST_BAR else 0, after)
+
+
+def describe_time(seconds: float) -> str:
+    """As in "0:01:52" or, from a day on, "2 d 3 h"."""
+    whole = int(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    return f"{days} d {hours} h" if days else f"{hours}:{minutes:02}:{whole % 60:02}"
+
+
+class Pace:
+    """How long the rest takes, by the last steps: the first ones are slow."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._seen: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
+
+    def left(self, step: int, now: float) -> float | None:
+        """Seconds to go after `step`, which was made at `now`; None while that is not known.
+
+        What was before a pause, or a rollback, does not count.
+        """
+        if self._seen and (step <= self._seen[-1][1] or now - self._seen[-1][0] > PAUSED):
+            self._seen.clear()
+        self._seen.append((now, step))
+        since, first = self._seen[0]
+        if step >= self._steps:
+            return 0.0
+        return (now - since) / (step - first) * (self._steps - step) if step > first else None
+
+
+class _Console(Console):
+    """Never hides the cursor: whoever is killed cannot show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leave it as it is."""
+        return False
+
+
 class Bar:
-    """A progress bar with loss, tokens per second and the time to go."""
+    """One line at the bottom of a terminal: step, bar, loss, tokens per second, time to go."""
 
     def __init__(self, done: int, steps: int) -> None:
-        self._progress = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=None),
-            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=Console(),
+        erase_line()
+        self._place, self._pace = Place(done, steps), Pace(steps)
+        self._console = _Console(highlight=False)
+        self._live = Live(
+            console=self._console, get_renderable=self._render, refresh_per_second=REFRESHED
         )
-        self._task = self._progress.add_task("", total=steps, completed=done, loss="-", speed="-")
-        self._progress.start()
+        self._live.start()
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Move the bar."""
-        speed = f"{tokens_per_second:,.0f}"
-        self._progress.update(self._task, completed=step, loss=f"{loss:.4f}", speed=speed)
+        left = self._pace.left(step, time.monotonic())
+        self._place = Place(step, self._place.steps, loss, tokens_per_second, left)
 
     def say(self, sentence: str) -> None:
         """Print above the bar."""
-        self._progress.console.print(sentence, highlight=False, markup=False)
+        self._console.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
-        self._progress.stop()
+        self._live.stop()
+
+    def _render(self) -> Table:
+        place = self._place
+        row = arrange(place, self._console.width)
+        line = Table.grid(padding=(0, 1, 0, 0))
+        cells: list[RenderableType] = [row.before]
+        if row.bar:
+            cells.append(ProgressBar(place.steps, place.step, width=row.bar))
+        line.add_row(*cells, row.after)
+        return line
 
 
 class Lines:
     """A line every few seconds, for files and pipes."""
 
-    def __init__(self, done: int, steps: int) -> None:
-        self._steps, self._started, self._done = steps, time.monotonic(), done
+    def __init__(self, steps: int) -> None:
+        self._steps, self._pace = steps, Pace(steps)
         self._printed_at = float("-inf")
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Print, unless a line was printed a moment ago."""
         now = time.monotonic()
+        left = self._pace.left(step, now)
         if now - self._printed_at < PLAIN_EVERY and step < self._steps:
             return
         self._printed_at = now
-        left = (now - self._started) / (step - self._done) * (self._steps - step)
-        eta = f"{int(left) // 60}:{int(left) % 60:02d}"
-        self.say(
-            f"step {step}/{self._steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  "
-            f"ETA {eta}"
-        )
+        self.say("  ".join(Place(step, self._steps, loss, tokens_per_second, left).parts()))
 
     def say(self, sentence: str) -> None:
         """Print."""
@@ -102,4 +197,4 @@ def open_display(rank: int, done: int, steps: int) -> Display:
     """What suits this rank and where its output goes."""
     if rank != 0:
         return NoDisplay()
-    return Bar(done, steps) if sys.stdout.isatty() else Lines(done, steps)
+    return Bar(done, steps) if can_rewrite() else Lines(steps)

@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import signal
+import struct
 import subprocess
 import termios
 from collections.abc import Callable, Iterator
@@ -36,13 +37,22 @@ class Terminal:
 
     def look(self) -> bytes:
         """All that was shown until now."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # nothing more for now, or nobody left to show it
             while part := os.read(self.master, 65536):
                 self.shown += part
         return bytes(self.shown)
 
     def type(self, keys: bytes) -> None:
         os.write(self.master, keys)
+
+    def resize(self, columns: int) -> None:
+        """As somebody who drags the window's edge."""
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def lines(self) -> list[str]:
+        """What was shown until now, line by line, each as often as it was drawn."""
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.look().decode(errors="replace"))
+        return re.split(r"[\r\n]+", text)
 
     def close(self) -> None:
         """As somebody who closes the window: the kernel hangs up."""
@@ -84,7 +94,7 @@ def terminal() -> Iterator[Callable[[str], Terminal]]:
         one.close()
 
 
-CTRL_C, CTRL_S, CTRL_Q = b"\x03", b"\x13", b"\x11"
+CTRL_C, CTRL_Q, CTRL_S, CTRL_Z, ENTER = b"\x03", b"\x11", b"\x13", b"\x1a", b"\n"
 
 
 def supervise(run: Run) -> str:
@@ -100,9 +110,9 @@ def supervisor(run: Run) -> int:
     return int(json.loads(newest.read_text().partition("\n")[2])["pid"])
 
 
-def rank_of(run: Run, attempt: int) -> int:
-    """The process id of the rank that has made a step."""
-    lines = read_lines(run.record.log(attempt, 0))
+def rank_of(run: Run, attempt: int, rank: int = 0) -> int:
+    """The process id of a rank that has made a step."""
+    lines = read_lines(run.record.log(attempt, rank))
     return next(int(line["pid"]) for line in lines if line["event"] == "ready")
 
 
@@ -200,3 +210,58 @@ def test_a_terminal_that_is_stopped(
 def newest_step(shown: bytes) -> int:
     """The last step that the progress bar shows."""
     return max((int(step) for step in re.findall(rb"step (\d+)/", shown)), default=0)
+
+
+def test_a_narrow_terminal_a_pause_another_size_and_two_ctrl_c(
+    run: Run, terminal: Callable[[str], Terminal], tmp_path: Path
+) -> None:
+    """Ctrl-Z stops all ranks, `fg` continues them; what is left is a terminal in order."""
+    code, paused = tmp_path / "code", tmp_path / "paused"
+    here = terminal(
+        f"stty columns 40; set -m; {supervise(run)} --nproc 2; touch {paused}; read; fg; "
+        f"echo $? >{code}"
+    )
+    daemon = supervisor(run)
+    ranks = [rank_of(run, 1, rank) for rank in (0, 1)]
+    wait_until(lambda: any(FITS.fullmatch(line) for line in here.lines()), "a line that fits")
+    first, *others = (line for line in here.lines() if line)
+    assert first == f"run directory: {run.record.path}"
+    assert others[0] == "starting 2 ranks"
+
+    here.type(CTRL_Z)
+    wait_until(paused.exists, "the shell to go on")
+    wait_until(lambda: all(state(pid) == "T" for pid in (daemon, *ranks)), "all to stand still")
+    here.type(ENTER)
+    more_steps(run, here)
+    assert run.attempt() == 1
+    assert not run.events("hang")
+
+    here.resize(100)
+    wait_until(lambda: any(WIDE.search(line) for line in here.lines()), "a line that is wider")
+    os.kill(ranks[1], signal.SIGSTOP)  # so that there is no vote, and the stop takes long
+    here.type(CTRL_C)
+    stopping = "kempner: SIGINT: stopping after this step, with a checkpoint"
+    wait_until(lambda: stopping in here.lines(), "the first one to be noticed")
+    here.type(CTRL_C)
+    assert int(wait_until(lambda: code.exists() and code.read_text(), "the end")) == 130
+    wait_until(lambda: not any(map(lives, ranks)), "the ranks to be gone")
+    assert "kempner: exited at once on the second Ctrl-C; the last commit is intact" in here.lines()
+    assert HIDE_CURSOR not in here.look()
+
+
+FITS = re.compile(r"step \d+/100000 +(loss [\d.]+ )?ETA (\d+ d )?[\d:]+( h)?")
+WIDE = re.compile(r"step \d+/100000 .{10,} loss [\d.]+ [\d,]+ tokens/s ETA ")
+HIDE_CURSOR = b"\x1b[?25l"
+
+
+def state(pid: int) -> str:
+    """A process's state in one letter (proc(5)): T for one that was stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there, and not only its exit status."""
+    try:
+        return state(pid) != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

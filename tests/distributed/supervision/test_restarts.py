@@ -64,7 +64,7 @@ def test_a_run_that_always_dies_at_the_same_step_is_given_up_for_good(
 
     again = run.supervise(2, *options)
     assert again.wait() == 1
-    (sentence,) = again.output().splitlines()
+    _, sentence = again.output().splitlines()
     assert f"{run.record.gave_up} says why" in sentence
     assert run.attempt() == 2
     status = subprocess.check_output([*KEMPNER, "status", run.record.path], text=True)
@@ -93,12 +93,29 @@ def test_a_run_that_saves_something_each_time_is_never_given_up(
 
 
 def test_what_a_restart_cannot_mend_is_not_tried_again(run: Run, tmp_path: Path) -> None:
-    run.config.write_text(run.config.read_text().replace(str(run.data), str(tmp_path / "nowhere")))
-    job = run.supervise(1)
+    """Nor does what was never started, or never made a step, keep the corrected command away."""
+    job = run.supervise(1, f"--data.dataset_path={tmp_path}/nowhere")
     assert job.wait() == 65
-    assert "nowhere" in job.output()
-    assert run.attempt() == 1
-    assert tomli.loads(run.record.gave_up.read_text())["code"] == 65
+    _, sentence = job.output().splitlines()
+    assert sentence.startswith(f"kempner: data.dataset_path={tmp_path}/nowhere: ")
+    assert not run.record.path.exists()
+
+    job = run.supervise(1, KEMPNER_FAULTS="crash at step 1; crash at step 1 attempt 2")
+    assert job.wait() == 1
+    assert "fails at step 1 every time" in job.output()
+    assert (run.attempt(), run.record.gave_up.exists()) == (2, False)
+    run.complete(1)
+
+    job = run.supervise(1, "--train.seed=5", "--train.max_steps=50")
+    assert job.wait() == 65
+    assert "--run.name=NAME; changed since: train.max_steps 40 -> 50, train.seed 0 -> 5" in (
+        job.output()
+    )
+    assert (run.attempt(), run.record.gave_up.exists()) == (3, False)
+
+    run.complete(1, "--optimizer.lr=0.001")
+    resumed = "resumed at step 40, sample 320; changed since: optimizer.lr 0.003 -> 0.001"
+    assert resumed in run.jobs[-1].output()
 
 
 def test_a_wrong_configuration_leaves_no_mark(run: Run) -> None:

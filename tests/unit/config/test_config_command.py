@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tomli
 import typer
+from harness import write_tokens
 
 import kempner
 from kempner.cli.entry import main
@@ -28,7 +29,11 @@ def run(*arguments: str | Path) -> int | str | None:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "debug.toml"
-    path.write_text("[train]\nmax_steps = 1234\nglobal_batch_size = 4\nseq_len = 512\n")
+    write_tokens(tmp_path / "tokens", [range(257), range(257)])
+    path.write_text(
+        "[train]\nmax_steps = 1234\nglobal_batch_size = 4\nseq_len = 512\n"
+        f'[data]\ndataset_path = "{tmp_path}/tokens"\n'
+    )
     return path
 
 
@@ -70,6 +75,12 @@ def test_check_says_that_the_data_decides_the_size(
     assert run("config", "check", path) == 0
 
     assert "parameter count unknown: model.vocab_size is not" in capsys.readouterr().out
+
+
+def test_check_misses_data(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "check", path, "--data.dataset_path=nowhere") == 65
+
+    assert "data.dataset_path=nowhere: nowhere is not prepared data" in capsys.readouterr().err
 
 
 def test_the_schema_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,8 +84,7 @@ def test_where_others_have_taken_all_files_one_is_given_up(tmp_path: Path) -> No
     write_tokens(tmp_path, [[number] * 2 for number in range(40)])
     with closing(Corpus.open(tmp_path)) as corpus:
         corpus.read(0, 6)
-        os.close(lowest := os.dup(0))
-        with file_limit(lowest):
+        with file_limit(files_in_use() - 1):  # less the directory that was listed to count them
             assert corpus.read(6, 4).tolist() == [3, 3, 4, 4]
         assert token_files_open() == 3
 

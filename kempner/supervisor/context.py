@@ -1,0 +1,48 @@
+"""What a supervisor looks after, and with what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from kempner.config.sections import Config
+from kempner.run.control.launch_env import LaunchTerms
+from kempner.run.process.retry import storage_waits
+from kempner.run.process.signals import SignalInbox
+from kempner.run.record.history import RunHistory
+from kempner.run.record.lease import Lease
+from kempner.run.record.ledger import Ledger
+from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.launchers.base import Launcher, Program
+from kempner.supervisor.slurm.job_monitor import JobMonitor
+
+
+@dataclass(frozen=True)
+class SupervisorContext:
+    """What a supervisor looks after, and with what; the same for all attempts."""
+
+    run: RunDirectory
+    launcher: Launcher
+    program: Program
+    config: Config
+    signals: SignalInbox
+    job: JobMonitor | None
+    lease: Lease
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Where the run's events go."""
+        return Ledger(self.run.ledger)
+
+    @cached_property
+    def history(self) -> RunHistory:
+        """What the ledger tells, read once, and then what was added."""
+        read = partial(RunHistory.read, self.run.ledger, self.ledger.unwritten)
+        return storage_waits().retry(read, worked=True)
+
+    def terms(self) -> LaunchTerms | None:
+        """What a program of the user's own is told; ours reads the configuration."""
+        section, patience = self.config.supervise, self.config.resilience.patience
+        if self.program.ours:
+            return None
+        return LaunchTerms(self.run.path, section.supervisor_timeout, section.stop_grace, patience)

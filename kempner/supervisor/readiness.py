@@ -1,0 +1,172 @@
+"""Readiness: checks in a second, before any rank starts, what a configuration asks for.
+
+Nothing is written, so that a corrected command starts as if there had been no other. The ranks
+check what they read again, for themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kempner.checkpoint.format.manifest import Identity, read
+from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.checkpoint.store.compatibility import compare_identities
+from kempner.checkpoint.store.selection import choose
+from kempner.cluster.slurm.job import restart_count
+from kempner.config.sections import Config
+from kempner.data.files.index import Index, Shard, fingerprint, read_index
+from kempner.data.files.requirements import check_held_out, check_samples, vocabulary
+from kempner.model.spec.memory import moment_elements
+from kempner.model.spec.shape import Shape
+from kempner.run.process.exit_codes import CheckpointWriteError, DataError, UsageError
+from kempner.run.process.retry import describe, empty, storage_waits
+from kempner.run.record.attempts import CURRENT
+from kempner.run.record.recorded_config import changes_since, describe_changes
+from kempner.run.record.run_dir import RunDirectory, refuse_unusable
+from kempner.run.record.used_before import used_before
+from kempner.supervisor.policy.room import judge_room
+
+_LOOKS_AT_ONCE = 16
+"""Token files whose sizes are asked for at a time: on a network file system each takes a while."""
+
+_STATE_BYTES = 4
+"""Of an element of the state: weights and moments are saved in float32."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What was found: how many token ids the model has, and what is worth a warning."""
+
+    vocab_size: int
+    warnings: tuple[str, ...] = ()
+
+
+def check_run_directory(run: RunDirectory, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise `UsageError` if the run's directory is, or would be, none that can be written.
+
+    What worked before is left to whoever writes there: it may be over soon.
+    """
+    refuse_unusable(run)
+    for there in (run.path, *run.path.absolute().parents):
+        if not there.exists():
+            continue
+        if not (os.access(there, os.W_OK | os.X_OK) or _began_before(run, environ)):
+            raise UsageError(
+                f"the run's directory {run.path} cannot be written: no permission for {there}; "
+                "set run.dir and run.name to a folder that can be written"
+            )
+        break
+
+
+def check_ready(
+    config: Config, run: RunDirectory, environ: Mapping[str, str] = os.environ
+) -> Ready:
+    """Check data, the newest checkpoint and the room for others against a configuration.
+
+    Raises `DataError` if data or checkpoint do not fit, `CheckpointWriteError` if not even one
+    checkpoint has room, each saying what to do, and as `StorageWaits.retry` where it cannot be seen
+    now.
+    """
+    index = _find_data(run, "data", config.data.dataset_path)
+    vocab_size = vocabulary(config, index)
+    check_samples(config, index)
+    if config.eval.interval is not None and config.eval.dataset_path is not None:
+        check_held_out(config, index, _find_data(run, "eval", config.eval.dataset_path))
+    shape = Shape.of(config.model, vocab_size)
+    folder = CheckpointFolder(
+        Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
+    )
+    committed = storage_waits().retry(folder.committed, path=folder.path)
+    if committed:
+        _check_resume(config, run, folder, index, shape)
+    size = _STATE_BYTES * (shape.parameters + moment_elements(shape, config.optimizer))
+    free = _free_bytes(folder.path)
+    room = judge_room(free, size, len(committed), config.checkpoint.keep_last)
+    if room.refused and not (committed or _began_before(run, environ)):
+        raise CheckpointWriteError(f"{folder.path}: {room.sentence}")
+    return Ready(vocab_size, (f"{folder.path}: {room.sentence}",) if room.sentence else ())
+
+
+def _free_bytes(folder: Path) -> int:
+    """On the disk where a folder is or will be."""
+    for there in (folder, *folder.absolute().parents):
+        if there.is_dir():
+            return storage_waits().retry(partial(shutil.disk_usage, there), path=there).free
+    return 0
+
+
+def _began_before(run: RunDirectory, environ: Mapping[str, str]) -> bool:
+    """Whether this is not the run's first start, as far as that can be seen."""
+    return restart_count(environ) > 0 or os.access(run.attempts / CURRENT, os.R_OK)
+
+
+def _find_data(run: RunDirectory, section: str, folder: str) -> Index:
+    """The index of a prepared folder all of whose token files are there, in their sizes."""
+    worked = used_before(run, section, "dataset_path", folder)
+    try:
+        index = read_index(Path(folder), worked)
+        _check_sizes(Path(folder), index, worked)
+    except DataError as error:
+        raise DataError(f"{section}.dataset_path={folder}: {error}") from error
+    return index
+
+
+def _check_sizes(folder: Path, index: Index, worked: bool) -> None:
+    def check(shard: Shard) -> None:
+        path = folder / shard.file
+        try:
+            size = storage_waits().retry(partial(_size, path, shard.bytes if worked else 0), worked)
+        except OSError as error:
+            raise DataError(
+                f"token file {describe(error)}; copy it from where the data was prepared, or "
+                "prepare the data again"
+            ) from error
+        if size != shard.bytes:
+            raise DataError(
+                f"token file {path} has {size} bytes, the index says {shard.bytes}; copy it again "
+                "from where the data was prepared, or prepare the data again"
+            )
+
+    with ThreadPoolExecutor(_LOOKS_AT_ONCE, "sizes") as pool:
+        for _ in pool.map(check, index.shards):
+            pass
+
+
+def _size(path: Path, expected: int) -> int:
+    """Raises `OSError`, also if the file is empty and `expected` is not 0."""
+    size = path.stat().st_size
+    if expected and not size:
+        raise empty(path, expected)
+    return size
+
+
+def _check_resume(
+    config: Config, run: RunDirectory, folder: CheckpointFolder, index: Index, shape: Shape
+) -> None:
+    """Raise `DataError` if the run cannot go on from its newest checkpoint, configured so."""
+    step = choose(folder.committed(), folder.latest())
+    if step is None:
+        return
+    path = folder.step(step)
+    try:
+        manifest = read(path)
+    except (DataError, OSError):
+        return  # the ranks look at it, and go on to the next one if it is damaged
+    now = Identity(
+        world=manifest.identity.world,
+        mesh={},
+        seed=config.train.seed,
+        data_fingerprint=fingerprint(index, config.train.seq_len),
+        model=shape.fixed(),
+        optimizer=config.optimizer.name,
+    )
+    judgement = compare_identities(manifest.identity, now, config.checkpoint.accept_changes)
+    if judgement.refusals:
+        changes = changes_since(run, manifest.attempt, config.model_dump(exclude_none=True))
+        raise DataError(judgement.sentence(path) + describe_changes(changes))

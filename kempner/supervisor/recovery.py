@@ -1,0 +1,175 @@
+"""What is done after an attempt failed: start the ranks again, leave the machine, or give up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+
+from kempner.cluster.slurm.hostlist import node_of
+from kempner.run.output.logs import logger
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.side_thread import unless
+from kempner.run.record.events.attempt import AttemptFailed, AttemptStarted, Restarting
+from kempner.run.record.events.job import NodeSuspected
+from kempner.supervisor.attempt import AttemptFollower
+from kempner.supervisor.context import SupervisorContext
+from kempner.supervisor.give_up import give_up
+from kempner.supervisor.launchers.base import CannotRestart
+from kempner.supervisor.nodes.health_check import NO_ANSWER
+from kempner.supervisor.policy.outcome import Decision, is_lost
+from kempner.supervisor.policy.restart import (
+    FAILURES,
+    Failure,
+    RestartDecision,
+    as_it_worked_before,
+    decide_restart,
+    is_worth_a_mark,
+)
+from kempner.supervisor.policy.storage_restart import decide_storage_restart, find_outage
+from kempner.supervisor.preflight import nodes_to_exclude
+
+LONG = 60.0
+"""Seconds after which a program of whose steps nothing is known counts as one that has worked."""
+
+
+def restart_or_finish(
+    context: SupervisorContext,
+    follower: AttemptFollower,
+    decision: Decision,
+    earlier: Sequence[Failure],
+) -> Decision | None:
+    """Get ready to start again after a failure; how the run ends if that makes no sense."""
+    worked = context.history.refresh().last_step is not None or any(f.step for f in earlier)
+    decision = as_it_worked_before(decision, worked)
+    if follower.stop_reason and decision.environment:
+        return replace(decision, code=ExitCode.STOPPED)
+    if decision.code not in FAILURES or follower.stop_reason:
+        return decision
+    attempt, failure = follower.attempt, _failure(context, follower, decision)
+    node = node_of(follower.roster.host_of(decision.culprit), context.launcher.nodes)
+    context.ledger.record(AttemptFailed(node=node, **asdict(failure)), attempt.number)
+    verdict = _decide_restart(context, decision, failure, earlier)
+    bad = _better_without(context, follower, decision, node, verdict)
+    if not (verdict.again or bad):
+        if decision.code is ExitCode.STORAGE_UNAVAILABLE and _may_come_back(context, follower):
+            return replace(decision, reason=verdict.reason)
+        final = replace(decision, reason=verdict.reason)
+        mark = is_worth_a_mark(failure, earlier, _ran_for_long(context, follower))
+        said = give_up(context.run, attempt, final, failure, node, mark)
+        return replace(final, reason=str(said))
+    if _may_come_back(context, follower) and follower.too_late_to_restart():
+        reason = f"{decision.reason}; too little of the job's time is left to start again in it"
+        return replace(decision, code=ExitCode.STOPPED, reason=reason)
+    return _start_again(context, follower, decision, verdict, bad)
+
+
+def _ran_for_long(context: SupervisorContext, follower: AttemptFollower) -> bool:
+    """Whether an attempt of a program that does not report its steps may have made some."""
+    if follower.roster.must_report or follower.roster.joined:
+        return False
+    started = context.history.refresh().entries(AttemptStarted)
+    return bool(started) and time.time() - started[-1].time > LONG
+
+
+def _start_again(
+    context: SupervisorContext,
+    follower: AttemptFollower,
+    decision: Decision,
+    verdict: RestartDecision,
+    bad: Mapping[str, str],
+) -> Decision | None:
+    """Get ready to start once more, here; how the run ends here if it cannot, or had better not."""
+    attempt, before = follower.attempt, context.launcher.nodes
+    unable = _prepare_again(context, follower, 0.0 if bad else verdict.pause)
+    context.lease.check()
+    if unable is None and is_asked_to_stop(context, follower):
+        return replace(decision, code=ExitCode.STOPPED, reason=f"{decision.reason}; stopped")
+    for gone in sorted(set(before) - set(context.launcher.nodes) - follower.roster.stuck_hosts):
+        context.ledger.record(NodeSuspected(gone, NO_ANSWER), attempt.number)
+    if unable is not None:
+        return replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
+    if bad:
+        reason = "; ".join(f"{name} is suspect: {why}" for name, why in bad.items())
+        return replace(decision, reason=reason, bad_nodes=tuple(bad))
+    logger().warning(verdict.reason)
+    context.ledger.record(Restarting(verdict.reason), attempt.number)
+    return None
+
+
+def _prepare_again(
+    context: SupervisorContext, follower: AttemptFollower, pause: float
+) -> CannotRestart | None:
+    """Have the launcher get ready once more, `pause` seconds from now.
+
+    It is left to itself if a stop is asked for meanwhile.
+    """
+    lost, stuck = follower.roster.lost_hosts(), follower.roster.stuck_pids()
+
+    def prepare() -> CannotRestart | None:
+        time.sleep(pause)
+        return context.launcher.prepare_again(lost, stuck)
+
+    return unless(partial(is_asked_to_stop, context, follower), prepare, "prepare")
+
+
+def is_asked_to_stop(context: SupervisorContext, follower: AttemptFollower | None) -> bool:
+    """Whether, between two attempts, there is a reason to begin no other one."""
+    if context.signals.received or context.lease.lost:
+        return True
+    return follower is not None and follower.must_stop()
+
+
+def _decide_restart(
+    context: SupervisorContext, decision: Decision, failure: Failure, earlier: Sequence[Failure]
+) -> RestartDecision:
+    """Whether to start again; `earlier` are the failures before, but for those of storage."""
+    if decision.code is ExitCode.STORAGE_UNAVAILABLE:
+        now, history = time.time(), context.history.refresh()
+        outage = find_outage(history, failure.committed, now)
+        patience = context.config.resilience.patience
+        return decide_storage_restart(decision, outage, now, patience)
+    budget = context.config.supervise.max_restarts_without_progress
+    return decide_restart(decision, failure, earlier, budget)
+
+
+def _better_without(
+    context: SupervisorContext,
+    follower: AttemptFollower,
+    decision: Decision,
+    node: str,
+    verdict: RestartDecision,
+) -> dict[str, str]:
+    """Nodes without which the job should go on, by way of the queue, each with a reason.
+
+    None where it cannot, or where the same failure would follow it everywhere.
+    """
+    job = context.job
+    if job is None or not _may_come_back(context, follower):
+        return {}
+    if not verdict.again and decision.code is not ExitCode.CHECKPOINT_FAILED:
+        return {}
+    launcher, history, config = context.launcher, context.history, context.config
+    bad = nodes_to_exclude(launcher, node, history, config, decision, verdict.last)
+    # Nodes that do not fit together cannot be used all the same: then the job waits for them.
+    return bad if bad and (decision.environment or job.finds_others(list(bad))) else {}
+
+
+def _may_come_back(context: SupervisorContext, follower: AttemptFollower) -> bool:
+    """Whether the job can be put back into the queue, to go on by way of it."""
+    first, job = follower.job.at_first, context.job
+    return job is not None and job.batch and first is not None and first.may_requeue
+
+
+def _failure(context: SupervisorContext, follower: AttemptFollower, decision: Decision) -> Failure:
+    culprit = next((end for end in follower.ends if end.rank == decision.culprit), None)
+    raised = culprit.raised if culprit is not None else ""
+    return Failure(
+        # Of a rank that was killed the last report is old; the others' came as they left.
+        step=follower.step_of(decision.culprit if raised else None),
+        committed=context.history.refresh().last_step,
+        raised=raised,
+        node_lost=decision.environment or (culprit is not None and is_lost(culprit)),
+        code=int(decision.code),
+    )

@@ -1,0 +1,38 @@
+"""What is said between the launch of the ranks and their first step."""
+
+from __future__ import annotations
+
+import pytest
+
+from kempner.run.control.protocol import Phase
+from kempner.supervisor.start_progress import StartProgress, describe_start
+
+
+@pytest.mark.parametrize(
+    ("phases", "last_step", "line"),
+    [
+        ([], None, "starting 2 ranks"),
+        ([Phase.LOAD], None, "starting 2 ranks"),
+        ([Phase.START, Phase.RENDEZVOUS], None, "2 ranks: importing torch"),
+        ([Phase.RENDEZVOUS, Phase.LOAD], None, "2 ranks: meeting"),
+        ([Phase.LOAD, Phase.LOAD], None, "2 ranks: building the model"),
+        ([Phase.LOAD, Phase.LOAD], 300, "2 ranks: loading step 300"),
+        ([Phase.LOAD, Phase.COMPILE], 300, ""),
+        ([Phase.STEP], None, ""),
+    ],
+)
+def test_the_slowest_rank_is_spoken_of(
+    phases: list[Phase], last_step: int | None, line: str
+) -> None:
+    assert describe_start(2, phases, last_step) == line
+
+
+def test_a_file_gets_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = StartProgress(1, None, ours=True)
+    for phase in (Phase.START, Phase.START, Phase.LOAD, Phase.STEP, Phase.LOAD):
+        progress.update([phase])
+    progress.close(clean=True)
+    lines = ["starting 1 rank", "1 rank: importing torch", "1 rank: building the model"]
+    assert capsys.readouterr().out.splitlines() == lines
+    StartProgress(2, None, ours=False).update([Phase.START])
+    assert capsys.readouterr().out == "starting 2 ranks\n"

@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 SHARED_OUT := --dist=loadfile --no-loadscope-reorder --durations=8
 
-.PHONY: install demo test test-slurm test-rest drills planted lint clean
+.PHONY: install demo test test-slurm test-rest drills planted walk lint clean
 
 install: $(READY)
 
@@ -14,6 +14,7 @@ demo: $(READY)
 	$(BIN)/kempner prepare --out data/demo/train data/demo/text/train
 	$(BIN)/kempner prepare --out data/demo/held_out data/demo/text/held_out
 	$(BIN)/kempner supervise configs/train/debug.toml
+	$(BIN)/kempner sample runs/debug --prompt "The " --seed 0
 	$(BIN)/python scripts/demo/report.py configs/train/debug.toml
 
 # The tests on a real Slurm mostly wait for it, so they run beside the others, on three clusters. A
@@ -39,6 +40,10 @@ drills: $(READY)
 # Do the tests notice bugs? A hundred are planted, one after the other: tests/planted/run.py.
 planted: $(READY)
 	$(BIN)/python tests/planted/run.py --record docs/planted_bugs.jsonl
+
+# The first hour of a new user, in an environment of its own: tests/walk/first_hour.py.
+walk: $(READY)
+	$(BIN)/python tests/walk/first_hour.py --record docs/first_hour.json
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -1,6 +1,7 @@
 """A plain training loop over some ranks: torchrun --nproc-per-node 2 plain.py"""
 
 import math
+import os
 
 import torch
 import torch.distributed as dist
@@ -42,8 +43,14 @@ def rate(step: int) -> float:
     return RATE * 0.5 * (1 + math.cos(math.pi * step / STEPS))
 
 
+def meet() -> None:
+    """Join the other ranks, or be alone without a launcher."""
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **({} if "RANK" in os.environ else alone))
+
+
 def main() -> None:
-    dist.init_process_group("gloo")
+    meet()
     torch.manual_seed(1)
     model = DistributedDataParallel(Curve())
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)

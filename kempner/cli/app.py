@@ -5,6 +5,7 @@ A rank, or `kempner status` in a shell's prompt, is spared what the other comman
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
@@ -13,14 +14,19 @@ import typer
 from typer.core import TyperGroup
 
 import kempner
+from kempner.cli.usage.words import check_paths
 
 _MODULES = {
+    "init": ("init",),
     "prepare": ("prepare",),
     "train": ("train",),
     "supervise": ("supervise",),
     "status": ("status",),
-    "checkpoint": ("checkpoint", "checkpoint_convert"),
+    "sample": ("sample",),
+    "prune": ("prune",),
+    "checkpoint": ("checkpoint.inspect", "checkpoint.convert"),
     "config": ("config",),
+    "completion": ("completion",),
 }
 """Commands in the order of `kempner --help`, and the modules that add them."""
 
@@ -31,7 +37,9 @@ def load_command(name: str) -> Any:
     loaded = typer.Typer(rich_markup_mode=None)
     for module in _MODULES[name]:
         import_module(f"kempner.cli.{module}").register(loaded)
-    return typer.main.get_group(loaded).commands[name]
+    command = typer.main.get_group(loaded).commands[name]
+    check_paths(command)
+    return command
 
 
 class _Commands(TyperGroup):
@@ -39,11 +47,18 @@ class _Commands(TyperGroup):
         return list(_MODULES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in _MODULES:
-            return load_command(cmd_name)
-        for name in _MODULES:  # to suggest one of them
-            self.add_command(load_command(name), name)
-        return None
+        return load_command(cmd_name) if cmd_name in _MODULES else None
+
+
+def path_of(arguments: Sequence[str]) -> str:
+    """The command that is meant, as in `kempner checkpoint list`, for a hint at its help."""
+    words, below = ["kempner"], dict.fromkeys(_MODULES)
+    for word in arguments:
+        if word not in below:
+            break
+        words.append(word)
+        below = getattr(load_command(word), "commands", {}) if words[2:] == [] else {}
+    return " ".join(words)
 
 
 app = typer.Typer(

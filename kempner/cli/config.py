@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from kempner.cli.usage.words import overrides
 from kempner.config.errors import ConfigError
+from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import dumps, load
 from kempner.config.sections import Config
 from kempner.model.spec.memory import estimate_memory
@@ -20,7 +22,7 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuratio
 """The first argument of every command that takes a configuration."""
 
 TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""`context_settings` of such a command; `load(path, context.args)` then reads the overrides."""
+"""`context_settings` of such a command; `overrides` gives `load` what it read."""
 
 commands = typer.Typer(
     help="Show or check a configuration, or list all keys.",
@@ -37,7 +39,7 @@ def register(app: typer.Typer) -> None:
 @commands.command(context_settings=TAKES_OVERRIDES)
 def show(context: typer.Context, file: ConfigFile) -> None:
     """Print the configuration as a run would use it: CONFIG, then --section.key=value."""
-    typer.echo(dumps(load(file, context.args)), nl=False)
+    typer.echo(dumps(load(file, overrides(context, file))), nl=False)
 
 
 @commands.command(context_settings=TAKES_OVERRIDES)
@@ -52,16 +54,18 @@ def check(
 
     CONFIG, then --section.key=value.
     """
-    config = load(file, context.args)
+    config = load(file, overrides(context, file))
     from kempner.supervisor.readiness import check_ready, check_run_directory
 
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     check_run_directory(run)
     for warning in check_ready(config, run).warnings:
         typer.echo(f"kempner: {warning}", err=True)
-    typer.echo(f"ok: {file}: {summary(config)}")
+    lines = [f"ok: {file}: {summary(config)}"]
     if world is not None:
-        typer.echo(memory(config, world))
+        refuse_absent_ranks(config.resilience.faults, world)
+        lines.append(memory(config, world))
+    typer.echo("\n".join(lines))
 
 
 @commands.command()

@@ -49,7 +49,8 @@ def _arm(arguments: Sequence[str]) -> bool:
 
     must_stop = arguments[:1] in (["train"], ["supervise"])
     if not must_stop:
-        protect(["stderr"])
+        # A closed standard output is no full one: the exit code is all that is wanted then.
+        protect(["stderr"] if sys.stdout is not None else ["stdout", "stderr"])
         return False
     from kempner.run.process.signals import exit_immediately, inbox
 
@@ -76,28 +77,61 @@ def _run_and_leave(arguments: Sequence[str]) -> NoReturn:
 
 def _run(arguments: Sequence[str]) -> int:
     """The exit code of the command; what the user caused is said on stderr in one line."""
+    from kempner.run.process.exit_codes import ExitCode, RunError, cannot_use
+
+    try:
+        return _call(arguments)
+    except RunError as error:
+        return _complain(str(error), error.code)
+    except KeyboardInterrupt:  # also of one that still imports
+        return ExitCode.INTERRUPTED
+    except OSError as error:
+        if error.filename is None and error.errno in _UNWRITABLE:
+            return _stop_printing(error)
+        if error.filename is None or error.errno is None:
+            raise
+        refusal = cannot_use(error)
+        return _complain(str(refusal), refusal.code)
+
+
+def _call(arguments: Sequence[str]) -> int:
+    """What the command returns; its own sentences about a wrong command line are said here."""
     import typer
 
-    from kempner.cli.app import app
+    from kempner.cli.app import app, path_of
+    from kempner.cli.usage.errors import explain, help_asked_for
+    from kempner.cli.usage.words import refuse_empty
     from kempner.config.errors import ConfigError
-    from kempner.run.process.exit_codes import ExitCode, RunError
+    from kempner.run.process.exit_codes import ExitCode
 
+    if "_KEMPNER_COMPLETE" in os.environ:
+        from kempner.cli.completion import prepare
+
+        prepare()
+    refuse_empty(arguments)
+    arguments = _plain(arguments)
     try:
         outcome = app(args=arguments, prog_name="kempner", standalone_mode=False)
         sys.stdout.flush()
     except ConfigError as error:
         return _complain(str(error), ExitCode.USAGE)
-    except RunError as error:
-        return _complain(str(error), error.code)
     except typer.TyperException as error:  # the command line itself
-        return _complain(f"{error.format_message()} (see kempner --help)", ExitCode.USAGE)
-    except (KeyboardInterrupt, typer.Abort):
+        if (text := help_asked_for(error, arguments)) is not None:
+            print(text)
+            return ExitCode.COMPLETED
+        sentence = explain(error, arguments)
+        return _complain(f"{sentence} (see {path_of(arguments)} -h)", ExitCode.USAGE)
+    except typer.Abort:
         return ExitCode.INTERRUPTED
-    except OSError as error:
-        if error.errno not in _UNWRITABLE or error.filename is not None:
-            raise
-        return _stop_printing(error)
     return ExitCode.COMPLETED if outcome is None else outcome
+
+
+def _plain(arguments: Sequence[str]) -> list[str]:
+    """The arguments, where `help COMMAND` and `COMMAND --version` are written in the usual way."""
+    ours = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+    if "--version" in ours:
+        return ["--version"]
+    return [*ours[1:], "--help"] if ours[:1] == ["help"] else list(arguments)
 
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
@@ -106,14 +140,14 @@ _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 def _stop_printing(error: OSError) -> ExitCode:
     """Nobody wants the rest, as with `| head`, or there is no room for it; the exit code."""
-    from kempner.run.process.exit_codes import ExitCode
+    from kempner.run.process.exit_codes import CannotWriteError, ExitCode
 
     nothing = os.open(os.devnull, os.O_WRONLY)  # for what Python flushes as it ends
     os.dup2(nothing, 1)
     os.close(nothing)
     if error.errno == errno.EPIPE:
         return ExitCode.CRASHED  # in silence, as typer does while the command runs
-    return _complain(f"the output cannot be written: {error.strerror}", ExitCode.CRASHED)
+    return _complain(f"the output cannot be written: {error.strerror}", CannotWriteError.code)
 
 
 def _complain(sentence: str, code: ExitCode) -> ExitCode:

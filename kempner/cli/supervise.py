@@ -13,7 +13,9 @@ import typer
 from typer.core import TyperCommand
 
 from kempner.cli.config import TAKES_OVERRIDES
+from kempner.cli.usage.words import overrides
 from kempner.cluster.slurm.job import element, restart_count
+from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.run.output import logs
@@ -79,7 +81,7 @@ def supervise(
     inbox().install()
     logs.configure()
     command: tuple[str, ...] = context.obj
-    config, given = _load(file, context.args, command)
+    config, given = _load(file, overrides(context, file, bool(command)), command)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     chosen = launcher or choose_launcher(config.slurm.launcher, os.environ, nproc, jobid)
     if chosen is not LauncherName.LOCAL:
@@ -88,6 +90,7 @@ def supervise(
         return _in_a_job(run, command, config, jobid, given, chosen)
     if jobid is not None:
         raise UsageError("--jobid names a Slurm allocation: use it with --launcher srun")
+    refuse_absent_ranks(config.resilience.faults, nproc or 1)
     return _here(run, command, config, given, nproc or 1)
 
 
@@ -161,6 +164,7 @@ def _in_a_job(
         job, os.environ, config, given=jobid is not None, per_task=per_task
     )
     step = (SrunLauncher if per_task else TorchrunLauncher)(allocation, config.supervise)
+    refuse_absent_ranks(config.resilience.faults, step.size)
     restarts = restart_count(os.environ)
     say(introduction(allocation, resources, run, given, restarts))
     inbox().pause_within(_never_paused)

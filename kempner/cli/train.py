@@ -5,13 +5,15 @@ from __future__ import annotations
 import typer
 
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
+from kempner.cli.usage.words import overrides
+from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.run.output import logs
 from kempner.run.output.console import expect_a_line_for_now, say
 from kempner.run.output.logs import logger
 from kempner.run.process.retry import storage_waits
-from kempner.run.record.run_dir import RUN_LINE, RunDirectory
+from kempner.run.record.run_dir import RUN_LINE, RunDirectory, refuse_unusable
 from kempner.training.rank_link.rank_link import open_rank_link
 from kempner.training.rank_link.shutdown import ShutdownHandler
 
@@ -30,13 +32,16 @@ def train(context: typer.Context, file: ConfigFile) -> None:
     shutdown = ShutdownHandler()
     shutdown.install()
     logs.configure()
-    config = load(file, context.args)
+    config = load(file, overrides(context, file))
     rank_link = open_rank_link(config, shutdown)
     if rank_link.launch is not None:
         expect_a_line_for_now()
-    elif rank_link.world.size == 1:
-        storage_waits().configure(config.resilience.patience, shutdown.should_shutdown)
-        _check(config, rank_link.run)
+    else:
+        refuse_unusable(rank_link.run)
+        refuse_absent_ranks(config.resilience.faults, rank_link.world.size)
+        if rank_link.world.size == 1:
+            storage_waits().configure(config.resilience.patience, shutdown.should_shutdown)
+            _check(config, rank_link.run)
     from kempner.training.main import main
 
     main(config, rank_link, shutdown)

@@ -20,8 +20,7 @@ class ConfigError(Exception):
 
 _LONGEST_QUOTE = 80
 
-# What pydantic's error types demand (https://docs.pydantic.dev/latest/errors/validation_errors/).
-_DEMANDS: Mapping[str, str] = {
+DEMANDS: Mapping[str, str] = {
     "bool_type": "must be true or false",
     "int_type": "must be a whole number",
     "float_type": "must be a number",
@@ -40,6 +39,7 @@ _DEMANDS: Mapping[str, str] = {
     "too_long": "must have at most {max_length} values",
     "model_type": "must be a table of keys",
 }
+"""What pydantic's error types demand (https://docs.pydantic.dev/latest/errors/validation_errors/)."""
 
 
 def quote(value: object) -> str:
@@ -75,9 +75,10 @@ def describe_error(details: ErrorDetails, known: Sequence[str]) -> str:
         inside = list(value) if isinstance(value, Mapping) else []
         return unknown([str(key) for key in keys], inside, known)
     if kind == "value_error":  # raised by a validator that looks at several keys
-        return f"[{dotted(keys)}] {context['error']}" if keys else str(context["error"])
+        place = f"[{dotted(keys)}] " if len(keys) == 1 else f"{dotted(keys)}: " if keys else ""
+        return f"{place}{context['error']}"
     bounds = {name: f"{x:g}" if isinstance(x, float) else x for name, x in context.items()}
-    demand = _DEMANDS.get(kind, "").format(**bounds) or f"is refused ({details['msg']})"
+    demand = DEMANDS.get(kind, "").format(**bounds) or f"is refused ({details['msg']})"
     return f"{dotted(keys)} {demand}, not {quote(value)}"
 
 

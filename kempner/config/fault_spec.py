@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kempner.config.errors import ConfigError
+
 
 class FailPoint(StrEnum):
     """The points inside a save at which a fault can be asked for, as if each were a phase.
@@ -89,6 +91,19 @@ class Fault:
         if phase != self.phase or step is None or self.step is None:
             return phase == self.phase
         return step >= self.step if self.lasting else step == self.step
+
+
+def refuse_absent_ranks(texts: Iterable[str], world: int) -> None:
+    """Raise `ConfigError` for a fault of a rank that a world of this size has not.
+
+    The faults were parsed before, so each is one.
+    """
+    for fault in parse_faults(texts):
+        if fault.rank >= world:
+            raise ConfigError(
+                f'resilience.faults: "{fault.text}": there is no rank {fault.rank}; '
+                f"the {world} rank{'s are' if world > 1 else ' is'} numbered from 0"
+            )
 
 
 def parse_faults(texts: Iterable[str]) -> tuple[Fault, ...]:

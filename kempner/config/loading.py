@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from kempner.config.errors import ConfigError, describe_error, dotted, shorten
 from kempner.config.overrides import Override, parse, place
+from kempner.config.section import expand_home
 from kempner.config.sections import Config, RunSection
 
 Keys = tuple[str | int, ...]
@@ -21,6 +23,8 @@ Keys = tuple[str | int, ...]
 
 _LARGEST_FILE = 1 << 20
 """Bytes; a configuration has a few thousand, so a larger file is something else."""
+
+_NO_SUCH_PATH = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 
 _SYNTAX_HINTS: Mapping[str, str] = {
     "Invalid value": "strings need quotes, true and false are lower case",
@@ -34,9 +38,13 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     `run.name` becomes the file's stem when neither sets it. Without a file all else is as it is
     when left out.
 
+    A `~` in front of `path` is the user's home.
+
     Raises:
-        ConfigError: the file cannot be read, or it or an argument asks for something wrong.
+        ConfigError: the file is not there or none, or it or an argument asks for something wrong.
+        OSError: the file is there, and its storage fails.
     """
+    path = None if path is None else _expand(path)
     table = {} if path is None else _parse_toml(path, _read(path))
     known = known_keys()
     given = parse(overrides, known)
@@ -93,12 +101,24 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"{path} is a directory; name a TOML file") from None
     except FileNotFoundError:
         raise ConfigError(_missing(path)) from None
-    except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path} cannot be read: {reason}") from None
+    except PermissionError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except OSError as error:
+        if error.errno not in _NO_SUCH_PATH:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise ConfigError(f"{shorten(str(path))} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a null character in the path
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     if len(content) > _LARGEST_FILE:
         raise ConfigError(f"{path} is larger than 1 MiB; name a configuration in TOML")
     return content
+
+
+def _expand(path: Path) -> Path:
+    try:
+        return Path(expand_home(str(path)))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _missing(path: Path) -> str:

@@ -16,6 +16,7 @@ from kempner.config.section import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -26,9 +27,11 @@ from kempner.config.section import (
 class RunSection(Section):
     """Where the files of the run are: `<dir>/<name>/`."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] | None = (
+        None
+    )
     """Name of the run's directory; the configuration file's stem by default."""
-    dir: Text = "runs"
+    dir: PathText = "runs"
     """Folder that holds the runs; relative to the working directory."""
 
 
@@ -100,6 +103,15 @@ class TrainSection(Section):
     """Threads for one rank's CPU kernels; results are bit-identical only for the same number.
     Default: OMP_NUM_THREADS, or the rank's share of the machine's cores."""
 
+    @model_validator(mode="after")
+    def _batches_fit(self) -> Self:
+        if self.micro_batch_size > self.global_batch_size:
+            raise ValueError(
+                f"micro_batch_size={self.micro_batch_size} exceeds "
+                f"global_batch_size={self.global_batch_size}, the sequences of all ranks"
+            )
+        return self
+
 
 class OptimizerSection(Section):
     """The optimizer; its learning rate is the peak of the schedule."""
@@ -143,11 +155,17 @@ class SchedulerSection(Section):
     min_lr_ratio: Fraction = 0.0
     """Final learning rate as a fraction of the peak (cosine, linear, wsd)."""
 
+    @model_validator(mode="after")
+    def _obeys_what_is_set(self) -> Self:
+        if self.decay_steps is not None and self.name != "wsd":
+            raise ValueError(f'decay_steps has no effect with name="{self.name}"; remove it')
+        return self
+
 
 class DataSection(Section):
     """The tokens: a directory that `kempner prepare` wrote."""
 
-    dataset_path: Text = "data/train"
+    dataset_path: PathText = "data/train"
     """Directory with index.json and its token files."""
     num_dataloader_workers: NonNegativeInt = 0
     """Loader processes per rank; 0 reads in the rank itself."""
@@ -188,7 +206,7 @@ class DistributedSection(Section):
 class CheckpointSection(Section):
     """Where checkpoints are written, how often, and how many are kept."""
 
-    dir: Text | None = None
+    dir: PathText | None = None
     """Folder of the checkpoints; checkpoints/ in the run's directory by default."""
     interval: PositiveInt = 500
     """Steps between checkpoints."""
@@ -300,7 +318,7 @@ class EvalSection(Section):
 
     interval: PositiveInt | None = None
     """Steps between evaluations; none by default. If set, the last step is always evaluated."""
-    dataset_path: Text | None = None
+    dataset_path: PathText | None = None
     """Directory of the held-out tokens, as written by `kempner prepare`."""
     max_batches: PositiveInt = 8
     """Global batches per evaluation, or as many as the data has."""

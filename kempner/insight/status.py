@@ -9,9 +9,10 @@ from itertools import groupby
 from typing import Any
 
 from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.insight.progress import Progress, measure
+from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record import gave_up
-from kempner.run.record.attempts import read_current
 from kempner.run.record.events.attempt import AttemptEnded, AttemptStarted
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.stop import Completed, Stopped, StopRequested
@@ -19,11 +20,14 @@ from kempner.run.record.gave_up import GaveUp
 from kempner.run.record.history import RunHistory
 from kempner.run.record.lease import is_owned
 from kempner.run.record.ledger import read_lines
-from kempner.run.record.recorded_config import checkpoint_folder
+from kempner.run.record.recorded_config import checkpoint_folder, live_attempt, total_steps
 from kempner.run.record.run_dir import RunDirectory
 
 UNSETTLED = "running, or ended without a message"
 """The state of a run whose ledger says no more: its lease has to tell."""
+
+DEAD = "ended without a message"
+"""The state of one that nobody owns: it was killed, or its machine is gone."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,14 @@ class Status:
     """A run at a glance; what is not known is None."""
 
     state: str
-    step: int | None
-    loss: float | None
+    progress: Progress
     latest_checkpoint: int | None
     attempts: int
-    last_event: str | None
+    alive: bool | None = None
+    """Whether somebody owns the run; None if that cannot be seen now."""
     ranks: tuple[tuple[str, str], ...] = ()
-    """Who is where, as last heard: names of ranks, and their step and phase."""
+    """Who is where, as last heard, while the run goes on: names of ranks, and their step and phase.
+    """
     gave_up: GaveUp | None = None
     """Why the run is not to be started again before a person has done something."""
 
@@ -46,27 +51,37 @@ def summarise(
     history: RunHistory,
     metrics: Iterable[Mapping[str, Any]],
     latest_checkpoint: int | None,
+    alive: bool | None = None,
+    total: int | None = None,
 ) -> Status:
-    """Condense history and metrics."""
-    attempts, last, state = 0, None, "not started"
+    """Condense history and metrics; `total` is the number of steps of the whole run."""
+    attempts, state, over = 0, "not started", True
     for event in history.events(LedgerEvent):
-        last = event.name
         match event:
             case AttemptStarted():
-                attempts, state = attempts + 1, UNSETTLED
+                attempts, state, over = attempts + 1, UNSETTLED, False
             case StopRequested():
-                state = f"asked to stop{_why(event)}"
+                state, over = f"asked to stop{_why(event)}", False
             case Stopped():
-                state = f"{event.name}{_why(event)}"
+                state, over = f"{event.name}{_why(event)}", True
             case Completed():
-                state = event.name
+                state, over = event.name, True
             case AttemptEnded() if event.reason:
-                state = event.reason
-    step, loss = None, None
-    for line in metrics:
-        if "loss" in line:
-            step, loss = line["step"], line["loss"]
-    return Status(state, step, loss, latest_checkpoint, attempts, last)
+                state, over = event.reason, event.code in (ExitCode.COMPLETED, ExitCode.STOPPED)
+                over = over or not alive
+    state = _by_lease(state, over, alive)
+    return Status(state, measure(metrics, total), latest_checkpoint, attempts, alive)
+
+
+def _by_lease(state: str, over: bool, alive: bool | None) -> str:
+    """The state, by what the ledger says, whether that is an end, and whether the run is owned."""
+    if alive is None or over:
+        return state
+    if state == UNSETTLED:
+        return "running" if alive else DEAD
+    if state.startswith("asked to stop"):
+        return state if alive else f"{state}, and {DEAD}"
+    return f"running; the last attempt: {state}"
 
 
 def _why(event: StopRequested | Stopped) -> str:
@@ -106,20 +121,23 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def read_status(run: RunDirectory, history: RunHistory) -> Status:
-    """The status of the run in a directory, which has this history."""
-    status = summarise(history, read_lines(run.metrics), _latest_checkpoint(run, history))
-    state = _by_lease(run) if status.state == UNSETTLED else status.state
-    return replace(status, state=state, ranks=gather(_read_ranks(run)), gave_up=gave_up.read(run))
+    """The status of the run in a directory, which has this history.
+
+    Raises `OSError` if a file cannot be read now.
+    """
+    latest, alive = _latest_checkpoint(run, history), _is_alive(run)
+    status = summarise(history, read_lines(run.metrics), latest, alive, total_steps(run))
+    ranks = gather(_read_ranks(run, history)) if alive else ()
+    return replace(status, ranks=ranks, gave_up=gave_up.read(run))
 
 
-def _by_lease(run: RunDirectory) -> str:
-    """Whether a run goes on of whose end the ledger has no word."""
+def _is_alive(run: RunDirectory) -> bool | None:
     try:
-        return "running" if is_owned(run.supervisors) else "ended without a message"
-    except FileNotFoundError:
-        return "ended without a message"
+        return is_owned(run.supervisors)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
     except OSError:
-        return UNSETTLED
+        return None
 
 
 def _latest_checkpoint(run: RunDirectory, history: RunHistory) -> int | None:
@@ -131,13 +149,18 @@ def _latest_checkpoint(run: RunDirectory, history: RunHistory) -> int | None:
         return history.last_step
 
 
-def _read_ranks(run: RunDirectory) -> list[dict[str, Any]]:
-    """What the supervisor of the live attempt last heard; nothing without a supervisor."""
-    attempt = read_current(run.attempts)
-    if attempt is None:
+def _read_ranks(run: RunDirectory, history: RunHistory) -> list[dict[str, Any]]:
+    """What the supervisor of the live attempt last heard; nothing between two attempts."""
+    attempt = live_attempt(run)
+    ended = {entry.attempt for entry in history.entries(AttemptEnded)}
+    if attempt is None or attempt.number in ended:
         return []
     try:
-        ranks: list[dict[str, Any]] = json.loads(run.ranks(attempt.number).read_bytes())
-    except FileNotFoundError:
+        found = json.loads(run.ranks(attempt.number).read_bytes())
+    except (FileNotFoundError, ValueError):  # not written yet
         return []
-    return ranks
+    places = found if isinstance(found, list) else []
+    return [place for place in places if isinstance(place, dict) and place.keys() >= _PLACE]
+
+
+_PLACE = {"rank", "step", "phase"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ from kempner.data.files.requirements import check_held_out, check_samples, vocab
 from kempner.model.spec.memory import moment_elements
 from kempner.model.spec.shape import Shape
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, UsageError
-from kempner.run.process.retry import describe, empty, is_passing, storage_waits
+from kempner.run.process.retry import describe, empty, storage_waits
 from kempner.run.record.attempts import CURRENT
 from kempner.run.record.recorded_config import changes_since, describe_changes
-from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.run_dir import RunDirectory, refuse_unusable
 from kempner.run.record.used_before import used_before
 from kempner.supervisor.policy.room import judge_room
 
@@ -41,10 +40,6 @@ _LOOKS_AT_ONCE = 16
 
 _STATE_BYTES = 4
 """Of an element of the state: weights and moments are saved in float32."""
-
-
-_LONGEST_NAME = 255
-"""Bytes of a file's name on any file system of Linux."""
 
 
 @dataclass(frozen=True)
@@ -60,33 +55,16 @@ def check_run_directory(run: RunDirectory, environ: Mapping[str, str] = os.envir
 
     What worked before is left to whoever writes there: it may be over soon.
     """
-    advice = "set run.dir and run.name to a folder that can be written"
-    if any(len(os.fsencode(name)) > _LONGEST_NAME for name in run.path.parts):
-        raise UsageError(f"the run's directory cannot be {run.path}: a name is too long; {advice}")
+    refuse_unusable(run)
     for there in (run.path, *run.path.absolute().parents):
-        try:
-            mode = there.stat().st_mode
-        except (FileNotFoundError, NotADirectoryError):
+        if not _look(there.exists, there):
             continue
-        except OSError as error:
-            if is_passing(error, _began_before(run, environ)):
-                return
-            raise UsageError(
-                f"the run's directory cannot be {run.path} ({error.strerror}); {advice}"
-            ) from error
-        if not stat.S_ISDIR(mode):
-            raise UsageError(
-                f"the run's directory cannot be {run.path}: {there} is a file; {advice}"
-            )
         if not (os.access(there, os.W_OK | os.X_OK) or _began_before(run, environ)):
             raise UsageError(
                 f"the run's directory {run.path} cannot be written: no permission for {there}; "
-                f"{advice}"
+                "set run.dir and run.name to a folder that can be written"
             )
         break
-    for file in (run.ledger, run.metrics, run.gave_up):
-        if _look(file.is_dir, file):
-            raise UsageError(f"{file} is a folder, where the run needs a file; move it away")
 
 
 def check_ready(

@@ -34,6 +34,7 @@ from kempner.training.vote.final_save import (
     finish,
     refuse_to_go_on_unsaved,
     secure_last_step,
+    vote_to_go_on,
 )
 from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 
@@ -124,19 +125,10 @@ class Training:
 
     def vote(self, void: bool = False) -> Vote:
         """What this rank wants at this moment."""
-        self.checkpoints.poll()
-        failures, now = self.checkpoints.failures, time.monotonic()
         at_the_end = self.train_state.step == self.config.train.max_steps
-        return Vote(
-            stop=self.shutdown.reason(),
-            void=void,
-            diverged=self.health.trouble is not None or (at_the_end and not self.health.sound),
-            failed_saves=failures.count,
-            unsaved_for=failures.lasting(now),
-            save_again=failures.due(now),
-            seconds_left=self.shutdown.seconds_left(),
-            superseded=self.checkpoints.superseded,
-        )
+        diverged = self.health.trouble is not None or (at_the_end and not self.health.sound)
+        wanted = vote_to_go_on(self.shutdown, self.checkpoints)
+        return replace(wanted, void=void, diverged=diverged)
 
     @property
     def suspicious(self) -> bool:

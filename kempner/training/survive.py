@@ -9,18 +9,16 @@ the same step. Under `kempner supervise -- COMMAND` the ranks also report to the
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from types import TracebackType
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -33,14 +31,15 @@ from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.config.resilience import ResilienceSection
 from kempner.config.sections import CheckpointSection, DistributedSection, SuperviseSection
+from kempner.run.control.heartbeat import Progress
 from kempner.run.control.launch_env import Launch, LaunchTerms
 from kempner.run.control.protocol import Phase
 from kempner.run.output import logs
 from kempner.run.output.console import protect, say
 from kempner.run.output.logs import logger, open_log
-from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
+from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.retry import storage_waits
-from kempner.run.process.signals import ignore_from_now_on
+from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import Attempt, Fence
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.history import RunHistory
@@ -48,10 +47,11 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.training.build import host_facts, read_history, versions
 from kempner.training.compute.seeds import set_rng
 from kempner.training.groups.process_groups import Ranks, adopt
-from kempner.training.main import Ownership, classify, take_run
+from kempner.training.last_words import LastWords
+from kempner.training.main import Ownership, take_run
 from kempner.training.rank_link.rank_link import RankLink, join
 from kempner.training.rank_link.shutdown import ShutdownHandler
-from kempner.training.vote.final_save import finish, refuse_to_go_on_unsaved
+from kempner.training.vote.final_save import finish, refuse_to_go_on_unsaved, vote_to_go_on
 from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 
 
@@ -81,11 +81,16 @@ def survive(
     From this call to the end of the loop, however it ends, the stop signals come here; then they do
     again what they did before. In another thread than the main one Python traps no signals, and
     only the supervisor's orders stop the loop.
+
+    At a prompt (a notebook, IPython, `python -i`) they come here only while the loop runs. After a
+    Ctrl-C the state is committed, and iterating raises `KeyboardInterrupt`; a second one within two
+    seconds raises it at once. `run_dir` has no default there.
     """
     protect()
     logs.configure()
-    shutdown = ShutdownHandler()
-    shutdown.install()
+    shutdown = ShutdownHandler(_at_prompt())
+    if not _at_prompt():
+        shutdown.install()
     try:
         return _prepare(
             model, optimizer, Todo(steps, save_every, seed, keep_last), run_dir, shutdown
@@ -108,14 +113,12 @@ def _prepare(
     run = RunDirectory(Path(run_dir or (told.run if told else _beside(sys.argv[0]))))
     section = _as_told(told)
     rank_link = join(run, section, shutdown)
-    last_words = _LastWords(rank_link)
+    last_words = LastWords(rank_link)
     todo.check()
+    device = _device_of(model, optimizer)
     rank_link.progress.enter(Phase.LOAD)
-    first = next(model.parameters(), None)
-    if first is None:
-        raise UsageError("survive(model): it has no parameters, so there is nothing to save")
     raise_open_file_limit()
-    ranks = adopt(rank_link.world, first.device, timedelta(seconds=DistributedSection().timeout))
+    ranks = adopt(rank_link.world, device, timedelta(seconds=DistributedSection().timeout))
     shutdown.join_group(told.stop_grace if told else None, rank_link.tell_of_signal)
     patience = told.patience if told else ResilienceSection().patience
     storage_waits().configure(patience, shutdown.should_shutdown)
@@ -127,13 +130,10 @@ def _prepare(
     open_log(run.log(attempt.number, ranks.world.rank), attempt=attempt.number)
     try:
         checkpoints = _open_checkpoints(run, model, optimizer, ranks, rank_link, attempt, todo)
-        survivor = Survivor(todo, rank_link, ownership, ranks, shutdown, checkpoints, last_words)
+        return Survivor(todo, rank_link, ownership, ranks, shutdown, checkpoints, last_words)
     except BaseException:
         ownership.release()
         raise
-    # Of every optimizer: another one may step other parts of the model.
-    register_optimizer_step_pre_hook(lambda *_: checkpoints.release_staging())
-    return survivor
 
 
 @dataclass(frozen=True)
@@ -169,28 +169,47 @@ class Survivor:
         ranks: Ranks,
         shutdown: ShutdownHandler,
         checkpoints: CheckpointManager,
-        last_words: _LastWords,
+        last_words: LastWords,
     ) -> None:
         self._todo, self._rank_link, self._ownership = todo, rank_link, ownership
-        self._last_words, self._progress = last_words, rank_link.progress
+        self._last_words, self._begun = last_words, False
         self.ranks, self.shutdown, self.checkpoints = ranks, shutdown, checkpoints
         self.vote_group = VoteGroup(ranks.votes)
         self.train_state = checkpoints.restore() or TrainState()
         """How many steps are done."""
         self.suspicious = False
         """Always False: only the loop itself could judge its losses."""
+        # Of every optimizer: another one may step other parts of the model.
+        self._hook = register_optimizer_step_pre_hook(lambda *_: checkpoints.release_staging())
 
     def __iter__(self) -> Iterator[int]:
+        if self._begun:
+            raise UsageError("survive(...) was iterated over before; call it again to go on")
+        self._begun = True
+        if _at_prompt():
+            self.shutdown.install()
         code: ExitCode | None = None
         try:
             code = yield from self._steps()
         finally:
-            self._ownership.release()
-            # Whom the supervisor stops has nothing left to do, and is not to die of a signal now.
-            if code is None or code is ExitCode.COMPLETED or self._rank_link.launch is None:
-                self.shutdown.uninstall()
+            self._give_back(code)
         if code is not ExitCode.COMPLETED:
+            if _at_prompt() and self.shutdown.reason() is StopReason.INTERRUPT:
+                raise KeyboardInterrupt
             raise SystemExit(int(code))
+
+    def _give_back(self, code: ExitCode | None) -> None:
+        """Let go of the run and of what this process shares with whatever it does next."""
+        self.checkpoints.release_staging()  # nothing waits for that any more once the hook is gone
+        self._hook.remove()
+        self._ownership.release()
+        # Whom the supervisor stops has nothing left to do, and is not to die of a signal now.
+        if code is None or code is ExitCode.COMPLETED or self._rank_link.launch is None:
+            self.shutdown.uninstall()
+
+    @property
+    def _progress(self) -> Progress:
+        return self._rank_link.progress
 
     def _steps(self) -> Generator[int, None, ExitCode]:
         """The steps that are left; then how the loop ended."""
@@ -219,16 +238,7 @@ class Survivor:
 
     def vote(self) -> Vote:
         """This rank's vote at this moment."""
-        self.checkpoints.poll()
-        failures, now = self.checkpoints.failures, time.monotonic()
-        return Vote(
-            stop=self.shutdown.reason(),
-            failed_saves=failures.count,
-            unsaved_for=failures.lasting(now),
-            save_again=failures.due(now),
-            seconds_left=self.shutdown.seconds_left(),
-            superseded=self.checkpoints.superseded,
-        )
+        return vote_to_go_on(self.shutdown, self.checkpoints)
 
     def record(self, event: LedgerEvent) -> None:
         """Record an event in the run's ledger."""
@@ -257,38 +267,6 @@ class Survivor:
             say(words)
 
 
-class _LastWords:
-    """Tells the supervisor how this process ends: at its exit, or with the exception that ends it.
-
-    At once in the latter case: an interpreter that goes down waits for threads, and those may wait
-    for ranks that wait for this one.
-    """
-
-    def __init__(self, rank_link: RankLink) -> None:
-        self.code: ExitCode | None = None
-        """How the loop ended, if it did; without that the exit status says more."""
-        self._rank_link, self._earlier_hook = rank_link, sys.excepthook
-        sys.excepthook = self._hook
-        atexit.register(self._say)
-
-    def _say(self) -> None:
-        if self.code is not None:
-            self._rank_link.leave(self.code, "")
-        ignore_from_now_on()
-
-    def _hook(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        self.code = None
-        if isinstance(error, RunError):
-            self._rank_link.report_unfit_node(error)
-            self._rank_link.leave(error.code, str(error))
-            say(f"kempner: {error}", sys.stderr)
-            return
-        self._rank_link.leave(classify(error, self._rank_link), f"{kind.__name__}: {error}")
-        self._earlier_hook(kind, error, trace)
-
-
 def _as_told(terms: LaunchTerms | None) -> SuperviseSection:
     """The supervisor's patience; without one nobody waits for anybody."""
     if terms is None:
@@ -298,9 +276,34 @@ def _as_told(terms: LaunchTerms | None) -> SuperviseSection:
     )
 
 
+def _at_prompt() -> bool:
+    """Whether somebody types at this process, in a notebook, IPython or Python's own prompt."""
+    return hasattr(sys, "ps1")
+
+
 def _beside(script: str) -> Path:
-    """The default run directory: as `kempner supervise` would name it."""
-    return Path("runs") / (Path(script).stem or "run")
+    """The default run directory: as `kempner supervise` would name it.
+
+    Raises `UsageError` without a script: another notebook's run would be taken for this one's.
+    """
+    name = Path(script).stem
+    if _at_prompt() or name in ("", "-c", "-"):
+        raise UsageError(
+            'survive(): there is no script to name the run after; add run_dir="runs/NAME"'
+        )
+    return Path("runs") / name
+
+
+def _device_of(model: nn.Module, optimizer: Optimizer) -> torch.device:
+    """Where the model is. Raises `UsageError` if these are not a model and its optimizer."""
+    for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
+        if not isinstance(given, kind):
+            home = "torch.nn.Module" if kind is nn.Module else "torch.optim.Optimizer"
+            raise UsageError(f"survive({name}={type(given).__name__}): it must be a {home}")
+    parameters = list(model.parameters())
+    if not parameters:
+        raise UsageError("survive(model): it has no parameters, so there is nothing to save")
+    return parameters[0].device
 
 
 def _open_checkpoints(

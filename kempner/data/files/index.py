@@ -62,6 +62,10 @@ class Shard(Record):
     documents: Count
     empty_documents: Count
     """Documents without text, which are left out."""
+    bad_lines: Count = 0
+    """Lines, or rows of a table, that hold no text and are left out."""
+    unproven_cuts: Count = 0
+    """Places in long documents where a token may differ from those of the whole document."""
     bytes: Count
     """Size of the file, header included."""
     checksum: Checksum

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from types import FrameType
@@ -70,14 +71,19 @@ class SignalInbox:
         self._around_pause: Callable[[], AbstractContextManager[bool]] | None = None
         self._before: _Before | None = None
         """What `uninstall` brings back; None while the inbox is not installed."""
+        self._reader: int | None = None
+        self._pressed = -math.inf
 
     @property
     def installed(self) -> bool:
         """Whether the stop signals come here."""
         return self._before is not None
 
-    def install(self) -> None:
+    def install(self, at_prompt: bool = False) -> None:
         """Take over the stop signals and unblock them; SIGQUIT dumps all stacks to stderr.
+
+        `at_prompt` says that somebody types at this process: a second Ctrl-C within `INSIST_WITHIN`
+        seconds then raises `KeyboardInterrupt` in the main thread.
 
         SIGHUP and SIGINT stay ignored where nohup, or a shell's `&`, has this process ignore them.
         A launcher that blocked the signals around the start of this process loses none that came
@@ -88,8 +94,11 @@ class SignalInbox:
         reader, writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(writer, False)
         wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._reader = reader
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
         handlers = {number: signal.signal(number, _ignore_here) for number in _not_to_be_ignored()}
+        if at_prompt and signal.SIGINT in handlers:
+            signal.signal(signal.SIGINT, self._raise_if_insisted)
         self._before = _Before(handlers, wakeup, writer)
         if sys.__stderr__ is not None:
             faulthandler.register(signal.SIGQUIT, file=sys.__stderr__, all_threads=True)
@@ -109,7 +118,7 @@ class SignalInbox:
         faulthandler.unregister(signal.SIGQUIT)
         os.close(before.writer)  # which ends the thread
         with self._lock:
-            self._received, self._react = [], None
+            self._received, self._react, self._reader = [], None, None
 
     def pause_within(self, around: Callable[[], AbstractContextManager[bool]]) -> None:
         """Enter `around()` when the terminal asks to pause (Ctrl-Z), and leave it after `fg`.
@@ -138,10 +147,15 @@ class SignalInbox:
         for received in waiting:
             reaction(received)
 
+    def _raise_if_insisted(self, signum: int, frame: FrameType | None) -> None:
+        earlier, self._pressed = self._pressed, time.monotonic()
+        if self._pressed - earlier <= INSIST_WITHIN:
+            raise KeyboardInterrupt
+
     def _listen(self, reader: int) -> None:
         while number := os.read(reader, 1):
             if number[0] in STOP_SIGNALS:
-                self._note(Received(signal.Signals(number[0]), time.monotonic()))
+                self._note(Received(signal.Signals(number[0]), time.monotonic()), reader)
             elif number[0] == signal.SIGTSTP and self._around_pause is not None:
                 with self._around_pause() as may_pause:
                     if may_pause:
@@ -149,8 +163,10 @@ class SignalInbox:
                         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         os.close(reader)
 
-    def _note(self, received: Received) -> None:
+    def _note(self, received: Received, reader: int) -> None:
         with self._lock:
+            if reader != self._reader:
+                return  # it came before an `uninstall`, and would stop whoever installs next
             self._received.append(received)
             reaction = self._react
         if reaction is not None:
@@ -191,6 +207,23 @@ def insists(received: Sequence[Received]) -> bool:
     """Whether the user pressed Ctrl-C twice within `INSIST_WITHIN` seconds."""
     times = [r.at for r in received if r.signal == signal.SIGINT]
     return any(later - earlier <= INSIST_WITHIN for earlier, later in pairwise(times))
+
+
+@contextmanager
+def untouched_by_default(number: signal.Signals) -> Iterator[None]:
+    """Ignore a signal that would end this process, also where Python cannot: in any thread.
+
+    One that the program handles stays as it is.
+    """
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    libc.signal(int(number), ctypes.c_void_p(int(signal.SIG_IGN)))
+    try:
+        yield
+    finally:
+        libc.signal(int(number), ctypes.c_void_p(int(signal.SIG_DFL)))
 
 
 def ignore_from_now_on() -> None:

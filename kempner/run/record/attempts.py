@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import replace_durable
-from kempner.run.process.exit_codes import CheckpointWriteError, UsageError
+from kempner.run.process.exit_codes import CheckpointWriteError, DataError, UsageError
 from kempner.run.process.retry import read_filled, storage_waits
 from kempner.run.record import gave_up
 from kempner.run.record.run_dir import RunDirectory
@@ -64,12 +64,18 @@ class Fence:
 
 
 def read_current(attempts: Path) -> Attempt | None:
-    """The live attempt, or None before the first. Raises `OSError` if that cannot be read now."""
+    """The live attempt, or None before the first.
+
+    Raises `OSError` if that cannot be read now, `DataError` if the file is damaged.
+    """
+    path = attempts / CURRENT
     try:
-        fields = json.loads(read_filled(attempts / CURRENT))
+        fields = json.loads(read_filled(path))
+        return Attempt(number=int(fields["attempt"]), nonce=str(fields["nonce"]))
     except FileNotFoundError:
         return None
-    return Attempt(number=fields["attempt"], nonce=fields["nonce"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path} is damaged; when nothing of this run runs, delete it") from error
 
 
 def begin_attempt(run: RunDirectory, worked: bool = False) -> Attempt:

@@ -114,8 +114,10 @@ def read(run: RunDirectory) -> GaveUp | None:
         read_text = partial(run.gave_up.read_text, encoding="utf-8")
         fields = tomli.loads(storage_waits().retry(read_text))
         return GaveUp.from_fields(fields)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except IsADirectoryError:
+        return GaveUp(ExitCode.CRASHED)
     except (KeyError, TypeError, ValueError):
         return GaveUp(ExitCode.CRASHED)
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+
+from kempner.run.process.exit_codes import UsageError
 
 RUN_LINE = "run directory: "
 """What a line of a job's output begins with that names its run's directory."""
@@ -90,3 +95,34 @@ class RunDirectory:
     def supervisor_log(self, attempt: int) -> Path:
         """The supervisor's structured log, one JSON object a line."""
         return self.attempt(attempt) / "supervisor.jsonl"
+
+
+_NO_PATH = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+"""Error numbers of a path that nothing can be made at."""
+
+
+def refuse_unusable(run: RunDirectory) -> None:
+    """Raise `UsageError` if something else is in the place of the run's folders and files.
+
+    Storage that cannot be asked now raises nothing: whoever uses it waits for it.
+    """
+    folders = (*reversed(run.path.parents), run.path, run.attempts, run.supervisors)
+    for path in folders:
+        if (kind := _kind(path)) is not None and not stat.S_ISDIR(kind):
+            raise UsageError(f"{path} is not a folder; set run.dir or run.name to another one")
+    for path in (run.ledger, run.metrics, run.config, run.gave_up):
+        if (kind := _kind(path)) is not None and stat.S_ISDIR(kind):
+            raise UsageError(f"{path} is a folder in place of a file; set another run.name")
+
+
+def _kind(path: Path) -> int | None:
+    """What is there, as stat(2) says it, or None."""
+    try:
+        return path.stat().st_mode
+    except OSError as error:
+        if error.errno not in _NO_PATH:
+            return None
+        reason = os.strerror(error.errno)
+        raise UsageError(
+            f"{path} cannot be a folder of runs: {reason}; set run.dir or run.name to another one"
+        ) from None

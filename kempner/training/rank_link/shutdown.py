@@ -6,10 +6,12 @@ Imports no torch, because it is installed before torch is imported.
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -23,6 +25,7 @@ from kempner.run.process.signals import (
     exit_before_training,
     inbox,
     insists,
+    untouched_by_default,
 )
 from kempner.run.process.stop_reason import StopReason, reason_of_signal
 
@@ -116,10 +119,15 @@ class ShutdownHandler:
     Until `join_group` is called, nothing that this process does concerns another rank: a stop then
     ends it at once with exit code 75, even while it waits for peers in native code. Afterwards it
     is only a request, for the ranks to vote on. Methods may be called from any thread.
+
+    `at_prompt` says that somebody types at this process, who wants to have it back: a second Ctrl-C
+    interrupts what it does, but does not end it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_prompt: bool = False) -> None:
         self._signals, self._lock = inbox(), threading.Lock()
+        self._at_prompt = at_prompt
+        self._ignored = ExitStack()
         self._has_installed = False
         self._state = State.ALONE
         self._request: StopRequest | None = None
@@ -141,12 +149,13 @@ class ShutdownHandler:
                     "supervisor do"
                 )
                 return
-            self._signals.install()
+            self._signals.install(self._at_prompt)
             self._has_installed = True
         self._signals.react_with(self._signalled)
 
     def uninstall(self) -> None:
         """Give the signals back, if `install` took them: what they did before they do again."""
+        self._ignored.close()
         if self._has_installed and threading.current_thread() is threading.main_thread():
             self._has_installed = False
             self._signals.uninstall()
@@ -163,6 +172,9 @@ class ShutdownHandler:
         """
         self._last_words, self._supervisor_gone = last_words, supervisor_gone
         self._supervised = True
+        if not self._signals.installed and not self._at_prompt:
+            # The supervisor sends its order and a SIGTERM, which would end us before we obey.
+            self._ignored.enter_context(untouched_by_default(signal.SIGTERM))
         with self._lock:
             self._move(Trigger.CONNECT)
 
@@ -219,7 +231,8 @@ class ShutdownHandler:
         reason = reason_of_signal(received.signal, gone)
         sentence = "the supervisor has ended" if gone else received.signal.name
         deadline = received.at + self._grace
-        insisted = insists(self._signals.received) and not self._supervised
+        deaf = self._supervised or self._at_prompt
+        insisted = insists(self._signals.received) and not deaf
         trigger = Trigger.INSIST if insisted else Trigger.SIGNAL
         self._ask(trigger, StopRequest(reason, received.at, deadline, sentence))
 

@@ -86,6 +86,20 @@ def finish(run: StoppableLoop, agreed: VoteResult) -> tuple[ExitCode, str]:
     return ExitCode.STOPPED, f"stopped after step {step}{why}; start again to continue"
 
 
+def vote_to_go_on(shutdown: ShutdownHandler, checkpoints: CheckpointManager) -> Vote:
+    """What a rank wants at this moment, as far as stops and saves decide it."""
+    checkpoints.poll()
+    failures, now = checkpoints.failures, time.monotonic()
+    return Vote(
+        stop=shutdown.reason(),
+        failed_saves=failures.count,
+        unsaved_for=failures.lasting(now),
+        save_again=failures.due(now),
+        seconds_left=shutdown.seconds_left(),
+        superseded=checkpoints.superseded,
+    )
+
+
 def _say_how_it_ends(run: StoppableLoop, event: Completed | Stopped) -> None:
     """In the log of every rank, and once in the ledger."""
     logger().info(event.name, **event.to_fields())

@@ -147,6 +147,23 @@ def test_a_state_that_no_checkpoint_holds_ends_the_run_after_the_first_step(own:
     assert ended["exits"] == {"0": 2, "1": 2}
 
 
+def test_how_a_loop_in_a_thread_ends_is_how_its_process_ends(own: Own) -> None:
+    """Python ends it with 0 whatever becomes of a thread, and the run would pass for complete."""
+    program = Path(__file__).with_name("in_a_thread.py")
+    job = own.supervise(sys.executable, program, nproc=1)
+    own.reach(30, job)
+    job.signal()
+    assert job.wait() == 75, job.output()
+    (stopped,) = own.events("in_a_thread", "stopped")
+    assert stopped["lost_steps"] == 0
+
+    once = ("--supervise.max_restarts_without_progress=0",)
+    job = own.supervise(sys.executable, program, "fails", nproc=1, options=once)
+    assert job.wait() == 1, job.output()
+    (verdict,) = own.events("in_a_thread", "gave_up")
+    assert verdict["raised"] == "ValueError: there is no batch"
+
+
 FOREIGN = """
 import os, sys, time
 folder = os.path.join("ranks", os.environ["KEMPNER_ATTEMPT"])

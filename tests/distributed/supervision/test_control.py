@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -15,7 +16,7 @@ import psutil
 import pytest
 from harness import Run, assert_named, wait_until
 
-from kempner.insight.status import read_status
+from kempner.insight.status import gather, read_status
 from kempner.run.control.protocol import (
     LINE_LIMIT,
     OPENING_LIMIT,
@@ -127,8 +128,10 @@ def test_ranks_of_a_killed_supervisor_tell_how_the_run_ended(run: Run) -> None:
     last = stopped["step"]
     assert (stopped["reason"], stopped["lost_steps"]) == ("supervisor_lost", 0)
     assert run.events("checkpoint_committed")[-1]["step"] == last == run.latest()
+    places = json.loads(run.record.ranks(1).read_text())
+    assert gather(places) == (("ranks 0-1", f"step {last}, exit"),)
     status = read_status(run.record, RunHistory.read(run.record.ledger))
-    assert status.ranks == (("ranks 0-1", f"step {last}, exit"),)
+    assert (status.alive, status.ranks) == (False, ())
 
 
 def alive(pid: int) -> bool:

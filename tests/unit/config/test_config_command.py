@@ -123,7 +123,7 @@ def test_the_package_is_the_command(path: Path) -> None:
         (DataError("shard 3 is short"), 65, "kempner: shard 3 is short\n"),
         (DivergedError("loss is nan"), 78, "kempner: loss is nan\n"),
         (RunError("something else"), 1, "kempner: something else\n"),
-        (typer.BadParameter("too small"), 2, "kempner: Invalid value: too small (see kempner"),
+        (typer.BadParameter("too small"), 2, "kempner: Invalid value: too small (see kempner -h)"),
         (KeyboardInterrupt(), 130, ""),
         (typer.Abort(), 130, ""),
         (typer.Exit(7), 7, ""),
@@ -175,12 +175,16 @@ def test_an_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyP
     ("where", "code", "said"),
     [
         ("| true", 1, ""),
-        (">/dev/full", 1, "kempner: the output cannot be written: No space left on device\n"),
+        (">/dev/full", 74, "kempner: the output cannot be written: No space left on device\n"),
         ("2>/dev/full --and-a-mistake", 2, ""),
+        (">&-", 0, ""),
+        (">&- 2>&- --and-a-mistake", 2, ""),
     ],
 )
 def test_an_output_that_takes_nothing(where: str, code: int, said: str) -> None:
-    """A closed pipe ends a command in silence; an error's code does not depend on who reads it."""
+    """A pipe without a reader ends a command in silence, and a closed output is no wish for one; an
+    error's code does not depend on who reads it.
+    """
     shell = f"{sys.executable} -m kempner config schema {where}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", shell], capture_output=True, text=True, timeout=60, check=False

@@ -133,7 +133,9 @@ def test_what_is_dumped_loads_to_an_equal_configuration(write: Any) -> None:
 @given(
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     seed=st.integers(min_value=0, max_value=2**63 - 1),
-    folder=st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1),
+    folder=st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1).filter(
+        lambda text: not text.startswith("~")  # somebody's home
+    ),
 )
 def test_any_number_and_any_text_survive_the_way_through_toml(
     write: Any, lr: float, seed: int, folder: str
@@ -220,3 +222,15 @@ def test_dumps_writes_sections_in_the_order_of_the_schema(write: Any) -> None:
 def test_a_path_with_a_null_character_is_an_error_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: embedded null"):
         load(tmp_path / "a\0b.toml")
+
+
+def test_a_tilde_is_the_home_folder_in_the_file_s_path_and_in_every_path_of_it(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write('[run]\ndir = "~/runs"\n[data]\ndataset_path = "a~/b"\n')
+    config = load(Path("~/debug.toml"), ["--checkpoint.dir=~", "--eval.dataset_path=~/held"])
+
+    assert (config.run.dir, config.data.dataset_path) == (f"{tmp_path}/runs", "a~/b")
+    assert (config.checkpoint.dir, config.eval.dataset_path) == (str(tmp_path), f"{tmp_path}/held")
+    assert load(write(dumps(config))) == config

@@ -69,7 +69,7 @@ def test_no_step_opens_a_file_once_all_are_open(
             for _ in range(20):
                 feed.take()
     assert len(opened) == 1024
-    wait_until(lambda: not token_files_open())  # the thread of the feed closes them
+    wait_until(lambda: not token_files_open(), "the thread of the feed to close its files")
 
 
 def test_a_low_limit_of_open_files_is_enough(tmp_path: Path, opened: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,60 @@ print(steps)
 """
 
 
+AT_A_PROMPT = """
+signal.signal(signal.SIGINT, signal.default_int_handler)
+before, done = installed(), []
+
+def cell(presses, **changes):
+    try:
+        for step in loop(**dict(run_dir="run", steps=9) | changes):
+            done.append(step)
+            for _ in range(presses * (step == 4)):
+                os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        print("interrupted")
+    assert installed() == before
+
+cell(1)
+assert 4 <= len(done) < 9
+cell(0)
+assert done == list(range(1, 10)), done
+done.clear()
+cell(2, run_dir="another")
+assert done == [1, 2, 3, 4], done
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+hook_home = sys.modules["torch.optim.optimizer"]
+hooks = len(hook_home._global_optimizer_pre_hooks)
+survivor = survive(model, optimizer, steps=2, save_every=2, run_dir="last")
+assert installed() == before, "before the loop"
+print(list(survivor))
+assert len(hook_home._global_optimizer_pre_hooks) == hooks
+for again in (lambda: list(survivor), lambda: survive(model, optimizer, steps=2, save_every=2)):
+    try:
+        again()
+    except Exception as error:
+        print(error)
+"""
+
+REFUSED = """
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+options = dict(steps=2, save_every=2, run_dir="run")
+for arguments, changes in (
+    ((optimizer, model), {}),
+    ((model, model.parameters()), {}),
+    ((torch.nn.ReLU(), optimizer), {}),
+    ((model, optimizer), {"save_every": 0}),
+):
+    try:
+        survive(*arguments, **options | changes)
+    except Exception as error:
+        print(error)
+survive(model, optimizer, **options | {"steps": 0})
+"""
+
+
 def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", LOOP + program]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
@@ -101,6 +156,46 @@ def test_in_a_thread_it_works_without_signals_and_says_so_once(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[1, 2, 3]"
     assert done.stderr.count("no signal stops this loop, since it is not in the main thread") == 1
+
+
+def test_at_a_prompt_ctrl_c_interrupts_the_loop_and_leaves_the_process(tmp_path: Path) -> None:
+    """As in a notebook: the first commits and interrupts, and a second one interrupts at once."""
+    (tmp_path / "cells.py").write_text(LOOP + AT_A_PROMPT)
+    done = subprocess.run(
+        [sys.executable, "-i"],
+        input='exec(open("cells.py").read())\nprint("still there")\n',
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    said = re.sub(r"(?<=at step |er step )[0-9]", "N", done.stdout)
+    assert said.splitlines() == [
+        "stopped after step N (interrupt); start again to continue",
+        "interrupted",
+        "resumed at step N",
+        "completed 9 steps",
+        "interrupted",
+        "completed 2 steps",
+        "[1, 2]",
+        "survive(...) was iterated over before; call it again to go on",
+        'survive(): there is no script to name the run after; add run_dir="runs/NAME"',
+        "still there",
+    ]
+
+
+def test_a_wrong_call_is_refused_in_one_sentence_before_anything_else(tmp_path: Path) -> None:
+    done = run(REFUSED, tmp_path)
+    assert done.stdout.splitlines() == [
+        "survive(model=SGD): it must be a torch.nn.Module",
+        "survive(optimizer=generator): it must be a torch.optim.Optimizer",
+        "survive(model): it has no parameters, so there is nothing to save",
+        "survive(save_every=0): it must be at least 1",
+    ]
+    assert done.stderr == "kempner: survive(steps=0): it must be at least 1\n"
+    assert done.returncode != 0
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -120,12 +120,12 @@ def test_checkpoints_that_nobody_may_look_at_are_left_to_the_ranks(
 def test_a_run_directory_that_is_a_file(configure: Configure, there: str) -> None:
     Path(there).parent.mkdir(exist_ok=True)
     Path(there).touch()
-    with pytest.raises(UsageError, match=f"{there} is a file; set run.dir and run.name"):
+    with pytest.raises(UsageError, match=f"{there} is not a folder; set run.dir or run.name"):
         check_run_directory(RUN, {})
 
 
 def test_run_directories_that_cannot_be(configure: Configure) -> None:
-    with pytest.raises(UsageError, match="a name is too long"):
+    with pytest.raises(UsageError, match="File name too long"):
         check_run_directory(RunDirectory(Path("x" * 300)), {})
     Path("loop").symlink_to("loop")
     with pytest.raises(UsageError, match="symbolic links"):

@@ -1,13 +1,14 @@
 # shellcheck shell=bash
 # Sourced by the scripts next to it, in the project's folder.
 
-# The Python of the project, which every node must see under this path.
+# The Python that has kempner, which every node must see under this path.
 if [[ -z ${KEMPNER_PYTHON:-} ]]; then
     KEMPNER_PYTHON=$PWD/.venv/bin/python
-    [[ -x $KEMPNER_PYTHON ]] || KEMPNER_PYTHON=$(command -v python3) || {
-        echo "no Python found: run 'make install', or set KEMPNER_PYTHON" >&2
-        exit 2
-    }
+fi
+if ! command -v "$KEMPNER_PYTHON" >/dev/null; then
+    echo "there is no Python at $KEMPNER_PYTHON on $HOSTNAME: install kempner where all nodes" \
+        "see it, and set KEMPNER_PYTHON to the path of its Python" >&2
+    exit 2
 fi
 
 require_config() {

@@ -1,0 +1,81 @@
+"""`kempner init`: a new project, ready for the first job."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kempner.project.site import Request, Site, choose, counted
+from kempner.project.texts import CONFIG, project_files
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `init` to `app`."""
+    app.command("init")(_init)
+
+
+def _init(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder to write to; new or empty.")
+    ] = Path(),
+) -> None:
+    """Write a project: a configuration, scripts for Slurm, an example of a loop of your own.
+
+    The scripts ask for the partition, account, GPUs and CPUs that Slurm shows here. What is in DIR
+    already stays as it is.
+    """
+    from kempner.project.ask_site import find_site
+    from kempner.project.write import read_templates, write_project
+
+    site = find_site()
+    texts = project_files(site, read_templates())
+    kept = write_project(folder, texts)
+    for line in report(folder, texts, kept, site):
+        typer.echo(line)
+
+
+def report(folder: Path, texts: Collection[str], kept: Sequence[str], site: Site) -> list[str]:
+    """What was written, for which cluster, and what to do next, a line each."""
+    names = sorted(texts, key=lambda name: (name != CONFIG, name))
+    tops = dict.fromkeys(_top(name) for name in names if name not in kept)
+    request = choose(site)
+    left = [f"left as it was: {', '.join(kept)}"] if kept else []
+    return [
+        f"wrote {', '.join(tops)} to {os.path.normpath(folder)}",
+        *left,
+        f"scripts/slurm: {_scripts(site, request)}",
+        "next:",
+        *(f"  {command}" for command in next_commands(folder, request)),
+    ]
+
+
+def next_commands(folder: Path, request: Request | None) -> list[str]:
+    """What to type now, in the shell that `init` was started from."""
+    there = os.path.normpath(folder)
+    enter = "" if there == "." else f"cd {shlex.quote(there)} && "
+    nodes = 1 if request is None else min(2, request.kind.count)
+    start = f"sbatch --nodes={nodes} scripts/slurm/multinode.sh {CONFIG}"
+    return [
+        f"{enter}kempner prepare --out data/train FILE...  # texts, .jsonl files or folders",
+        f"kempner supervise {CONFIG}" if request is None else start,
+    ]
+
+
+def _scripts(site: Site, request: Request | None) -> str:
+    if request is None:
+        return f"for any cluster, since {site.trouble}"
+    account = f", account {request.account}" if request.account else ""
+    others = len({kind.partition for kind in request.others} - {request.kind.partition})
+    more = f"; {counted(others, 'other partition')} in its comments" if others else ""
+    return f"for partition {request.kind.described()}{account}{more}"
+
+
+def _top(name: str) -> str:
+    """A file, or the folder that it is in."""
+    head, slash, _ = name.partition("/")
+    return head + slash

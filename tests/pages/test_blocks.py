@@ -1,0 +1,143 @@
+"""What stands in README.md and docs/ is typed word by word, by somebody with their own data."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from blocks import Block, Reader, blocks_of, form
+from harness import ROOT
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+pytestmark = pytest.mark.timeout(900)
+
+ELSEWHERE = {
+    "README.md: pip install .": "installs; `make walk` does",
+    "README.md: make demo": "takes minutes; it is its own test",
+    "docs/own_loop.md: exec kempner supervise --launcher srun --run.name=mine -- python "
+    "my_train.py": "on a cluster: tests/slurm/jobs/test_own_program.py",
+    "docs/slurm.md: sbatch --nodes=2 --time=00:30:00 scripts/slurm/multinode.sh train.toml "
+    "--train.max_steps=20 --run.name=first": "on a cluster: tests/slurm/jobs/test_init.py",
+    "docs/slurm.md: kempner status 1": "on a cluster: tests/slurm/jobs/test_status.py",
+    "docs/slurm.md: scontrol show job 1 | grep -o 'Restarts=[0-9]*'": "on a cluster: "
+    "tests/slurm/jobs/test_status.py",
+    "docs/slurm.md: grep checkpoint_committed runs/7b/ledger.jsonl | tail -1": "needs a run of the "
+    "7B model; tests/unit/run/record/test_events.py has the line's fields",
+}
+"""Blocks that are not typed here, and why, or where instead."""
+
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: str) -> list[Block]:
+    return blocks_of(ROOT / page, page)
+
+
+def typed(page: str) -> list[Block]:
+    return [block for block in blocks(page) if block.name not in ELSEWHERE]
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Reader:
+    """In a folder with texts and a tokenizer; `kempner` and `python` are those of this test."""
+    texts = [f"line {n} of a text: {n * n % 977} follows {n - 1}\n" for n in range(3000)]
+    (tmp_path / "my-texts").mkdir()
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / "my-texts" / name).write_text("".join(texts))
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel()
+    special = ["<|endoftext|>"]
+    tokenizer.train_from_iterator(texts, BpeTrainer(vocab_size=600, special_tokens=special))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "bin").mkdir()
+    for name, what in (("python", ""), ("kempner", "-m kempner")):
+        starter = tmp_path / "bin" / name
+        starter.write_text(f'#!/bin/sh\nexec "{sys.executable}" {what} "$@"\n')
+        starter.chmod(0o755)
+    path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    return Reader(tmp_path, {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"})
+
+
+def type_page(page: str, reader: Reader) -> int:
+    """How many commands were typed."""
+    commands = [command for block in typed(page) for command in block.commands]
+    for command in commands:
+        reader.type(command)
+    return len(commands)
+
+
+def test_the_readme_holds_for_ones_own_texts_and_tokenizer(reader: Reader) -> None:
+    assert type_page("README.md", reader) >= 6
+    config = (reader.folder / "train.toml").read_text()
+    assert "vocab_size = " not in config
+
+
+def test_the_page_on_own_loops_holds(reader: Reader) -> None:
+    shutil.copy(ROOT / "docs/examples/surviving.py", reader.folder)
+    own = 'import os, sys\nassert sys.argv[1:] == ["--my-option", "3"], os.environ["RANK"]\n'
+    (reader.folder / "my_train.py").write_text(own)
+    assert type_page("docs/own_loop.md", reader) >= 3
+    assert (reader.folder / "runs" / "mine" / "ledger.jsonl").exists()
+    assert (reader.folder / "curve.pt").exists()
+
+
+def test_the_page_on_configuration_holds(reader: Reader) -> None:
+    shutil.copy(ROOT / "kempner/project/template/train.toml", reader.folder)
+    assert type_page("docs/configuration.md", reader) >= 1
+
+
+def test_each_block_is_typed_or_has_a_reason_not_to_be() -> None:
+    here = {"README.md", "docs/own_loop.md", "docs/configuration.md"}
+    untested = [block.name for page in PAGES if page not in here for block in typed(page)]
+    assert untested == []
+    there = {block.name for page in PAGES for block in blocks(page)}
+    assert sorted(ELSEWHERE.keys() - there) == []
+    named = [Path(p) for why in ELSEWHERE.values() for p in re.findall(r"tests/\S+\.py", why)]
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def page_of(folder: Path, *lines: str) -> list[Block]:
+    (folder / "page.md").write_text("\n".join(["text", "```console", *lines, "```", ""]))
+    return blocks_of(folder / "page.md", "page.md")
+
+
+def test_a_reader_compares_the_form_of_lines() -> None:
+    assert form("step 29/600 ━━╺━━ loss 2.9546  11,388 tokens/s ETA 0:01:52") == (
+        "step #/# loss # # tokens/s ETA #"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "wrong"),
+    [
+        (["$ echo done 12 times", "done 7 times"], ""),
+        (["$ echo done", "something else"], "something else"),
+        (["$ exit 3"], "ended with 3, not 0"),
+        (["$ sleep 100", "^C"], "ended with -2, not 75"),
+    ],
+)
+def test_a_reader_notices_what_is_not_so(
+    lines: list[str], wrong: str, tmp_path: Path, reader_of: Callable[[Path], Reader]
+) -> None:
+    (block,) = page_of(tmp_path, *lines)
+    if not wrong:
+        reader_of(tmp_path).type(block.commands[0])
+        return
+    with pytest.raises(AssertionError, match=re.escape(wrong)):
+        reader_of(tmp_path).type(block.commands[0])
+
+
+@pytest.fixture
+def reader_of() -> Callable[[Path], Reader]:
+    """One without patience."""
+    return lambda folder: Reader(folder, {"PATH": os.environ["PATH"]}, waiting=5.0)

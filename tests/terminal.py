@@ -1,0 +1,84 @@
+"""A terminal with a command in it, as somebody has who types and looks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import signal
+import subprocess
+import termios
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CTRL_C = b"\x03"
+_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
+
+
+@dataclass
+class Terminal:
+    """A terminal with a session of its own in it, which runs a command of the shell."""
+
+    master: int
+    shell: subprocess.Popen[bytes]
+    shown: bytearray = field(default_factory=bytearray)
+    closed: bool = False
+
+    @classmethod
+    def open(
+        cls, command: str, cwd: Path | None = None, environ: Mapping[str, str] | None = None
+    ) -> Terminal:
+        """Start a command of bash; `environ` comes on top of this process's environment."""
+        master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (40, 120))
+
+        def take_terminal() -> None:
+            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+        shell = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=cwd,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=take_terminal,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", **(environ or {})},
+        )
+        os.close(slave)
+        os.set_blocking(master, False)
+        return cls(master, shell)
+
+    def look(self) -> bytes:
+        """All that was shown until now."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            while part := os.read(self.master, 65536):
+                self.shown += part
+        return bytes(self.shown)
+
+    def lines(self) -> list[str]:
+        """The lines that were shown, also those that others have overwritten, without colours, and
+        without the echo of a Ctrl-C.
+        """
+        text = _CONTROLS.sub("", self.look().decode(errors="replace")).replace("^C", "\n")
+        return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+
+    def type(self, keys: bytes) -> None:
+        """Press keys."""
+        os.write(self.master, keys)
+
+    def close(self) -> None:
+        """As somebody who closes the window: the kernel hangs up."""
+        if not self.closed:
+            self.closed = True
+            os.close(self.master)
+
+    def end(self) -> None:
+        """Kill what is still there."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.shell.pid, signal.SIGKILL)
+        self.shell.wait()
+        self.close()

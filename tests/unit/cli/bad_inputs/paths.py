@@ -1,0 +1,113 @@
+"""Paths that lead nowhere, or to something else, in every place of every command."""
+
+from __future__ import annotations
+
+from bad_inputs import FOLDER, LONG, Link, Row
+
+NO_CHECKPOINT = "contains no checkpoint; name a run's directory, the folder that contains its"
+NO_RUN = "is not a run: it has no ledger.jsonl; name <run.dir>/<run.name>, or a job id"
+LOOP = "loop cannot be a path: Too many levels of symbolic links"
+TOO_LONG = "nnn... cannot be a path: File name too long"
+NO_HOME = "the home folder ~nobody-here is unknown; write ./~nobody-here"
+
+CHECKPOINT_COMMANDS = (
+    "checkpoint list {}",
+    "checkpoint verify {}",
+    "checkpoint prune {} --keep-last 1",
+    "checkpoint export {} --format dcp --out out",
+)
+CHECKPOINT_PLACES = {
+    "missing": f"missing {NO_CHECKPOINT}",
+    "file": f"file {NO_CHECKPOINT}",
+    "folder": f"folder {NO_CHECKPOINT}",
+    "x.toml": f"x.toml {NO_CHECKPOINT}",
+    "dangling": f"dangling {NO_CHECKPOINT}",
+    "/dev/null": f"/dev/null {NO_CHECKPOINT}",
+    "file/below": f"file/below {NO_CHECKPOINT}",
+    "loop": LOOP,
+    LONG: TOO_LONG,
+    "'~nobody-here/run'": NO_HOME,
+}
+
+CHECKPOINTS = [
+    Row(command.format(place), words)
+    for command in CHECKPOINT_COMMANDS
+    for place, words in CHECKPOINT_PLACES.items()
+]
+
+STATUS = [
+    *(
+        Row(f"status {place}", f"{place} {NO_RUN}")
+        for place in ("missing", "file", "folder", "x.toml", "dangling", "/dev/null", "file/below")
+    ),
+    Row("status loop", LOOP),
+    Row(f"status {LONG}", TOO_LONG),
+    Row("status '~nobody-here/run'", NO_HOME),
+    Row(("status", "a\0b"), "cannot be a path: embedded null"),
+    Row(("status", "a\udcffb\n"), r"a\udcffb\n is not a run"),
+    Row("status run/ledger.jsonl", f"run/ledger.jsonl {NO_RUN}"),
+    Row("status 12", "no run below runs belongs to job 12, and its output cannot be read"),
+    Row("status 12_3", "no run below runs belongs to job 12_3 ... give <run.dir>/<run.name>"),
+]
+
+CONFIGURATIONS = [
+    *(
+        Row(f"{command} {place}", words)
+        for command in ("config check", "config show", "supervise", "train")
+        for place, words in {
+            "missing.toml": "missing.toml does not exist; name a configuration in TOML",
+            "folder": "folder is a directory; name a TOML file",
+            "dangling": "dangling does not exist",
+            "x.toml/below": "x.toml/below cannot be read: Not a directory",
+            "'~nobody-here/x.toml'": NO_HOME,
+        }.items()
+    ),
+    Row("config check loop", "loop ... Too many levels of symbolic links"),
+    Row("supervise loop", "loop ... Too many levels of symbolic links"),
+    Row(f"config check {LONG}", "nnn... cannot be a path: File name too long"),
+    Row(f"supervise {LONG}", "nnn... cannot be read: File name too long"),
+    Row(("config", "check", "a\0b"), r'CONFIG cannot be "a\u0000b"'),
+    Row(("supervise", "a\0b"), "embedded null"),
+    Row("config check /", "/ is a directory"),
+    Row("config check /dev/null/x.toml", "/dev/null/x.toml cannot be read: Not a directory"),
+    Row("config check /proc/self/mem", "/proc/self/mem: Input/output error", code=69),
+    Row("supervise /proc/self/mem", "/proc/self/mem: Input/output error", code=69),
+    Row("config check --train.seed=5 x.toml", "--train.seed=5 comes where the configuration file"),
+    Row("supervise --train.seed=5 x.toml", "--train.seed=5 comes where the configuration file"),
+    Row("supervise x.toml other.toml", 'argument "other.toml" is not understood'),
+    Row("config check 'my run.toml'", "set run.name, such as --run", files={"my run.toml": ""}),
+    Row("config check x.toml '--run.dir=~nobody-here/x'", f"run.dir: {NO_HOME}"),
+    Row("config check a.toml", NO_HOME, files={"a.toml": '[checkpoint]\ndir = "~nobody-here"'}),
+    Row("config check x.toml --data.dataset_path=~nobody-here", NO_HOME),
+    Row("config check x.toml --eval.dataset_path=~nobody-here", NO_HOME),
+]
+
+RUN_DIRECTORIES = [
+    Row(f"{command} x.toml {options}", words, files=files)
+    for command in ("supervise", "train")
+    for options, words, files in (
+        ("--run.dir=file", "file is not a folder; set run.dir or run.name to another one", {}),
+        ("--run.dir=file/below", "file/below cannot be a folder of runs: Not a directory", {}),
+        ("--run.dir=/dev/null", "/dev/null is not a folder", {}),
+        ("--run.dir=loop", "loop cannot be a folder of runs: Too many levels of symbolic", {}),
+        (f"--run.dir={LONG}", "cannot be a folder of runs: File name too long", {}),
+        ("--run.dir=. --run.name=file", "file is not a folder", {}),
+        ("--run.dir=. --run.name=loop", "loop cannot be a folder of runs", {}),
+        (f"--run.name={LONG}", "run.name must have at most 200 characters", {}),
+        ("--run.dir=", "no value after the equals sign; write --run.dir=VALUE", {}),
+        ("--run.dir='\"\"'", "run.dir must have at least 1 characters", {}),
+        ("--run.name=.", "run.name must match the pattern", {}),
+        ("--run.name=..", "run.name must match the pattern", {}),
+        ("--run.name=a/b", "run.name must match the pattern", {}),
+        ("", "runs/x/ledger.jsonl is a folder in place of", {"runs/x/ledger.jsonl": FOLDER}),
+        ("", "runs/x/metrics.jsonl is a folder", {"runs/x/metrics.jsonl": FOLDER}),
+        ("", "runs/x/config.toml is a folder", {"runs/x/config.toml": FOLDER}),
+        ("", "runs/x/attempts is not a folder", {"runs/x/attempts": ""}),
+        ("", "runs/x/supervisors is not a folder", {"runs/x/supervisors": ""}),
+        ("", "runs is not a folder", {"runs": ""}),
+        ("", "runs/x is not a folder", {"runs/x": ""}),
+        ("", "runs cannot be a folder of runs: Too many levels", {"runs": Link("runs")}),
+    )
+]
+
+ROWS = [*CHECKPOINTS, *STATUS, *CONFIGURATIONS, *RUN_DIRECTORIES]

@@ -12,6 +12,7 @@ from kempner.supervisor.policy.restart import (
     as_it_worked_before,
     decide_restart,
     failures,
+    is_worth_a_mark,
 )
 
 CRASH = Decision(ExitCode.CRASHED, "rank 1 failed", 1)
@@ -99,3 +100,22 @@ def test_a_person_who_starts_anew_gets_a_new_budget() -> None:
     gave_up = {"event": "gave_up", "code": 1, "reason": "", "step": 7, "node": "", "raised": ""}
     whole = {**gave_up, "see": [], "advice": ""}
     assert failures(RunHistory([failed, whole, failed])) == [Failure(7, 5)]
+
+
+@pytest.mark.parametrize(
+    ("failure", "earlier", "worked", "mark"),
+    [
+        (Failure(0, None), [], False, False),
+        (Failure(1, None), [Failure(1, None)], False, False),
+        (Failure(2, None), [], False, True),
+        (Failure(0, None), [Failure(2, None)], False, True),
+        (Failure(0, 10), [], False, True),
+        (Failure(0, None), [], True, True),
+        (Failure(0, 10, code=ExitCode.BAD_DATA), [], False, False),
+        (Failure(11, 10, code=ExitCode.BAD_DATA), [], False, True),
+    ],
+)
+def test_only_what_has_made_a_step_is_marked(
+    failure: Failure, earlier: list[Failure], worked: bool, mark: bool
+) -> None:
+    assert is_worth_a_mark(failure, earlier, worked) is mark

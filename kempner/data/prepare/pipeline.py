@@ -52,8 +52,6 @@ from kempner.run.process.exit_codes import DataError, UsageError, cannot_write
 OnProgress = Callable[[int, int], None]
 """Told (bytes of the files done, bytes in all) at the start and as it goes on."""
 
-MAX_BAD_SHARE = 0.001
-
 _WORTH_A_PROCESS = 2**20  # bytes; less is done before a process has started
 _INPUTS_FILE = "inputs.json"
 
@@ -87,7 +85,7 @@ def prepare(
     tokenizer: str = BYTE,
     eot: str | None = None,
     text_key: str = "text",
-    max_bad_share: float = MAX_BAD_SHARE,
+    max_bad_share: float = 0.0,
     workers: int = 0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Prepared:

@@ -16,7 +16,7 @@ from kempner.data.prepare.pipeline import prepare
 from kempner.data.prepare.tokenizers import find_tokenizer
 
 END = "<|endoftext|>"
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 LLAMA_3 = Regex(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -46,11 +46,11 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, as `kempner prepare` makes them: no special token is in them."""
-        tokenizer = self._open()
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        tokenizer.encode_special_tokens = True  # a text that spells one stays text
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        plain = self._open()
+        plain.no_padding()
+        plain.no_truncation()
+        plain.encode_special_tokens = True  # a text that spells one stays text
+        ids: list[int] = plain.encode(text, add_special_tokens=False).ids
         return ids
 
     def decoder(self, before: Sequence[int]) -> StreamDecoder:

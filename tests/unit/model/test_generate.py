@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from typing import Any
+
 import torch
 
 from kempner.config.sections import Config, ModelSection
@@ -21,44 +24,46 @@ def build() -> Transformer:
     return model
 
 
+def added(count: int, model: Transformer | None = None, **options: Any) -> list[int]:
+    return list(islice(generate(model or build(), PROMPT, **options), count))
+
+
 def test_temperature_zero_takes_the_likeliest_token_of_the_context() -> None:
     model, row = build(), PROMPT
     for _ in range(6):
         row = torch.cat((row, model(row[None, -4:])[0, -1].argmax(keepdim=True)))
-    assert torch.equal(generate(model, PROMPT, new_tokens=6, context=4, temperature=0), row)
+    for temperature in (0.0, 1e-46):
+        assert added(6, model, context=4, temperature=temperature) == row[3:].tolist()
 
 
 def test_same_generator_same_text() -> None:
     first, second, other = (
-        generate(
-            build(), PROMPT, new_tokens=20, context=8, generator=torch.Generator().manual_seed(seed)
-        )
-        for seed in (1, 1, 2)
+        added(20, context=8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
     )
-    assert torch.equal(first, second)
-    assert not torch.equal(first, other)
-    assert torch.equal(first[:3], PROMPT)
-    assert len(first) == 23
+    assert first == second
+    assert first != other
 
 
 def test_top_k_keeps_to_the_likeliest() -> None:
     model = build()
     likely = set(model(PROMPT[None])[0, -1].topk(2).indices.tolist())
-    drawn = {
-        int(generate(model, PROMPT, new_tokens=1, context=8, temperature=50.0, top_k=2)[-1])
-        for _ in range(40)
-    }
+    drawn = {added(1, model, context=8, temperature=50.0, top_k=2)[0] for _ in range(40)}
     assert drawn == likely
 
 
+def test_top_p_keeps_to_the_fewest_that_have_it() -> None:
+    model = build()
+    probabilities = (model(PROMPT[None])[0, -1].detach() / 50.0).softmax(-1)
+    three = probabilities.topk(3)
+    for count in (1, 3):
+        enough = float(three.values[:count].sum()) - 1e-4
+        drawn = {added(1, model, context=8, temperature=50.0, top_p=enough)[0] for _ in range(60)}
+        assert drawn == set(three.indices[:count].tolist())
+    assert added(1, model, context=8, temperature=50.0, top_p=0.0) == [int(three.indices[0])]
+
+
 def test_temperature_flattens() -> None:
-    cold = {
-        int(generate(build(), PROMPT, new_tokens=1, context=8, temperature=0.01)[-1])
-        for _ in range(10)
-    }
-    hot = {
-        int(generate(build(), PROMPT, new_tokens=1, context=8, temperature=100.0)[-1])
-        for _ in range(40)
-    }
+    cold = {added(1, context=8, temperature=0.01)[0] for _ in range(10)}
+    hot = {added(1, context=8, temperature=100.0)[0] for _ in range(40)}
     assert len(cold) == 1
     assert len(hot) > 5

@@ -206,6 +206,23 @@ def test_nothing_is_overwritten(
     assert [path.name for path in out.parent.iterdir()] == ["new"]
 
 
+def test_missing_folders_are_made_and_go_again_with_a_failure(
+    run: RunDirectory, tmp_path: Path, capsys: Captured
+) -> None:
+    flat, deep = tmp_path / "file", tmp_path / "a" / "b" / "new"
+    flat.write_text("")
+    assert kempner("export", run.path, "--format=torch", "--out", flat / "new") == 2
+    assert f"{flat} is not a folder, so {flat}/new cannot be in it" in capsys.readouterr().err
+    damaged = run.checkpoints / "step-00000020" / "__2_0.distcp"
+    content = damaged.read_bytes()
+    damaged.write_bytes(b"x" * len(content))
+    assert kempner("export", run.path, "--format=torch", "--out", deep) == 65
+    assert not (tmp_path / "a").exists()
+    damaged.write_bytes(content)
+    assert kempner("export", run.path, "--format=torch", "--out", deep) == 0
+    assert deep.is_file()
+
+
 @pytest.mark.parametrize("format_", FORMATS)
 def test_a_full_disk_is_told_and_leaves_nothing(
     run: RunDirectory, small_disk: Path, format_: str, capsys: Captured
@@ -222,6 +239,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(
     [
         (["--format=torch", "--step=15"], "step 15 is not committed in"),
         (["--format=gguf"], "gguf"),
+        (["--format=torch", "--data=x"], "--data has no effect with --format torch"),
     ],
 )
 def test_what_cannot_be_exported_is_said_in_a_sentence(

@@ -124,6 +124,7 @@ def test_what_is_left_out_is_said(tmp_path: Path, into: Path, capsys: Captured) 
     said = capsys.readouterr().out
     assert f"{into}/checkpoints/step-00000000: committed, 6 tensors, step 0, cursor 0\n" in said
     assert "not imported, because a run creates it: loader.position, rng\n" in said
+    assert "this one begins with step 0 and the first sample, unless --step and" in said
 
 
 @pytest.mark.parametrize(

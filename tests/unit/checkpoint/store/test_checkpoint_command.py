@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from harness import KEMPNER
 from saved import commit_state, small_state
 
@@ -69,11 +70,35 @@ def test_a_run_its_folder_and_one_checkpoint_are_found(
     assert "step-00000030: ok (world 3, 2." in capsys.readouterr().out
 
 
-def test_a_link_to_nothing_is_told(run: RunDirectory, capsys: Captured) -> None:
+@pytest.mark.parametrize("there", [False, True])
+def test_a_link_to_nothing_is_told_and_is_damage(
+    run: RunDirectory, there: bool, capsys: Captured
+) -> None:
+    if there:
+        (run.checkpoints / "step-00000099").mkdir()  # emptied, as an rm that was broken off leaves
     (run.checkpoints / "latest").unlink()
     (run.checkpoints / "latest").symlink_to("step-00000099")
     assert kempner("list", run.path) == 0
-    assert "`latest` names step 99, which does not exist" in capsys.readouterr().out
+    assert "`latest` names step 99, which is not committed" in capsys.readouterr().out
+    assert kempner("verify", run.path) == 65
+    said = capsys.readouterr().out
+    assert "`latest` names step 99, which is not committed" in said
+    assert said.endswith("3 read, 0 damaged\n")
+    assert kempner("verify", run.path, 30) == 0
+
+
+def test_whoever_may_only_read_is_told_so_once(small_disk: Path, capsys: Captured) -> None:
+    run = RunDirectory(small_disk / "run")
+    for step in (10, 20):
+        commit_state(run, {"model.a": torch.ones(3)}, step)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert kempner("verify", run.path) == 0
+    said = capsys.readouterr()
+    assert said.out.endswith("2 read, 0 damaged\n")
+    assert said.err.startswith(
+        f"kempner: {run.checkpoints} cannot be written to (Read-only file system), so `list`"
+    )
+    assert said.err.count("\n") == 1
 
 
 def test_verify_names_rank_file_and_block_and_list_remembers(

@@ -14,6 +14,7 @@ demo: $(READY)
 	$(BIN)/kempner prepare --out data/demo/train data/demo/text/train
 	$(BIN)/kempner prepare --out data/demo/held_out data/demo/text/held_out
 	$(BIN)/kempner supervise configs/train/debug.toml
+	$(BIN)/kempner sample runs/debug --prompt "The " --seed 0
 	$(BIN)/python scripts/demo/report.py configs/train/debug.toml
 
 # The tests on a real Slurm mostly wait for it, so they run beside the others, on three clusters. A

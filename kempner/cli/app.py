@@ -20,7 +20,9 @@ _MODULES = {
     "train": ("train",),
     "supervise": ("supervise",),
     "status": ("status",),
-    "checkpoint": ("checkpoint", "checkpoint_convert"),
+    "sample": ("sample",),
+    "prune": ("prune",),
+    "checkpoint": ("checkpoint.inspect", "checkpoint.convert"),
     "config": ("config",),
 }
 """Commands in the order of `kempner --help`, and the modules that add them."""

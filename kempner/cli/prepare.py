@@ -26,7 +26,10 @@ def register(app: typer.Typer) -> None:
 def _prepare(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="Texts, .jsonl files, or folders of them."),
+        typer.Argument(
+            metavar="FILE...",
+            help="Texts, .jsonl and .parquet files, also .gz and .zst, or folders of them.",
+        ),
     ],
     out: Annotated[
         Path,
@@ -39,8 +42,14 @@ def _prepare(
         int | None, typer.Option(min=1, help="Processes; one per available core by default.")
     ] = None,
     text_key: Annotated[
-        str, typer.Option(metavar="KEY", help="Key of the text in each line of a .jsonl file.")
+        str, typer.Option(metavar="KEY", help="Key, or column, of the text in .jsonl, or .parquet.")
     ] = "text",
+    max_bad_share: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, metavar="SHARE", help="Largest share of lines without text to leave out."
+        ),
+    ] = 0.001,
     eot: Annotated[
         str | None,
         typer.Option(metavar="TOKEN", help="The tokenizer's end-of-document token."),
@@ -58,6 +67,7 @@ def _prepare(
                 tokenizer=tokenizer,
                 eot=eot,
                 text_key=text_key,
+                max_bad_share=max_bad_share,
                 workers=workers or len(os.sched_getaffinity(0)),
                 on_progress=on_progress,
             )
@@ -103,12 +113,22 @@ def _summary(out: Path, prepared: Prepared) -> str:
         f"{len(index.shards):,} token files",
         f"{index.tokenizer.kind} tokenizer of {index.vocab_size:,} tokens in {index.dtype}",
     ]
-    left_out = prepared.left_out
+    bad = sum(shard.bad_lines for shard in index.shards)
+    unproven = sum(shard.unproven_cuts for shard in index.shards)
+    left_out, twins = prepared.found.left_out, prepared.found.twins
+    first_bad = f", first {prepared.first_bad}" if prepared.first_bad else ""
     notes = [
         f"kept from before: {kept:,}" if kept else "",
         f"empty documents skipped: {empty:,}" if empty else "",
+        f"bad lines skipped: {bad:,}{first_bad}" if bad else "",
         f"files skipped because they are not text: {len(left_out):,}, {left_out[0]} first"
         if left_out
+        else "",
+        f"files that look like copies: {len(twins):,}, {twins[0][1]} of {twins[0][0]} first"
+        if twins
+        else "",
+        f"places in long documents where a token may differ from those of the whole: {unproven:,}"
+        if unproven
         else "",
     ]
     head = "was prepared before, and is intact" if prepared.was_finished else "prepared"

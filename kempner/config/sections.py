@@ -151,8 +151,9 @@ class DataSection(Section):
     """Directory with index.json and its token files."""
     num_dataloader_workers: NonNegativeInt = 0
     """Loader processes per rank; 0 reads in the rank itself."""
-    num_shards_per_rank: PositiveInt = 64
-    """Token files that one rank keeps open at once, shared among its loader workers."""
+    num_shards_per_rank: PositiveInt | None = None
+    """Most token files that one rank keeps open, in equal parts for its loader workers; all that
+    the limit of open files allows by default."""
 
 
 class NcclSection(Section):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from kempner.model.transformer import Transformer
+
+_COLD = 1e-5
+"""Temperatures below this leave one token, and soon nothing but infinities."""
 
 
 @torch.inference_mode()
@@ -13,44 +18,52 @@ def generate(
     model: Transformer,
     prompt: Tensor,
     *,
-    new_tokens: int,
     context: int,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float = 1.0,
     generator: torch.Generator | None = None,
-) -> Tensor:
-    """Continue a prompt by sampling.
+) -> Iterator[int]:
+    """The tokens that a model adds to a prompt, without end.
 
     Every token is computed from the last `context` ones afresh, without a key-value cache. The
     model's mode is left as it is: call `eval()` first if it has dropout.
 
     Args:
         model: an unsharded model.
-        prompt: int64, [tokens], at least one.
-        new_tokens: how many tokens to add.
+        prompt: int64, [tokens], at least one, on the model's device.
         context: how many tokens to look back, at most `model.shape.max_seq_len`; the length that
             the model was trained with is best.
-        temperature: divides the logits; 0 always takes the likeliest token.
+        temperature: divides the logits; 0, or less than 1e-5, always takes the likeliest token.
         top_k: sample from this many likeliest tokens only; from all when None.
+        top_p: sample from the likeliest tokens only that have this probability together.
         generator: source of randomness, on the model's device; the global one when None.
-
-    Returns:
-        int64, [tokens + new_tokens].
     """
-    tokens = prompt
-    for _ in range(new_tokens):
-        logits = model(tokens[None, -context:])[0, -1]
-        tokens = torch.cat((tokens, _draw(logits, temperature, top_k, generator)))
-    return tokens
+    tokens = prompt[-context:]
+    while True:
+        logits = model(tokens[None])[0, -1]
+        drawn = _draw(logits, temperature, top_k, top_p, generator)
+        yield int(drawn)
+        tokens = torch.cat((tokens, drawn))[-context:]
 
 
 def _draw(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """One token id, int64 [1], from the logits [vocab_size] of the last position."""
-    if temperature == 0:
+    if temperature < _COLD:
         return logits.argmax(keepdim=True)
-    scaled = logits / temperature
+    scaled = (logits - logits.max()) / temperature
     if top_k is not None and top_k < scaled.numel():
         scaled[scaled < scaled.topk(top_k).values[-1]] = -torch.inf
-    return torch.multinomial(scaled.softmax(-1), 1, generator=generator)
+    probabilities = scaled.softmax(-1)
+    if top_p < 1:
+        ranked, ids = probabilities.sort(descending=True)
+        unneeded = ranked.cumsum(-1) - ranked >= top_p  # the tokens before have it already
+        unneeded[0] = False
+        probabilities[ids[unneeded]] = 0.0
+    return torch.multinomial(probabilities, 1, generator=generator)

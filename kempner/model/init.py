@@ -43,8 +43,14 @@ def initialise(model: Transformer, seed: int) -> None:
                 local.fill_(1.0)
             else:
                 _fill(local, offsets, parameter.shape, std, (seed, name))
-        shape = model.shape
-        table = rotary_table(shape.head_dim, shape.max_seq_len, shape.rope_theta)
+    fill_rotary(model)
+
+
+def fill_rotary(model: Transformer) -> None:
+    """Fill the table of positions, the one buffer; a checkpoint does not have it."""
+    shape = model.shape
+    table = rotary_table(shape.head_dim, shape.max_seq_len, shape.rope_theta)
+    with torch.no_grad():
         model.rotary.copy_(table)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from kempner.config.sections import Config
-from kempner.model.init import initialise
+from kempner.model.init import fill_rotary, initialise
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
 
@@ -33,7 +33,7 @@ def build_model(
         mesh: the data-parallel ranks, one-dimensional, on `device`'s type (Gloo for CPU, NCCL
             for CUDA); None for a process that is alone.
     """
-    dtype = compute_dtype(config, device)
+    dtype = compute_dtype(config.train.dtype, device)
     with torch.device("meta"):
         model = Transformer(Shape.of(config.model, vocab_size))
     if mesh is not None and mesh.size() > 1:
@@ -44,6 +44,19 @@ def build_model(
         allocate(model, device)
     initialise(model, config.train.seed)
     return model
+
+
+def build_to_load(shape: Shape, dtype: torch.dtype, device: torch.device) -> Transformer:
+    """A model on one device, to generate with; its parameters are of any content, to be loaded.
+
+    `dtype` is the type in which matrices multiply.
+    """
+    with torch.device("meta"):
+        model = Transformer(shape)
+    model.autocast_dtype = None if dtype is torch.float32 else dtype
+    allocate(model, device)
+    fill_rotary(model)
+    return model.eval()
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
@@ -59,9 +72,11 @@ def allocate(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
-def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """The type in which matrices multiply: as asked, or bfloat16 on CUDA and float32 on CPU."""
-    wanted = config.train.dtype
+def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """The type in which matrices multiply.
+
+    As `wanted` by `train.dtype`, of which "auto" is bfloat16 on CUDA and float32 on CPU.
+    """
     if wanted == "auto":
         wanted = "bfloat16" if device.type == "cuda" else "float32"
     return torch.bfloat16 if wanted == "bfloat16" else torch.float32

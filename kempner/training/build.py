@@ -56,8 +56,7 @@ def build(
 ) -> Training:
     """Everything the loop needs, with the state of the newest checkpoint."""
     run = rank_link.run
-    shards_open = config.data.num_shards_per_rank
-    corpus = _open_tokens(run, "data", config.data.dataset_path, max_open=shards_open)
+    corpus = _open_tokens(run, "data", config.data.dataset_path)
     vocab_size = _vocabulary(config, corpus)
     shape = Shape.of(config.model, vocab_size)
     evaluation = _open_evaluation(config, run, vocab_size)
@@ -238,12 +237,12 @@ def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainS
     )
 
 
-def _open_tokens(run: RunDirectory, section: str, folder: str, **options: int) -> Corpus:
+def _open_tokens(run: RunDirectory, section: str, folder: str) -> Corpus:
     """Raises `DataError` with the key that names the folder."""
     key = "dataset_path"
     try:
         worked = used_before(run, section, key, folder)
-        return Corpus.open(folder, worked=worked, **options)
+        return Corpus.open(folder, worked=worked)
     except DataError as error:
         raise DataError(f"{section}.{key}={folder}: {error}") from error
 

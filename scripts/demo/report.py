@@ -1,4 +1,4 @@
-"""What the demo's run came to: its held-out loss beside the trigram's, and a sample of text.
+"""What the demo's run came to: its held-out loss beside the trigram's.
 
     python scripts/demo/report.py CONFIG
 
@@ -11,7 +11,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from sample import load_model, sample_text
 from yardstick import held_out_loss
 
 from kempner.checkpoint.format.names import CheckpointFolder
@@ -19,8 +18,6 @@ from kempner.config.loading import load
 from kempner.data.files.token_file import Corpus
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
-
-PROMPT = "The "
 
 
 def main() -> int:
@@ -39,8 +36,6 @@ def main() -> int:
     print(f"checkpoints in {run.checkpoints}: steps {steps}")
     print(f"network held-out loss: {network:.4f} nats per byte, after step {evaluated['step']}")
     print(f"trigram held-out loss: {trigram:.4f} nats per byte, fitted on the same training bytes")
-    model = load_model(config, run.checkpoints / "latest", train.index.vocab_size)
-    print(f"\n{sample_text(model, PROMPT, context=config.train.seq_len)}\n")
     if network >= trigram:
         print("the network did not beat the trigram", file=sys.stderr)
         return 1

@@ -7,18 +7,15 @@ is complete and durable; whatever goes wrong before leaves nothing.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from kempner.checkpoint.convert.file_copy import copy_data_file
 from kempner.checkpoint.convert.file_formats import lay_out_safetensors, lay_out_torch, shard
 from kempner.checkpoint.convert.tensor_copy import OnBytes, Source, length, pour
 from kempner.checkpoint.format.compact_index import CompactIndex
 from kempner.checkpoint.format.contents import Saved
-from kempner.checkpoint.format.manifest import FileEntry
 from kempner.checkpoint.format.names import METADATA
-from kempner.checkpoint.io.file_writer import reserve, write_all
-from kempner.checkpoint.io.verified_reader import Cursor, VerifiedFile
 from kempner.checkpoint.tensors.dcp_metadata import metadata_of
 from kempner.run.process.durable_io import fsync_directory, publish, write_durable
 
@@ -26,8 +23,6 @@ SHARD_BYTES = 5 * 10**9
 """Weights beyond this are spread over several safetensors files, as Hugging Face does."""
 
 MODEL = "model."
-
-_SLAB_BLOCKS = 16
 
 
 def export_torch(source: Source, out: Path, on_bytes: OnBytes) -> None:
@@ -74,7 +69,7 @@ def export_dcp(source: Source, out: Path, on_bytes: OnBytes) -> None:
         path.mkdir()
         for name, entry in files.items():
             if entry.sums is not None:
-                _copy(source, name, entry, path / name, on_bytes)
+                copy_data_file(source.path, source.manifest, name, path / name, on_bytes)
         write_durable(path / METADATA, _metadata(source))
         fsync_directory(path)
 
@@ -91,25 +86,6 @@ def model_tensors(source: Source) -> dict[str, Saved]:
     """The model's share of a checkpoint, by key."""
     tensors = source.contents.tensors
     return {key: saved for key, saved in tensors.items() if key.startswith(MODEL)}
-
-
-def _copy(source: Source, name: str, entry: FileEntry, target: Path, on_bytes: OnBytes) -> None:
-    file = VerifiedFile(source.path / name, entry, source.manifest.files)
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    cursor = Cursor(file)
-    try:
-        reserve(descriptor, entry.bytes)
-        step = _SLAB_BLOCKS * file.block_bytes
-        buffer = memoryview(bytearray(min(step, entry.bytes)))
-        for start in range(0, entry.bytes, step):
-            slab = buffer[: min(step, entry.bytes - start)]
-            cursor.fill(slab, start // file.block_bytes)
-            write_all(descriptor, slab, start)
-            on_bytes(len(slab))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-        cursor.close()
 
 
 def _shard_name(number: int, of: int) -> str:

@@ -11,8 +11,6 @@ import io
 import math
 import os
 import pickle
-import secrets
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from kempner.checkpoint.convert.first_commit import NO_ATTEMPT, commit_first
 from kempner.checkpoint.convert.key_map import Fit, fit
 from kempner.checkpoint.convert.tensor_copy import OnBytes, octets
 from kempner.checkpoint.format.manifest import (
@@ -34,7 +33,7 @@ from kempner.checkpoint.format.manifest import (
     sum_file,
     whole_sum,
 )
-from kempner.checkpoint.format.names import METADATA, CheckpointFolder, in_progress_name
+from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.format.shard_plan import (
     Chunk,
     Placed,
@@ -46,16 +45,11 @@ from kempner.checkpoint.format.shard_plan import (
 )
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import reserve, write_all
-from kempner.checkpoint.store import commit
 from kempner.checkpoint.tensors.dcp_metadata import pack
 from kempner.checkpoint.tensors.dcp_reader import RestrictedReader
 from kempner.checkpoint.tensors.file_buffer import container
 from kempner.run.process.durable_io import write_durable
-from kempner.run.process.exit_codes import DataError, UsageError
-from kempner.run.record.attempts import Attempt
-
-_NOBODY = 0
-"""The attempt in the names of what belongs to no attempt of the run."""
+from kempner.run.process.exit_codes import DataError
 
 _ADAMW = {"step", "exp_avg", "exp_avg_sq"}
 """The entries by which AdamW's state is known; those of others are not theirs alone."""
@@ -115,43 +109,19 @@ class Foreign:
         return entry
 
 
-@dataclass(frozen=True)
-class _Unclaimed:
-    """Stands where an attempt's fence stands in a save: nothing else may have been committed."""
-
-    folder: CheckpointFolder
-    step: int
-    attempt: Attempt
-
-    def check(self) -> None:
-        if self.folder.latest() is not None or set(self.folder.committed()) - {self.step}:
-            raise UsageError(
-                f"{self.folder.path} has checkpoints already; import into a run that has none"
-            )
-
-
-def take_over(foreign: Foreign, into: Path, train_state: TrainState, on_bytes: OnBytes) -> Path:
+def import_dcp(foreign: Foreign, into: Path, train_state: TrainState, on_bytes: OnBytes) -> Path:
     """Commit a stock checkpoint as the first one of the folder `into`; return its path.
 
-    Raises `DataError` if something in it is not a plain tensor, `UsageError` if `into` has a
-    checkpoint, and `OSError` for what cannot be written.
+    Raises `DataError` if something in it is not a plain tensor, and as `commit_first`.
     """
-    folder = CheckpointFolder(into)
-    attempt = Attempt(_NOBODY, secrets.token_hex(4))
-    guard = _Unclaimed(folder, train_state.step, attempt)
-    guard.check()
-    path = into / in_progress_name(train_state.step, attempt.number, attempt.nonce)
-    path.mkdir(parents=True)
-    try:
+
+    def write(path: Path) -> Manifest:
         files = _write(foreign, path, on_bytes)
         world = sum(entry.sums is not None for entry in files.values())
-        manifest = Manifest(
-            train_state, _what_is_known(foreign, world), _NOBODY, time.time(), files
-        )
-        return commit.commit(folder, path, manifest, guard, lambda sentence: None)
-    except BaseException:
-        shutil.rmtree(path, ignore_errors=True)  # the next attempt sweeps what cannot go now
-        raise
+        identity = _what_is_known(foreign, world)
+        return Manifest(train_state, identity, NO_ATTEMPT, time.time(), files)
+
+    return commit_first(into, train_state.step, write)
 
 
 def _what_is_known(foreign: Foreign, world: int) -> Identity:

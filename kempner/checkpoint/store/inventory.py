@@ -42,6 +42,11 @@ def locate(directory: Path) -> tuple[CheckpointFolder, Path | None]:
     single = directory.resolve()  # `latest` is such a name, too
     if (single / MANIFEST).is_file():
         return CheckpointFolder(single.parent), single
+    if RunDirectory(directory).ledger.exists():
+        raise UsageError(
+            f"{directory} has no checkpoint in {inside} yet; the run writes one every "
+            "checkpoint.interval steps, and when it is stopped"
+        )
     raise UsageError(
         f"{directory} contains no checkpoint; name a run's directory, the folder that contains its "
         "step-... folders, or one of those"

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from kempner.checkpoint.format.names import CheckpointFolder, marker_name, parse_step
 from kempner.run.output.logs import logger
+from kempner.run.process.retry import describe
 
 RENEW_EVERY = 5.0
 """Seconds between changes of a marker."""
@@ -32,21 +33,27 @@ STALE_AFTER = 60.0
 """Seconds without a change after which a marker's reader is taken to be gone."""
 
 
+def _warn(error: OSError) -> None:
+    logger().warning(
+        "cannot mark the checkpoint as being read; retention may delete it meanwhile",
+        error=describe(error),
+    )
+
+
 @contextmanager
-def reading(folder: CheckpointFolder, step: int) -> Iterator[None]:
+def reading(
+    folder: CheckpointFolder, step: int, unmarked: Callable[[OSError], None] = _warn
+) -> Iterator[None]:
     """While the context is open, retention leaves the checkpoint of `step` alone.
 
-    Where the folder cannot be written to, a warning is logged and the reader goes on without.
+    Where the folder cannot be written to, `unmarked` is told why, by default a log; the reader goes
+    on without.
     """
     marker = folder.path / marker_name(step, secrets.token_hex(8))
     try:
         _renew(marker, 0)
     except OSError as error:
-        logger().warning(
-            "cannot mark the checkpoint as being read; retention may delete it meanwhile",
-            step=step,
-            error=str(error),
-        )
+        unmarked(error)
         yield
         return
     done = threading.Event()
@@ -62,10 +69,14 @@ def reading(folder: CheckpointFolder, step: int) -> Iterator[None]:
         _remove(marker)
 
 
-def reading_at(checkpoint: Path) -> AbstractContextManager[None]:
+def reading_at(
+    checkpoint: Path, unmarked: Callable[[OSError], None] = _warn
+) -> AbstractContextManager[None]:
     """`reading`, of a checkpoint's path; one that is set aside is never deleted anyway."""
     step = parse_step(checkpoint.name)
-    return nullcontext() if step is None else reading(CheckpointFolder(checkpoint.parent), step)
+    if step is None:
+        return nullcontext()
+    return reading(CheckpointFolder(checkpoint.parent), step, unmarked)
 
 
 class Readers:
@@ -110,7 +121,7 @@ def _keep_renewing(marker: Path, done: threading.Event) -> None:
         try:
             _renew(marker, beat)
         except OSError as error:
-            logger().warning("cannot renew a reader's marker", file=str(marker), error=str(error))
+            logger().warning("cannot renew a reader's marker", error=describe(error))
             return
 
 
@@ -118,4 +129,4 @@ def _remove(marker: Path) -> None:
     try:
         marker.unlink(missing_ok=True)
     except OSError as error:
-        logger().warning("cannot remove a reader's marker", file=str(marker), error=str(error))
+        logger().warning("cannot remove a reader's marker", error=describe(error))

@@ -21,6 +21,8 @@ from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import read_filled, storage_waits
 
 INDEX_FILE = "index.json"
+TOKENIZER_FILE = "tokenizer.json"
+"""Copy of the tokenizer that made the tokens; not there for bytes."""
 WINDOW_VERSION = 1
 """Sample i is the tokens [i * seq_len, i * seq_len + seq_len]; a change of this rule raises it."""
 
@@ -61,6 +63,10 @@ class Shard(Record):
     documents: Count
     empty_documents: Count
     """Documents without text, which are left out."""
+    bad_lines: Count = 0
+    """Lines, or rows of a table, that hold no text and are left out."""
+    unproven_cuts: Count = 0
+    """Places in long documents where a token may differ from those of the whole document."""
     bytes: Count
     """Size of the file, header included."""
     checksum: Checksum
@@ -78,6 +84,8 @@ class Index(Record):
     eot: Count
     """Token that follows every document."""
     tokenizer: TokenizerIdentity
+    tokenizer_name: str = ""
+    """Its file with the folder that it was in, for people; empty for bytes."""
     tokens: Count
     documents: Count
     shards: Annotated[list[Shard], Field(min_length=1)]

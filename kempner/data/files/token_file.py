@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
+from kempner.cluster.machine.rlimits import files_to_spare
 from kempner.data.files.index import INDEX_FILE, Dtype, Index, Shard, read_index, sample_count
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import empty, storage_waits
@@ -103,13 +104,17 @@ class TokenWriter:
 class Corpus:
     """The token stream of a prepared directory, read where it is needed.
 
-    At most `max_open` shards are open at once. An instance belongs to one thread; `reopened`
-    gives another thread its own. Pickled, it travels without its open files. `worked` is whether
-    this run has read the directory before.
+    A shard stays open once it has been read: to open one is a request, or several, to the servers
+    of shared storage. At most `max_open` are open at once, or, without it, as many as the limit
+    of open files allows. An instance belongs to one thread; `reopened` gives another thread its
+    own. Pickled, it travels without its open files. `worked` is whether this run has read the
+    directory before.
     """
 
-    def __init__(self, directory: Path, index: Index, max_open: int, worked: bool = False) -> None:
-        if max_open < 1:
+    def __init__(
+        self, directory: Path, index: Index, max_open: int | None = None, worked: bool = False
+    ) -> None:
+        if max_open is not None and max_open < 1:
             raise ValueError(f"a corpus needs at least one open file, not {max_open}")
         self.directory = directory
         self.index = index
@@ -117,17 +122,20 @@ class Corpus:
         self.dtype = numpy_dtype(index.dtype)
         self._starts = index.starts()
         self._open: OrderedDict[int, int] = OrderedDict()
+        self._most_open = max_open  # None until a file is opened, by the process that reads
         self._worked, self._read_before = worked, set[int]()
 
     @classmethod
-    def open(cls, directory: str | Path, max_open: int = 64, worked: bool = False) -> Corpus:
+    def open(
+        cls, directory: str | Path, max_open: int | None = None, worked: bool = False
+    ) -> Corpus:
         """Read the index; the shards are opened, and checked against it, when they are needed.
 
         Raises as `read_index`.
         """
         return cls(Path(directory), read_index(Path(directory), worked), max_open, worked)
 
-    def reopened(self, max_open: int) -> Corpus:
+    def reopened(self, max_open: int | None = None) -> Corpus:
         """The same corpus with open files of its own."""
         return Corpus(self.directory, self.index, max_open, self._worked)
 
@@ -203,7 +211,7 @@ class Corpus:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def __reduce__(self) -> tuple[type[Corpus], tuple[Path, Index, int, bool]]:
+    def __reduce__(self) -> tuple[type[Corpus], tuple[Path, Index, int | None, bool]]:
         return Corpus, (self.directory, self.index, self.max_open, self._worked)
 
     def _read_shard(self, number: int, offset: int, into: Tokens) -> None:
@@ -228,10 +236,23 @@ class Corpus:
         if number in self._open:
             self._open.move_to_end(number)
             return self._open[number]
-        if len(self._open) >= self.max_open:
-            os.close(self._open.popitem(last=False)[1])
-        self._open[number] = _open_shard(path, self.index.shards[number], self.index.dtype)
+        if self._most_open is None:
+            self._most_open = files_to_spare()
+        if len(self._open) >= self._most_open:
+            self._close_oldest()
+        shard, dtype = self.index.shards[number], self.index.dtype
+        try:
+            self._open[number] = _open_shard(path, shard, dtype)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._open:
+                raise
+            self._most_open = len(self._open)  # the others of this process need files, too
+            self._close_oldest()
+            self._open[number] = _open_shard(path, shard, dtype)
         return self._open[number]
+
+    def _close_oldest(self) -> None:
+        os.close(self._open.popitem(last=False)[1])
 
 
 def verify_shard(directory: Path, shard: Shard, dtype: Dtype) -> None:

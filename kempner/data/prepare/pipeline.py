@@ -1,6 +1,7 @@
 """Prepares token files from text, in parallel, resumable at any point.
 
     OUT/index.json                   written last; what it lists is complete
+    OUT/tokenizer.json               copy of the tokenizer; not there for bytes
     OUT/shard-00000.tokens           renamed to this name when it is durable
     OUT/.progress/inputs.json        what is being prepared
     OUT/.progress/shard-00000.json   written when that shard is in place
@@ -22,8 +23,18 @@ from pathlib import Path
 from pydantic import ValidationError
 from xxhash import xxh3_128_hexdigest
 
-from kempner.data.files.index import INDEX_FILE, Checksum, Index, Record, Shard, read_index
-from kempner.data.prepare.process_pool import run_all
+from kempner.data.files.index import (
+    INDEX_FILE,
+    TOKENIZER_FILE,
+    Checksum,
+    Index,
+    Record,
+    Shard,
+    read_index,
+)
+from kempner.data.prepare.bad_lines import added_up, check_share
+from kempner.data.prepare.inputs import Found, SourceFile, find_files
+from kempner.data.prepare.process_pool import Task, run_all
 from kempner.data.prepare.shard_builder import (
     Built,
     Recipe,
@@ -33,14 +44,17 @@ from kempner.data.prepare.shard_builder import (
     prepared_differently,
     temporary_path,
 )
-from kempner.data.prepare.sources import SourceFile, Unit, find_files, plan_units
+from kempner.data.prepare.sources import Unit, plan_units
 from kempner.data.prepare.tokenizers import BYTE, find_tokenizer
 from kempner.run.process.durable_io import write_durable
 from kempner.run.process.exit_codes import DataError, UsageError
 
 OnProgress = Callable[[int, int], None]
-"""Told (bytes of text done, bytes in all) at the start and whenever a unit is done."""
+"""Told (bytes of the files done, bytes in all) at the start and as it goes on."""
 
+MAX_BAD_SHARE = 0.001
+
+_WORTH_A_PROCESS = 2**20  # bytes; less is done before a process has started
 _INPUTS_FILE = "inputs.json"
 
 
@@ -59,10 +73,11 @@ class Prepared:
     index: Index
     kept: int
     """Shards that were in place, and intact, before."""
-    left_out: tuple[Path, ...]
-    """What lies in the named folders and is no text."""
+    found: Found
     was_finished: bool
     """There was nothing to do but to verify."""
+    first_bad: str = ""
+    """The first line that was left out, and why; only of those that the index counts."""
 
 
 def prepare(
@@ -72,19 +87,23 @@ def prepare(
     tokenizer: str = BYTE,
     eot: str | None = None,
     text_key: str = "text",
-    workers: int = 1,
+    max_bad_share: float = MAX_BAD_SHARE,
+    workers: int = 0,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Prepared:
-    """Write the tokens of text files, .jsonl files and folders of them to the directory `out`.
+    """Write the tokens of text files and tables, or folders of them, to the directory `out`.
 
-    The tokenizer's token for the end of a text follows every document. Started again with the same
-    arguments it keeps what is complete, or, if all is, verifies it.
+    The tokenizer's token for the end of a text follows every document. Lines that hold no text are
+    left out, up to a share of all lines. Started again with the same arguments it keeps what is
+    complete, or, if all is, verifies it. `workers` processes do it, or without them this one.
     Raises UsageError for arguments that make no sense or do not match what `out` holds, DataError
     for text that cannot be read, a full disk and damaged token files.
     """
     found = find_files(files)
     recipe = Recipe(out, find_tokenizer(tokenizer, eot), text_key)
-    units = plan_units(found.files, split_texts=recipe.tokenizer.splits_anywhere)
+    units = plan_units(found.files, recipe.tokenizer, text_key)
+    if sum(unit.size for unit in units) < _WORTH_A_PROCESS:
+        workers = 0
     was_finished = (out / INDEX_FILE).exists()
     if was_finished:
         index = read_index(out)
@@ -93,21 +112,28 @@ def prepare(
     else:
         _claim(recipe, found.files)
         built = _run(partial(build, recipe), units, workers, on_progress)
+    lines = added_up(each.lines for each in built)
+    if not was_finished:
+        check_share(lines, max_bad_share)
         index = _finish(recipe, [each.shard for each in built])
     shutil.rmtree(recipe.progress, ignore_errors=True)  # the index says that nothing needs it
     kept = sum(each.kept for each in built)
-    return Prepared(index, kept, found.left_out, was_finished)
+    return Prepared(index, kept, found, was_finished, str(lines.first or ""))
 
 
 def _run(
-    task: Callable[[Unit], Built], units: Sequence[Unit], workers: int, on_progress: OnProgress
+    task: Task[Unit, Built], units: Sequence[Unit], workers: int, on_progress: OnProgress
 ) -> list[Built]:
     """The outcome of every unit, in the order of the units."""
     done, total = 0, sum(unit.size for unit in units)
+    parts = [0] * len(units)
 
-    def count(unit: Unit) -> None:
+    def count(number: int, size: int) -> None:
         nonlocal done
-        done += unit.size
+        # A unit that does not stand up to verification is done twice, but not counted twice.
+        size = min(size, units[number].size)
+        done += size - parts[number]
+        parts[number] = size
         on_progress(done, total)
 
     on_progress(0, total)
@@ -174,6 +200,7 @@ def _finish(recipe: Recipe, shards: Sequence[Shard]) -> Index:
         vocab_size=recipe.tokenizer.vocab_size,
         eot=recipe.tokenizer.eot,
         tokenizer=recipe.tokenizer.identity,
+        tokenizer_name=recipe.tokenizer.name,
         tokens=tokens,
         documents=sum(shard.documents for shard in shards),
         shards=list(shards),
@@ -182,12 +209,18 @@ def _finish(recipe: Recipe, shards: Sequence[Shard]) -> Index:
     try:
         for stray in set(recipe.out.glob("shard-*.tokens")) - listed:
             stray.unlink()  # of an earlier attempt, when there was more text
-        temporary = temporary_path(recipe, INDEX_FILE)
-        write_durable(temporary, index.to_bytes())
-        commit(temporary, recipe.out / INDEX_FILE)
+        if recipe.tokenizer.definition:
+            _put(recipe, TOKENIZER_FILE, recipe.tokenizer.definition.encode())
+        _put(recipe, INDEX_FILE, index.to_bytes())
     except OSError as error:
         raise DataError(
             f"{recipe.out / INDEX_FILE} cannot be written: {error.strerror}; "
             "run the same command again when that is fixed"
         ) from error
     return index
+
+
+def _put(recipe: Recipe, name: str, content: bytes) -> None:
+    temporary = temporary_path(recipe, name)
+    write_durable(temporary, content)
+    commit(temporary, recipe.out / name)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from functools import partial
-from multiprocessing import get_context
-from typing import Any, TypeVar
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar, cast
 
 from kempner.run.process.exit_codes import RunError
 from kempner.run.process.worker_process import born_deaf, killed_on_error, stay_deaf
@@ -16,60 +17,108 @@ from kempner.run.process.worker_process import born_deaf, killed_on_error, stay_
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_task: Callable[[Any], Any]  # in a worker process: what it does with every item
+Report = Callable[[int], None]
+"""Told how much of an item is done."""
+Task = Callable[[Item, Report], Result]
+
+_INTERVAL = 0.1  # seconds between two reports of one process
 
 
 def run_all(
-    task: Callable[[Item], Result],
+    task: Task[Item, Result],
     items: Sequence[Item],
     workers: int,
-    on_done: Callable[[Item], None],
+    on_progress: Callable[[int, int], None],
 ) -> list[Result]:
-    """The result of every item, in order; `on_done` hears of each as it gets done.
+    """The result of every item, in order; `on_progress` hears (number of the item, how much).
 
-    With one worker everything happens in the calling process. The task goes to each process once.
+    Without workers everything happens in the calling process. The task goes to each process once.
     Raises what the task raises; RunError if a process was killed. No process is left then.
     """
-    workers = min(workers, len(items))
-    if workers == 1:
-        return [_alone(task, item, on_done) for item in items]
-    pool = ProcessPoolExecutor(
-        workers, get_context("spawn"), initializer=partial(_enter, os.getpid(), task)
-    )
-    try:
-        with killed_on_error():
-            return _together(pool, items, on_done)
-    except BrokenProcessPool as error:
-        raise RunError(
-            "a worker process was killed, perhaps out of memory: "
-            "run the same command again with fewer --workers; finished files are kept"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+    if not workers:
+        return [
+            task(item, lambda done, n=number: on_progress(n, done))  # type: ignore[misc]
+            for number, item in enumerate(items)
+        ]
+    results: dict[int, Result] = {}
+    with killed_on_error():
+        started = [_start(task) for _ in range(min(workers, len(items)))]
+        lines = [line for _, line in started]
+        waiting = iter(enumerate(items))
+        busy = [line for line in lines if _hand_out(line, waiting)]
+        while busy:
+            # Nothing is waited for but messages: an interruption is answered at once.
+            for line in cast(list[Connection], connection.wait(busy)):
+                number, done, result = _receive(line)
+                if not done:
+                    on_progress(number, result)
+                    continue
+                results[number] = result
+                if not _hand_out(line, waiting):
+                    busy.remove(line)
+        for process, _ in started:
+            process.join()
+    return [results[number] for number in range(len(items))]
 
 
-def _alone(task: Callable[[Item], Result], item: Item, on_done: Callable[[Item], None]) -> Result:
-    result = task(item)
-    on_done(item)
-    return result
-
-
-def _together(
-    pool: ProcessPoolExecutor, items: Sequence[Item], on_done: Callable[[Item], None]
-) -> list[Any]:
+def _start(task: Task[Any, Any]) -> tuple[BaseProcess, Connection]:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(os.getpid(), task, theirs), daemon=True)
     with born_deaf():
-        futures: dict[Future[Any], Item] = {pool.submit(_work, item): item for item in items}
-    for future in as_completed(futures):
-        future.result()
-        on_done(futures[future])
-    return [future.result() for future in futures]
+        process.start()
+    theirs.close()
+    return process, ours
 
 
-def _enter(parent: int, task: Callable[[Any], Any]) -> None:
-    global _task
+def _hand_out(line: Connection, waiting: Iterator[tuple[int, Any]]) -> bool:
+    """Give a process the next item; without one it ends."""
+    item = next(waiting, None)
+    try:
+        line.send(item)
+    except OSError as error:
+        raise _killed() from error
+    return item is not None
+
+
+def _receive(line: Connection) -> tuple[int, bool, Any]:
+    try:
+        number, done, content = line.recv()
+    except (EOFError, OSError) as error:
+        raise _killed() from error
+    if isinstance(content, BaseException):
+        raise content
+    return number, done, content
+
+
+def _killed() -> RunError:
+    return RunError(
+        "a worker process was killed, perhaps out of memory: "
+        "run the same command again with fewer --workers; finished files are kept"
+    )
+
+
+def _work(parent: int, task: Task[Any, Any], line: Connection) -> None:
+    """In a process of its own: item after item, until there is none."""
     stay_deaf(parent)
-    _task = task
+    while (work := line.recv()) is not None:
+        number, item = work
+        try:
+            content = task(item, _reporter(line, number))
+        except Exception as error:  # noqa: BLE001 - it is raised where it can be reported
+            if not isinstance(error, RunError):
+                error.add_note(traceback.format_exc())
+            content = error
+        line.send((number, True, content))
 
 
-def _work(item: Any) -> Any:
-    return _task(item)
+def _reporter(line: Connection, number: int) -> Report:
+    last = time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > _INTERVAL:
+            last = time.monotonic()
+            line.send((number, False, done))
+
+    return report

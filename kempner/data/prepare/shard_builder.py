@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -10,10 +12,21 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from kempner.data.files.index import Index, Record, Shard, TokenizerIdentity
+from kempner.data.files.index import Count, Index, Record, Shard, TokenizerIdentity
 from kempner.data.files.token_file import TokenWriter, verify_shard
-from kempner.data.prepare.sources import Origin, Piece, Unit, describe_unit, documents, read_piece
-from kempner.data.prepare.tokenizers import Encode, TokenizerSpec
+from kempner.data.prepare.bad_lines import BadLine, BadLines, Tally
+from kempner.data.prepare.documents import Parts, line_parts, row_parts, text_parts
+from kempner.data.prepare.long_text import (
+    CONTEXT,
+    BlockEncoder,
+    ByteEncoder,
+    DocumentEncoder,
+    Ids,
+)
+from kempner.data.prepare.pieces import Origin, describe_unit, text_before
+from kempner.data.prepare.process_pool import Report
+from kempner.data.prepare.sources import Piece, Unit
+from kempner.data.prepare.tokenizers import TokenizerSpec
 from kempner.run.process.durable_io import fsync_directory, write_durable
 from kempner.run.process.exit_codes import DataError, UsageError
 
@@ -40,6 +53,16 @@ class Built:
 
     shard: Shard
     kept: bool
+    lines: BadLines
+    """What was counted in its text."""
+
+
+class BadLineRecord(Record):
+    """A bad line of a unit."""
+
+    piece: Count
+    offset: Count
+    reason: str
 
 
 class UnitRecord(Record):
@@ -48,26 +71,29 @@ class UnitRecord(Record):
     tokenizer: TokenizerIdentity
     eot: int
     shard: Shard
+    lines: Count
+    first_bad: BadLineRecord | None
 
 
-def build(recipe: Recipe, unit: Unit) -> Built:
+def build(recipe: Recipe, unit: Unit, report: Report) -> Built:
     """Make the token file of a unit, unless it is there already and intact.
 
     Raises DataError if text cannot be read or the file cannot be written.
     """
-    shard = _in_place(recipe, unit)
-    if shard is not None:
-        return Built(shard, kept=True)
-    try:
-        return Built(_make(recipe, unit), kept=False)
-    except OSError as error:
-        raise DataError(
-            f"{recipe.out / unit.shard_file} cannot be written: {error.strerror}; "
-            "finished files are kept: run the same command again when that is fixed"
-        ) from error
+    built = _in_place(recipe, unit)
+    if built is None:
+        try:
+            built = _make(recipe, unit, report)
+        except OSError as error:
+            raise DataError(
+                f"{recipe.out / unit.shard_file} cannot be written: {error.strerror}; "
+                "finished files are kept: run the same command again when that is fixed"
+            ) from error
+    report(unit.size)
+    return built
 
 
-def confirm(recipe: Recipe, index: Index, unit: Unit) -> Built:
+def confirm(recipe: Recipe, index: Index, unit: Unit, report: Report) -> Built:
     """A shard of a finished directory, verified.
 
     Raises UsageError if it was made from other text, DataError if it is damaged.
@@ -76,7 +102,8 @@ def confirm(recipe: Recipe, index: Index, unit: Unit) -> Built:
     if shard.source != describe_unit(unit, recipe.text_key):
         raise prepared_differently(recipe.out, f"from other text (see {shard.source.first})")
     verify_shard(recipe.out, shard, index.dtype)
-    return Built(shard, kept=True)
+    report(unit.size)
+    return Built(shard, kept=True, lines=BadLines(0, shard.bad_lines, None))
 
 
 def prepared_differently(out: Path, how: str) -> UsageError:
@@ -103,82 +130,140 @@ def _record_path(recipe: Recipe, unit: Unit) -> Path:
     return (recipe.progress / unit.shard_file).with_suffix(".json")
 
 
-def _in_place(recipe: Recipe, unit: Unit) -> Shard | None:
+def _in_place(recipe: Recipe, unit: Unit) -> Built | None:
     """The unit's shard, if an earlier run made exactly this one and it is intact."""
     try:
         record = UnitRecord.model_validate_json(_record_path(recipe, unit).read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
-    tokenizer = recipe.tokenizer
+    tokenizer, shard = recipe.tokenizer, record.shard
     if (record.tokenizer, record.eot) != (tokenizer.identity, tokenizer.eot):
         return None
-    if record.shard.source != describe_unit(unit, recipe.text_key):
+    if shard.source != describe_unit(unit, recipe.text_key):
         return None
     try:
-        verify_shard(recipe.out, record.shard, tokenizer.dtype)
+        verify_shard(recipe.out, shard, tokenizer.dtype)
     except DataError:
         return None
-    return record.shard
+    bad = record.first_bad
+    first = BadLine(unit.pieces[bad.piece], bad.offset, bad.reason) if bad else None
+    return Built(shard, kept=True, lines=BadLines(record.lines, shard.bad_lines, first))
 
 
-def _make(recipe: Recipe, unit: Unit) -> Shard:
+def _make(recipe: Recipe, unit: Unit, report: Report) -> Built:
     temporary = temporary_path(recipe, unit.shard_file)
-    origin = Origin(recipe.text_key)
-    full = empty = 0
+    origin, tally = Origin(recipe.text_key), Tally()
     with TokenWriter(temporary, recipe.tokenizer.dtype) as writer:
+        encoding = _Encoding(recipe, writer)
+        progress = _Progress(report)
         for piece in unit.pieces:
-            content = read_piece(piece)
-            origin.add(piece, content)
-            counts = _encode_piece(recipe, piece, content, writer)
-            full, empty = full + counts[0], empty + counts[1]
+            with _opened(recipe, piece, origin, tally, progress) as parts:
+                encoding.add_piece(piece, parts)
         written = writer.finish()
     commit(temporary, recipe.out / unit.shard_file)
     shard = Shard(
         file=unit.shard_file,
         tokens=written.tokens,
-        documents=full,
-        empty_documents=empty,
+        documents=encoding.full,
+        empty_documents=encoding.empty,
+        bad_lines=tally.bad,
+        unproven_cuts=encoding.unproven,
         bytes=written.bytes,
         checksum=written.checksum,
         source=origin.source(),
     )
-    _write_record(recipe, unit, shard)
-    return shard
+    lines = BadLines(tally.lines, tally.bad, tally.first)
+    _write_record(recipe, unit, shard, lines)
+    return Built(shard, kept=False, lines=lines)
 
 
-def _write_record(recipe: Recipe, unit: Unit, shard: Shard) -> None:
-    tokenizer = recipe.tokenizer
-    record = UnitRecord(tokenizer=tokenizer.identity, eot=tokenizer.eot, shard=shard)
+class _Progress:
+    """Adds up the bytes that are done."""
+
+    def __init__(self, report: Report) -> None:
+        self._report, self._done = report, 0
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        self._report(self._done)
+
+
+@contextmanager
+def _opened(
+    recipe: Recipe, piece: Piece, origin: Origin, tally: Tally, progress: _Progress
+) -> Iterator[Parts]:
+    """The parts of a piece's documents. Raises as `Origin.opened`, also in the block."""
+    if piece.file.format == "parquet":
+        with origin.opened(piece):
+            yield row_parts(piece, tally, recipe.text_key, progress)
+        return
+    with origin.opened(piece, progress) as stream:
+        if piece.file.format == "jsonl":
+            yield line_parts(piece, stream, tally, recipe.text_key)
+        else:
+            utf8 = not recipe.tokenizer.splits_anywhere
+            yield text_parts(piece, stream, tally, utf8=utf8)
+
+
+class _Encoding:
+    """Appends documents to a token file, and counts them."""
+
+    def __init__(self, recipe: Recipe, writer: TokenWriter) -> None:
+        self.full = 0
+        self.empty = 0
+        self.unproven = 0
+        self._tokenizer, self._writer = recipe.tokenizer, writer
+        self._end = np.array([recipe.tokenizer.eot])
+
+    def add_piece(self, piece: Piece, parts: Parts) -> None:
+        """The documents of a piece; the first or the last may go on in another one."""
+        document: DocumentEncoder | None = None
+        if piece.file.one_document and piece.start:
+            document = self._encoder(text_before(piece, CONTEXT))
+        for content, ends in parts:
+            if content:
+                document = document or self._encoder()
+                for tokens in document.feed(content):
+                    self._writer.append(tokens)
+            if ends and document is None:
+                self.empty += 1
+            elif ends and document is not None:
+                self._finish(document)
+                self._writer.append(self._end)
+                self.full += 1
+                document = None
+        if document is not None:
+            self._finish(document)
+
+    def _encoder(self, before: bytes = b"") -> DocumentEncoder:
+        if self._tokenizer.splits_anywhere:
+            return ByteEncoder()
+        return BlockEncoder(_ids(self._tokenizer), before)
+
+    def _finish(self, document: DocumentEncoder) -> None:
+        self._writer.append(document.end())
+        self.unproven += document.unproven
+
+
+def _write_record(recipe: Recipe, unit: Unit, shard: Shard, lines: BadLines) -> None:
+    tokenizer, first = recipe.tokenizer, lines.first
+    bad = None
+    if first is not None:
+        number = unit.pieces.index(first.piece)
+        bad = BadLineRecord(piece=number, offset=first.offset, reason=first.reason)
+    record = UnitRecord(
+        tokenizer=tokenizer.identity,
+        eot=tokenizer.eot,
+        shard=shard,
+        lines=lines.lines,
+        first_bad=bad,
+    )
     path = _record_path(recipe, unit)
     temporary = temporary_path(recipe, path.name)
     write_durable(temporary, record.model_dump_json().encode())
     commit(temporary, path)
 
 
-def _encode_piece(
-    recipe: Recipe, piece: Piece, content: bytes, writer: TokenWriter
-) -> tuple[int, int]:
-    """Append a piece's documents; the numbers of those that end in it: (with text, without)."""
-    encode = _encoder(recipe.tokenizer)
-    end = np.array([recipe.tokenizer.eot])
-    full = empty = 0
-    for document in documents(piece, content, recipe.text_key):
-        if not document:
-            empty += 1
-            continue
-        try:
-            writer.append(encode(document))
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{piece.file.path} is not UTF-8 (at byte {error.start}): "
-                "convert it, or use --tokenizer byte, which takes any bytes"
-            ) from error
-        if piece.ends_document:
-            writer.append(end)
-            full += 1
-    return full, empty
-
-
 @lru_cache(maxsize=1)
-def _encoder(tokenizer: TokenizerSpec) -> Encode:
-    return tokenizer.encoder()
+def _ids(tokenizer: TokenizerSpec) -> Ids:
+    return tokenizer.ids()

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 
 from kempner.data.files.index import Dtype, TokenizerIdentity
+from kempner.data.prepare.long_text import Ids
 from kempner.run.process.exit_codes import DataError, UsageError
 
 BYTE = "byte"
 _BYTE_EOT = 256
 _USUAL_EOT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|eos|>", "[EOS]")
-
-Encode = Callable[[bytes], NDArray[Any]]
-"""One document to its tokens [k], without the one that ends it; ValueError if it is no text."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +28,8 @@ class TokenizerSpec:
     eot: int
     definition: str = ""
     """Content of the tokenizer.json; empty for bytes."""
+    name: str = ""
+    """That file with the folder that it was in; empty for bytes."""
 
     @property
     def dtype(self) -> Dtype:
@@ -45,11 +41,11 @@ class TokenizerSpec:
         """Whether a text may be cut at any byte without changing its tokens."""
         return self.identity.kind == "byte"
 
-    def encoder(self) -> Encode:
-        """The function that encodes a document."""
-        if self.identity.kind == "byte":
-            return _encode_bytes
-        return _hugging_face_encoder(self.definition)
+    def ids(self) -> Ids:
+        """The function that encodes a text; a tokenizer.json is read for it."""
+        if self.splits_anywhere:
+            return lambda text: list(text.encode())
+        return _hugging_face_ids(self.definition)
 
 
 def find_tokenizer(name: str, eot: str | None = None) -> TokenizerSpec:
@@ -66,11 +62,7 @@ def find_tokenizer(name: str, eot: str | None = None) -> TokenizerSpec:
     return TokenizerSpec(identity, vocab_size=_BYTE_EOT + 1, eot=_BYTE_EOT)
 
 
-def _encode_bytes(document: bytes) -> NDArray[Any]:
-    return np.frombuffer(document, np.uint8)
-
-
-def _hugging_face_encoder(definition: str) -> Encode:
+def _hugging_face_ids(definition: str) -> Ids:
     # The library's own threads would compete with the worker processes for the same cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = tokenizers.Tokenizer.from_str(definition)
@@ -79,11 +71,12 @@ def _hugging_face_encoder(definition: str) -> Encode:
     # Text that spells a special token stays text: only the end of a document is an end.
     tokenizer.encode_special_tokens = True
 
-    def encode(document: bytes) -> NDArray[Any]:
-        text = document.decode("utf-8")
-        return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+    def ids(text: str) -> list[int]:
+        # The call for batches can do without the place of each token in the text.
+        encoded: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return encoded
 
-    return encode
+    return ids
 
 
 def _from_file(path: Path, eot: str | None) -> TokenizerSpec:
@@ -99,7 +92,8 @@ def _from_file(path: Path, eot: str | None) -> TokenizerSpec:
         kind="huggingface", fingerprint=hashlib.sha256(content).hexdigest()
     )
     size = max(vocabulary.values()) + 1
-    return TokenizerSpec(identity, size, _find_eot(path, vocabulary, eot), content.decode())
+    name = "/".join(path.absolute().parts[-2:])
+    return TokenizerSpec(identity, size, _find_eot(path, vocabulary, eot), content.decode(), name)
 
 
 def _vocabulary(path: Path, content: bytes) -> dict[str, int]:

@@ -25,6 +25,7 @@ from kempner.data.files.token_file import Corpus
 from kempner.data.order.batch_slices import PADDING, Slicing
 from kempner.data.order.shuffle import Order
 from kempner.data.serve.token_reader import TokenDataset, TokenReader
+from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.retry import WaitStoppedError
 
 IGNORE = -100
@@ -65,10 +66,11 @@ class Feed:
         seed: of the order.
         cursor: the first position to deliver.
         workers: processes that read; 0 reads in the thread.
-        shards_open: token files that this rank keeps open at once, in all its workers together.
+        shards_open: the most token files that this rank keeps open, see `shards_per_reader`.
         pin_memory: deliver in page-locked memory (needs an accelerator).
 
-    Raises DataError if the corpus cannot be opened or has not one sample.
+    Raises DataError if the corpus cannot be opened or has not one sample, and as
+    `shards_per_reader`.
     """
 
     def __init__(
@@ -80,13 +82,14 @@ class Feed:
         seed: int,
         cursor: int = 0,
         workers: int = 0,
-        shards_open: int = 64,
+        shards_open: int | None = None,
         pin_memory: bool = False,
     ) -> None:
         given = corpus if isinstance(corpus, Corpus) else Corpus.open(corpus)
         # With open files of its own: a corpus belongs to one thread.
-        mine = given.reopened(max(1, shards_open // max(1, workers)))
-        self.order = Order(mine.samples(seq_len), seed)
+        samples = given.samples(seq_len)
+        mine = given.reopened(shards_per_reader(shards_open, max(1, workers), samples))
+        self.order = Order(samples, seed)
         self.micro_steps = slicing.micro_steps
         """Micro batches per step, the same on every rank."""
         self._ready: queue.Queue[StepBatch | BaseException] = queue.Queue(_STEPS_AHEAD)
@@ -94,6 +97,7 @@ class Feed:
         self._failure: BaseException | None = None
         self._pin_memory = pin_memory
         self._device = torch.accelerator.current_device_index() if pin_memory else None
+        self._corpus = mine
         dataset = TokenDataset(mine, self.order, seq_len)
         self._reader = TokenReader(dataset, slicing.slices_from(cursor), workers)
         atexit.register(self.close)
@@ -137,6 +141,7 @@ class Feed:
 
     def _fill(self) -> None:
         with ExitStack() as stack:
+            stack.callback(self._corpus.close)  # here: it belongs to this thread
             stack.push(self._hand_over)
             if self._device is not None:  # otherwise pinning would set up a context on device 0
                 torch.accelerator.set_device_index(self._device)
@@ -163,6 +168,22 @@ class Feed:
             positions += [position for position in part.positions if position != PADDING]
             if part.last:
                 return StepBatch(micro, positions, part.cursor_after)
+
+
+def shards_per_reader(shards_open: int | None, readers: int, samples: int) -> int | None:
+    """The most token files that each reader of a rank keeps open; None for all that it may.
+
+    `shards_open` is for the whole rank. It is rounded up: every reader of every rank keeps as many.
+    Raises UsageError if there are fewer samples than that.
+    """
+    if shards_open is None:
+        return None
+    if shards_open > samples:
+        raise UsageError(
+            f"data.num_shards_per_rank={shards_open} is more than the {samples} samples of the "
+            "data: leave it out, lower it, or prepare more text"
+        )
+    return -(-shards_open // readers)
 
 
 def eval_batches(

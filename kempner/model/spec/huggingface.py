@@ -53,8 +53,8 @@ def llama_name(name: str) -> str | None:
 def llama_config(shape: Mapping[str, Any], dtype: str) -> dict[str, Any] | None:
     """The `config.json` for a model of this shape (fields of `Shape`); None if sizes are missing.
 
-    `dtype` is that of the weights. The longest sequence is not part of a checkpoint's shape, and is
-    left to the reader's default: nothing in the weights depends on it.
+    `dtype` is that of the weights. What follows from the text that it was trained on, `text_config`
+    says.
     """
     if not _SIZES.keys() <= shape.keys():
         return None
@@ -67,3 +67,19 @@ def llama_config(shape: Mapping[str, Any], dtype: str) -> dict[str, Any] | None:
         "torch_dtype": dtype,
         **{theirs: shape[ours] for ours, theirs in _SIZES.items()},
     }
+
+
+def text_config(eot: int | None, longest: int | None) -> dict[str, Any]:
+    """What `config.json` says of the text.
+
+    `eot` is the token between two documents: it ends one and begins the next. None says that there
+    is none; the reader would take tokens of another vocabulary otherwise. `longest` is the number
+    of tokens that the model was trained with at once.
+    """
+    table = {"bos_token_id": eot, "eos_token_id": eot}
+    return table if longest is None else {"max_position_embeddings": longest, **table}
+
+
+def generation_config(eot: int) -> dict[str, Any]:
+    """The `generation_config.json`: a text ends with its document, and so is a batch filled up."""
+    return {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tomli
 
 from kempner.run.record.attempts import read_current
 from kempner.run.record.run_dir import RunDirectory
+
+
+def recorded_config(run: RunDirectory, attempt: int | None) -> Mapping[str, Any]:
+    """The tables of an attempt's configuration; of the run's first one if that is not kept apart.
+
+    Empty if there is none, or not as kempner writes it.
+    """
+    changed = [] if attempt is None else [run.changed_config(attempt)]
+    for file in (*changed, run.config):
+        try:
+            return tomli.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except ValueError:
+            break
+    return {}
 
 
 def checkpoint_folder(run: RunDirectory) -> Path:
@@ -17,13 +35,6 @@ def checkpoint_folder(run: RunDirectory) -> Path:
     from here.
     """
     current = read_current(run.attempts)
-    changed = [] if current is None else [run.changed_config(current.number)]
-    for file in (*changed, run.config):
-        try:
-            section = tomli.loads(file.read_text(encoding="utf-8")).get("checkpoint", {})
-        except FileNotFoundError:
-            continue
-        except ValueError:
-            break  # not as kempner writes it
-        return Path(section["dir"]) if "dir" in section else run.checkpoints
-    return run.checkpoints
+    config = recorded_config(run, None if current is None else current.number)
+    section = config.get("checkpoint", {})
+    return Path(section["dir"]) if "dir" in section else run.checkpoints

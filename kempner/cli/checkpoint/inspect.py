@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from kempner.checkpoint.format.manifest import Manifest, rank_of, read
+from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
 from kempner.checkpoint.io.verify import Damage
 from kempner.checkpoint.io.verify import verify as find_damage
 from kempner.checkpoint.io.verify_log import record
@@ -52,8 +53,8 @@ def list_(directory: Folder) -> None:
     for item in survey(folder):
         if only in (None, item.path):
             typer.echo(_row(item, now).rstrip())
-    if (latest := folder.latest()) is not None and latest not in folder.committed():
-        typer.echo(f"`latest` names step {latest}, which does not exist")
+    if sentence := _latest_is_missing(folder):
+        typer.echo(sentence)
 
 
 @commands.command()
@@ -67,16 +68,26 @@ def verify(
     folder, only = locate(directory)
     wanted = [at_step(folder, step) for step in steps or folder.committed()]
     paths = [only] if only and not steps else wanted
-    if not paths:
+    missing = "" if only or steps else _latest_is_missing(folder)
+    if not paths and not missing:
         raise UsageError(f"{folder.path} has no committed checkpoint to verify")
-    damaged = 0
+    damaged, unwritable = 0, list[OSError]()
     for path in paths:
-        with _progress(path) as on_read, reading_at(path):
+        with _progress(path) as on_read, reading_at(path, unwritable.append):
             damages = find_damage(path, on_read)
         damaged += bool(damages)
         _report(path, damages)
+        _keep(path, damages, unwritable)
+    if missing:
+        typer.echo(missing)
     typer.echo(f"{len(paths)} read, {damaged} damaged")
-    return ExitCode.BAD_DATA if damaged else ExitCode.COMPLETED
+    if unwritable:
+        typer.echo(
+            f"kempner: {folder.path} cannot be written to ({unwritable[0].strerror}), so `list` "
+            "will not know these results, and the run could have deleted what was being read",
+            err=True,
+        )
+    return ExitCode.BAD_DATA if damaged or missing else ExitCode.COMPLETED
 
 
 @commands.command()
@@ -120,11 +131,19 @@ def _fate(item: Item, dry_run: bool, failed: Collection[int]) -> str:
     return "in use" if item.path.exists() else "gone"
 
 
+def _latest_is_missing(folder: CheckpointFolder) -> str:
+    """What is wrong where `latest` names a checkpoint that is not there; empty if nothing is."""
+    latest = folder.latest()
+    if latest is None or latest in folder.committed():
+        return ""
+    return f"`latest` names step {latest}, which is not committed: it has no {MANIFEST}"
+
+
 def _row(item: Item, now: float) -> str:
     notes = "; ".join(filter(None, (item.note, item.problem)))
     if item.manifest is None:
         return f"{item.step:>10}  {'-':>7}  {'-':>10}  {'-':>5}  {'-':<10}  {notes}"
-    age, size = _duration(now - item.manifest.created), _size(_bytes(item.manifest))
+    age, size = since(now - item.manifest.created), in_units(_bytes(item.manifest))
     world = item.manifest.identity.world
     return f"{item.step:>10}  {age:>7}  {size:>10}  {world:>5}  {_verified(item, now):<10}  {notes}"
 
@@ -132,25 +151,31 @@ def _row(item: Item, now: float) -> str:
 def _verified(item: Item, now: float) -> str:
     if item.finding is None:
         return "no"
-    return "damaged" if item.finding.damaged else f"{_duration(now - item.finding.time)} ago"
+    return "damaged" if item.finding.damaged else f"{since(now - item.finding.time)} ago"
 
 
 def _report(path: Path, damages: list[Damage]) -> None:
-    """Say, rank by rank, what is wrong with a checkpoint, and keep the finding."""
+    """Say, rank by rank, what is wrong with a checkpoint."""
     try:
         manifest = read(path)
     except DataError as error:
         typer.echo(f"{path.name}: damaged\n  {error}")
         return
-    world, size = manifest.identity.world, _size(_bytes(manifest))
+    world, size = manifest.identity.world, in_units(_bytes(manifest))
     verdict = "damaged" if damages else "ok"
     typer.echo(f"{path.name}: {verdict} (world {world}, {size})")
     for line in _by_rank(manifest, damages) if damages else ():
         typer.echo(f"  {line}")
+
+
+def _keep(path: Path, damages: list[Damage], failures: list[OSError]) -> None:
+    """Keep a finding for `list`; where that cannot be, the reason is added to `failures`."""
     try:
-        record(path.parent, manifest, damages, time.time())
+        record(path.parent, read(path), damages, time.time())
+    except DataError:
+        return  # `list` sees by itself what is wrong with a manifest
     except OSError as error:
-        typer.echo(f"kempner: the result could not be stored for `list`: {error}", err=True)
+        failures.append(error)
 
 
 def _by_rank(manifest: Manifest, damages: Iterable[Damage]) -> Iterator[str]:
@@ -187,14 +212,16 @@ def _bytes(manifest: Manifest) -> int:
     return sum(entry.bytes for entry in manifest.files.values())
 
 
-def _duration(seconds: float) -> str:
+def since(seconds: float) -> str:
+    """An age, in its largest unit."""
     minutes, hours = int(seconds) // 60, int(seconds) // 3600
     if hours >= 48:
         return f"{hours // 24} d"
     return f"{hours} h" if hours else f"{minutes} min" if minutes else f"{int(seconds)} s"
 
 
-def _size(size: float) -> str:
+def in_units(size: float) -> str:
+    """A number of bytes, in words."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

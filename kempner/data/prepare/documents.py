@@ -1,0 +1,166 @@
+"""Takes the documents out of a piece of a file; lines that hold none are left out and counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from typing import BinaryIO
+
+from kempner.data.prepare.bad_lines import Tally
+from kempner.data.prepare.parquet import texts
+from kempner.data.prepare.sources import Piece
+
+LONGEST_LINE = 16 * 2**20
+"""Bytes of a line of JSONL or a row of parquet; a longer one is bad. A .txt has no limit."""
+
+_BLOCK = 256 * 2**10
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_TOO_LONG = f"the document is longer than {LONGEST_LINE // 2**20} MiB; make it a .txt file"
+
+Parts = Iterator[tuple[bytes, bool]]
+"""Parts of documents, and whether one ends with the part."""
+
+
+def text_parts(piece: Piece, stream: BinaryIO, tally: Tally, *, utf8: bool) -> Parts:
+    """A file, or a piece of it, as parts of one document, in whole characters if `utf8`.
+
+    Lines that are not UTF-8 are bad then; otherwise any bytes will do.
+    """
+    tally.start(piece)
+    offset = piece.start
+    for block in _blocks(stream):
+        content = block.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else block
+        skipped = len(block) - len(content)
+        yield (_only_utf8(content, offset + skipped, tally) if utf8 else content), False
+        offset += len(block)
+    yield b"", piece.ends_document
+
+
+def _blocks(stream: BinaryIO) -> Iterator[bytes]:
+    """Blocks that end with a line, or at least, where a line is long, with a character."""
+    carried = b""
+    while block := stream.read(_BLOCK):
+        block = carried + block
+        end = block.rfind(b"\n") + 1 or _end_of_character(block)
+        carried = block[end:]
+        if end:
+            yield block[:end]
+    if carried:
+        yield carried
+
+
+def _end_of_character(block: bytes) -> int:
+    """Where the last character begins, if it may be cut off."""
+    for back in range(1, min(4, len(block)) + 1):
+        if block[-back] & 0xC0 == 0xC0:
+            return len(block) - back
+        if not block[-back] & 0x80:
+            break
+    return len(block)
+
+
+def _only_utf8(content: bytes, offset: int, tally: Tally) -> bytes:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return b"".join(_good_lines(content, offset, tally))
+    tally.add_good(max(1, content.count(b"\n")))
+    return content
+
+
+def _good_lines(content: bytes, offset: int, tally: Tally) -> Iterator[bytes]:
+    for line in BytesIO(content):
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            tally.add_bad(offset, f"{_not_utf8(error)}; --tokenizer byte takes any bytes")
+        else:
+            tally.add_good()
+            yield line
+        offset += len(line)
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"the line is not UTF-8 (at its byte {error.start + 1})"
+
+
+def line_parts(piece: Piece, stream: BinaryIO, tally: Tally, text_key: str) -> Parts:
+    """The texts of lines of JSON, as UTF-8; each is a document."""
+    tally.start(piece)
+    offset = piece.start
+    while line := stream.readline(LONGEST_LINE + 1):
+        size = len(line)
+        if size > LONGEST_LINE:
+            size += _skip_line(stream) if not line.endswith(b"\n") else 0
+            tally.add_bad(offset, _TOO_LONG)
+        elif line.strip():
+            content = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
+            try:
+                text = _text_of(content, text_key)
+            except ValueError as error:
+                tally.add_bad(offset, str(error))
+            else:
+                tally.add_good()
+                yield text, True
+        offset += size
+
+
+def _skip_line(stream: BinaryIO) -> int:
+    """Read on to the end of the line; the number of bytes."""
+    skipped = 0
+    while part := stream.readline(_BLOCK):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _text_of(line: bytes, text_key: str) -> bytes:
+    """The UTF-8 text of one line of JSON; ValueError with a clause that says what is wrong."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(_not_utf8(error)) from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the line is not JSON ({error.msg}, column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("the line is nested too deeply") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"the line is a JSON {type(record).__name__}, not an object")
+    if text_key not in record:
+        keys = ", ".join(record) or "none"
+        raise ValueError(f'the object has no key "{text_key}" (it has: {keys}); see --text-key')
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise ValueError(f'the value of "{text_key}" is not a string')
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f'"{text_key}" has half a surrogate pair, which is not text') from error
+
+
+def row_parts(piece: Piece, tally: Tally, text_key: str, on_bytes: Callable[[int], None]) -> Parts:
+    """The texts of a parquet file's rows; each is a document. Raises as `parquet.texts`."""
+    tally.start(piece)
+    told = 0
+    for row, share, text in texts(piece.file.path, text_key, piece.start, piece.stop):
+        if reason := _wrong_row(text, text_key):
+            tally.add_bad(row, reason)
+        else:
+            tally.add_good()
+            yield text or b"", True
+        on_bytes(int(share * piece.size) - told)
+        told = int(share * piece.size)
+
+
+def _wrong_row(text: bytes | None, text_key: str) -> str:
+    if text is None:
+        return f'the value of "{text_key}" is null'
+    if len(text) > LONGEST_LINE:
+        return _TOO_LONG
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"the text is not UTF-8 (at its byte {error.start + 1})"
+    return ""

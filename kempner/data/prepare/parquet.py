@@ -1,0 +1,91 @@
+"""Reads the texts of a column of a parquet file, row group by row group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kempner.data.prepare.packed import required
+from kempner.run.process.exit_codes import DataError, UsageError
+
+_ROWS = 128  # at a time
+_BUFFER = 2**20
+
+
+def row_groups(path: Path, column: str) -> list[int]:
+    """The byte of the file at which each row group starts.
+
+    Raises DataError if it is no parquet file, UsageError if it has no such column of text.
+    """
+    with _opened(path) as table:
+        _check_column(path, table.schema_arrow, column)
+        return [_start(table.metadata.row_group(n)) for n in range(table.metadata.num_row_groups)]
+
+
+def texts(
+    path: Path, column: str, start: int, stop: int
+) -> Iterator[tuple[int, float, bytes | None]]:
+    """The texts in the row groups that start in the bytes [start, stop); None for null.
+
+    Each comes with the number of its row in the file, from 1, and the share of the rows so far.
+    Raises DataError if they cannot be read.
+    """
+    with _opened(path) as table:
+        groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
+        wanted = [number for number, group in enumerate(groups) if start <= _start(group) < stop]
+        total = sum(groups[number].num_rows for number in wanted)
+        done = 0
+        for number in wanted:
+            before = sum(group.num_rows for group in groups[:number])
+            for row, text in enumerate(_column(table, path, number, column), before + 1):
+                done += 1
+                yield row, done / total, text
+
+
+def _column(table: Any, path: Path, group: int, column: str) -> Iterator[bytes | None]:
+    arrow = required("pyarrow", path)
+    for batch in table.iter_batches(_ROWS, row_groups=[group], columns=[column], use_threads=False):
+        values = batch.column(0)
+        if arrow.types.is_dictionary(values.type):
+            values = values.dictionary_decode()
+        for value in values.cast(arrow.large_binary()):
+            yield value.as_py()
+
+
+def _start(group: Any) -> int:
+    """The byte at which a row group starts: where the first of its columns does."""
+    starts: list[int] = []
+    for column in (group.column(number) for number in range(group.num_columns)):
+        starts.append(column.data_page_offset)
+        if column.dictionary_page_offset:
+            starts.append(column.dictionary_page_offset)
+    return min(starts)
+
+
+def _check_column(path: Path, schema: Any, column: str) -> None:
+    if column not in schema.names:
+        names = ", ".join(schema.names) or "none"
+        raise UsageError(f'{path} has no column "{column}" (it has: {names}); see --text-key')
+    types = required("pyarrow", path).types
+    kind = schema.field(column).type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        raise UsageError(f'column "{column}" of {path} holds {kind}, not text; see --text-key')
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file, which is closed in the end. Raises DataError, also in the block."""
+    arrow, parquet = required("pyarrow", path), required("pyarrow.parquet", path)
+    try:
+        # Page by page: by default all of a row group's column would be in memory.
+        with parquet.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as table:
+            yield table
+    except arrow.ArrowException as error:
+        raise DataError(f"{path} cannot be read: it is damaged, or not parquet") from error
+    except OSError as error:
+        why = error.strerror or "it is damaged, or not parquet"
+        raise DataError(f"{path} cannot be read: {why}") from error

@@ -36,8 +36,8 @@ LONG = 60.0
 """Seconds above which a part needs an explanation."""
 
 EXPLAINED = {
-    "install": "PyTorch and what it needs are downloaded: about 200 MB for a CPU, 3 GB for CUDA",
-    "install transformers": "a download of about 60 MB, and its import compiles as much",
+    "install": "PyTorch and what it needs are downloaded and unpacked: about 1 GB on disk",
+    "install transformers": "one more download",
     "train to the end": "200 steps of training itself, on the CPU",
     "build the wheel": "pip downloads hatchling into an environment of its own",
     "cluster: sbatch": "eight ranks, one per GPU of two nodes, share the cores of this machine",

@@ -36,9 +36,11 @@ LONG = 60.0
 """Seconds above which a part needs an explanation."""
 
 EXPLAINED = {
-    "install": "PyTorch and what it needs are downloaded: about 200 MB for a CPU, 3 GB for CUDA",
-    "install transformers": "a download of about 60 MB, and its import compiles as much",
+    "install": "PyTorch and what it needs are downloaded and unpacked: about 1 GB on disk",
+    "install transformers": "one more download",
     "train to the end": "200 steps of training itself, on the CPU",
+    "build the wheel": "pip downloads hatchling into an environment of its own",
+    "cluster: sbatch": "eight ranks, one per GPU of two nodes, share the cores of this machine",
     "cluster: completed": "Slurm waits before it starts a requeued job again, by default 120 s",
 }
 """Why a part may take longer than `LONG`, or a second try."""
@@ -109,7 +111,7 @@ class Walk:
         """Without anything of this checkout."""
         kept = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
         path = f"{self.bin}:{kept.get('PATH', '')}"
-        return kept | {"PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        return kept | {"PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
     def part(self, name: str, do: Callable[[], object], tries: int = 1) -> None:
         """Do something, time it, and go on also if it fails."""

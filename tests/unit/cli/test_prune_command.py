@@ -100,7 +100,7 @@ def test_what_cannot_be_done(
 
 def test_without_knowing_the_live_attempt_nothing_goes(run: RunDirectory, capsys: Captured) -> None:
     (run.attempts / "CURRENT").write_text("torn")
-    assert prune(run.path, "--keep-last=1") == 2
+    assert prune(run.path, "--keep-last=1") == 65
     assert "CURRENT is damaged" in capsys.readouterr().err
     assert run.attempt(2).exists()
     assert prune(run.path / "attempts", "--keep-last=1") == 2

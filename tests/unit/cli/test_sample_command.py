@@ -35,7 +35,7 @@ def test_the_same_seed_gives_the_same_text(tmp_path: Path, capsys: Captured) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--prompt="], "--prompt is empty"),
+        (["--prompt="], "--prompt= has no value"),
         (["--prompt", "x" * (SEQ_LEN + 1)], f"has {SEQ_LEN + 1} tokens, and the model was trained"),
         (["--prompt=x", "--step=41"], "step 41 is not committed"),
         (["--prompt=x", "--temperature=inf"], "--temperature inf is not"),

@@ -291,7 +291,7 @@ def test_the_fingerprint_covers_the_versions(
 ) -> None:
     index = write_corpus(tmp_path)
     before = fingerprint(index, 6)
-    for name in ("WINDOW_VERSION", "PERMUTATION_VERSION"):
+    for name in ("files.index.WINDOW_VERSION", "order.shuffle.PERMUTATION_VERSION"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"kempner.data.files.index.{name}", 2)
+            patch.setattr(f"kempner.data.{name}", 2)
             assert fingerprint(index, 6) != before

@@ -23,7 +23,10 @@ COMMANDS = [
     Row("import run", "did you mean kempner checkpoint import?"),
     Row("check x.toml", "did you mean kempner config check?"),
     Row("schema", "did you mean kempner config schema?"),
-    Row("frobnicate", "there is no kempner frobnicate; the commands are prepare, train, supervise"),
+    Row(
+        "frobnicate",
+        "there is no kempner frobnicate; the commands are init, prepare, train, supervise",
+    ),
     Row("x.toml", "there is no kempner x.toml; the commands are"),
     Row("TRAIN x.toml", "there is no kempner TRAIN"),
     Row("help trian", "did you mean kempner train?"),

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CTRL_C = b"\x03"
+CTRL_C, CTRL_Q, CTRL_S, CTRL_Z, ENTER = b"\x03", b"\x11", b"\x13", b"\x1a", b"\n"
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
 
 
@@ -69,6 +69,10 @@ class Terminal:
     def type(self, keys: bytes) -> None:
         """Press keys."""
         os.write(self.master, keys)
+
+    def resize(self, columns: int) -> None:
+        """As somebody who drags the window's edge."""
+        termios.tcsetwinsize(self.master, (40, columns))
 
     def close(self) -> None:
         """As somebody who closes the window: the kernel hangs up."""

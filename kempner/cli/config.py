@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from kempner.cli.usage.words import overrides
-from kempner.config.errors import ConfigError
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import dumps, load
 from kempner.config.sections import Config
@@ -61,12 +60,15 @@ def check(
 
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     check_run_directory(run)
-    for warning in check_ready(config, run).warnings:
+    vocab_size = config.model.vocab_size
+    if world is not None and vocab_size is not None:  # known also where the data is not
+        typer.echo(memory(config, vocab_size, world))
+    ready = check_ready(config, run)
+    for warning in ready.warnings:
         typer.echo(f"kempner: {warning}", err=True)
-    lines = [f"ok: {file}: {summary(config)}"]
-    if world is not None:
-        lines.append(memory(config, world))
-    typer.echo("\n".join(lines))
+    if world is not None and vocab_size is None:
+        typer.echo(memory(config, ready.vocab_size, world))
+    typer.echo(f"ok: {file}: {summary(config, ready.vocab_size)}")
 
 
 @commands.command()
@@ -75,32 +77,23 @@ def schema() -> None:
     typer.echo(json.dumps(Config.model_json_schema(), indent=2))
 
 
-def summary(config: Config) -> str:
+def summary(config: Config, vocab_size: int) -> str:
     """Where the run goes, how long it is and how large its model, in one line."""
     train = config.train
     return ", ".join(
         [
             f"run {Path(config.run.dir) / str(config.run.name)}",
             f"{train.max_steps:,} steps of {train.global_batch_size * train.seq_len:,} tokens",
-            _parameters(config),
+            f"{count_parameters(config.model, vocab_size):,} parameters",
         ]
     )
 
 
-def memory(config: Config, world: int) -> str:
-    """What one of `world` ranks needs on its device, in one line.
-
-    Raises:
-        ConfigError: the vocabulary, and with it the model's size, is left to the data.
-    """
-    vocabulary = config.model.vocab_size
-    if vocabulary is None:
-        raise ConfigError(
-            "--world needs model.vocab_size, which is not set (the data decides it); set it"
-        )
+def memory(config: Config, vocab_size: int, world: int) -> str:
+    """What one of `world` ranks needs on its device, in one line."""
     train = config.train
     estimate = estimate_memory(
-        Shape.of(config.model, vocabulary),
+        Shape.of(config.model, vocab_size),
         world=world,
         micro_batch_size=train.micro_batch_size,
         seq_len=train.seq_len,
@@ -113,10 +106,3 @@ def memory(config: Config, world: int) -> str:
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
-
-
-def _parameters(config: Config) -> str:
-    vocabulary = config.model.vocab_size
-    if vocabulary is None:
-        return "parameter count unknown: model.vocab_size is not set (the data decides it)"
-    return f"{count_parameters(config.model, vocabulary):,} parameters"

@@ -85,10 +85,8 @@ def decide_restart(
             f"{decision.reason}. It fails {here} every time: a restart would not help",
         )
     if len(fruitless) >= budget:
-        return RestartDecision(
-            False,
-            f"{decision.reason}. {len(fruitless) + 1} attempts saved nothing new: giving up",
-        )
+        attempts = f"{len(fruitless) + 1} attempts" if fruitless else "The attempt"
+        return RestartDecision(False, f"{decision.reason}. {attempts} saved nothing new: giving up")
     start = "from the beginning" if failure.committed is None else f"from step {failure.committed}"
     last = len(fruitless) + 1 >= budget
     pause = PAUSES[min(len(fruitless), len(PAUSES) - 1)] if failure.node_lost else 0.0

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
-import pty
 import re
 import signal
-import struct
 import subprocess
-import termios
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from harness import KEMPNER, Run, drills, wait_until
+from terminal import CTRL_C, CTRL_Q, CTRL_S, CTRL_Z, ENTER, Terminal
 
 from kempner.run.record.ledger import read_lines
 
@@ -26,75 +21,18 @@ pytestmark = pytest.mark.timeout(300)
 ENDLESS = "--train.max_steps=100000"
 
 
-@dataclass
-class Terminal:
-    """A terminal with a session of its own in it, which runs a command of the shell."""
-
-    master: int
-    shell: subprocess.Popen[bytes]
-    shown: bytearray = field(default_factory=bytearray)
-    closed: bool = False
-
-    def look(self) -> bytes:
-        """All that was shown until now."""
-        with contextlib.suppress(OSError):  # nothing more for now, or nobody left to show it
-            while part := os.read(self.master, 65536):
-                self.shown += part
-        return bytes(self.shown)
-
-    def type(self, keys: bytes) -> None:
-        os.write(self.master, keys)
-
-    def resize(self, columns: int) -> None:
-        """As somebody who drags the window's edge."""
-        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-
-    def lines(self) -> list[str]:
-        """What was shown until now, line by line, each as often as it was drawn."""
-        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.look().decode(errors="replace"))
-        return re.split(r"[\r\n]+", text)
-
-    def close(self) -> None:
-        """As somebody who closes the window: the kernel hangs up."""
-        if not self.closed:
-            self.closed = True
-            os.close(self.master)
-
-
 @pytest.fixture
 def terminal() -> Iterator[Callable[[str], Terminal]]:
     """Runs a command of the shell in a terminal."""
     opened: list[Terminal] = []
 
     def open_terminal(command: str) -> Terminal:
-        master, slave = pty.openpty()
-
-        def take_terminal() -> None:
-            fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
-
-        shell = subprocess.Popen(
-            ["bash", "-c", command],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            preexec_fn=take_terminal,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
-        )
-        os.close(slave)
-        os.set_blocking(master, False)
-        opened.append(Terminal(master, shell))
+        opened.append(Terminal.open(command))
         return opened[-1]
 
     yield open_terminal
     for one in opened:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(one.shell.pid, signal.SIGKILL)
-        one.shell.wait()
-        one.close()
-
-
-CTRL_C, CTRL_Q, CTRL_S, CTRL_Z, ENTER = b"\x03", b"\x11", b"\x13", b"\x1a", b"\n"
+        one.end()
 
 
 def supervise(run: Run) -> str:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.exit_codes import UsageError, cannot_write
 
 _EXECUTABLE = ".sh"
 
@@ -34,7 +34,7 @@ def write_project(folder: Path, texts: Mapping[str, str]) -> list[str]:
     """Write the files into a folder that is new, or holds nothing but hidden files.
 
     Returns the names of those that were there before, which are left as they are. What was written
-    is taken away again if not all can be. Raises `UsageError`.
+    is taken away again if not all can be. Raises `UsageError` and as `cannot_write`.
     """
     written: list[Path] = []
     kept: list[str] = []
@@ -56,8 +56,7 @@ def write_project(folder: Path, texts: Mapping[str, str]) -> list[str]:
                 path.chmod(path.stat().st_mode | 0o111)
     except OSError as error:
         _take_back(written, made)
-        where = error.filename or folder
-        raise UsageError(f"cannot write the project to {where}: {error.strerror}") from error
+        raise cannot_write(error.filename or folder, error) from error
     return kept
 
 

@@ -206,6 +206,6 @@ def test_half_a_project_is_taken_away_again(small_disk: Path) -> None:
         size = 4 * 2**20 - 3 * 4096  # room for a page or two
         os.posix_fallocate(ballast.fileno(), 0, size)
     done = init("p", small_disk)
-    assert done.returncode == 2
+    assert done.returncode == 74
     assert "No space left on device" in done.stderr
     assert [path.name for path in small_disk.iterdir()] == [".ballast"]

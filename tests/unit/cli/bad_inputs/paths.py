@@ -35,6 +35,21 @@ CHECKPOINTS = [
     for place, words in CHECKPOINT_PLACES.items()
 ]
 
+INIT = [
+    Row("init file", "file is not a folder; name a new or an empty one"),
+    Row("init run", "run is not empty"),
+    Row("init /dev/null", "/dev/null is not a folder"),
+    Row("init file/below", "file cannot be written: Not a directory"),
+    Row("init loop", LOOP),
+    Row(f"init {LONG}", TOO_LONG),
+    Row("init '~nobody-here/project'", NO_HOME),
+    Row("init ''", "an argument after init is empty"),
+    Row("init a b", "b"),
+    Row("init --force a", "unknown option --force (see kempner init -h)"),
+    Row("initt", "did you mean kempner init?"),
+    Row("init /proc/project", "/proc/project", code=2),
+]
+
 STATUS = [
     *(
         Row(f"status {place}", f"{place} {NO_RUN}")
@@ -124,4 +139,4 @@ DATA = [
     )
 ]
 
-ROWS = [*CHECKPOINTS, *STATUS, *CONFIGURATIONS, *RUN_DIRECTORIES, *DATA]
+ROWS = [*INIT, *CHECKPOINTS, *STATUS, *CONFIGURATIONS, *RUN_DIRECTORIES, *DATA]

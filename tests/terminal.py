@@ -35,6 +35,9 @@ class Terminal:
         master, slave = pty.openpty()
         termios.tcsetwinsize(slave, (40, 120))
 
+        # A size that is exported, as pytest's workers do, would outlive every resize.
+        inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+
         def take_terminal() -> None:
             fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
 
@@ -46,7 +49,7 @@ class Terminal:
             stderr=slave,
             start_new_session=True,
             preexec_fn=take_terminal,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", **(environ or {})},
+            env={**inherited, "OMP_NUM_THREADS": "1", "TERM": "xterm", **(environ or {})},
         )
         os.close(slave)
         os.set_blocking(master, False)

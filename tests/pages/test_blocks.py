@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from blocks import Block, Reader, blocks_of, form
-from harness import ROOT
+from harness import ROOT, write_tokens
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -93,6 +93,8 @@ def test_the_page_on_own_loops_holds(reader: Reader) -> None:
 
 def test_the_page_on_configuration_holds(reader: Reader) -> None:
     shutil.copy(ROOT / "kempner/project/template/train.toml", reader.folder)
+    (reader.folder / "data").mkdir()
+    write_tokens(reader.folder / "data" / "train", [range(500)], "uint16", 32000)
     assert type_page("docs/configuration.md", reader) >= 1
 
 

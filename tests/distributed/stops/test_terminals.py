@@ -161,7 +161,7 @@ def test_a_narrow_terminal_a_pause_another_size_and_two_ctrl_c(
     )
     daemon = supervisor(run)
     ranks = [rank_of(run, 1, rank) for rank in (0, 1)]
-    wait_until(lambda: any(FITS.fullmatch(line) for line in here.lines()), "a line that fits")
+    await_line(here, FITS)
     first, *others = (line for line in here.lines() if line)
     assert first == f"run directory: {run.record.path}"
     assert others[0] == "starting 2 ranks"
@@ -175,7 +175,7 @@ def test_a_narrow_terminal_a_pause_another_size_and_two_ctrl_c(
     assert not run.events("hang")
 
     here.resize(100)
-    wait_until(lambda: any(WIDE.search(line) for line in here.lines()), "a line that is wider")
+    await_line(here, WIDE)
     os.kill(ranks[1], signal.SIGSTOP)  # so that there is no vote, and the stop takes long
     here.type(CTRL_C)
     stopping = "kempner: SIGINT: stopping after this step, with a checkpoint"
@@ -187,8 +187,16 @@ def test_a_narrow_terminal_a_pause_another_size_and_two_ctrl_c(
     assert HIDE_CURSOR not in here.look()
 
 
+def await_line(here: Terminal, form: re.Pattern[str]) -> None:
+    """Wait until a whole line has this form; the last lines are shown if none has."""
+    try:
+        wait_until(lambda: any(form.fullmatch(line) for line in here.lines()), form.pattern)
+    except AssertionError as error:
+        raise AssertionError("\n".join([str(error), *map(repr, here.lines()[-20:])])) from None
+
+
 FITS = re.compile(r"step \d+/100000 +(loss [\d.]+ )?ETA (\d+ d )?[\d:]+( h)?")
-WIDE = re.compile(r"step \d+/100000 .{10,} loss [\d.]+ [\d,]+ tokens/s ETA ")
+WIDE = re.compile(r".*step \d+/100000 .{10,} loss [\d.]+ [\d,]+ tokens/s ETA .*")
 HIDE_CURSOR = b"\x1b[?25l"
 
 

@@ -288,7 +288,7 @@ class Edges:
             (survive, {"set_rng": lambda *seeds: None}),
             (survive.Survivor, {"_say": lambda survivor, words: None}),
         ]
-        timed = [loop, survive, final_save, shutdown, heartbeat, manager, save, background]
+        timed = [loop, final_save, shutdown, heartbeat, manager, save, background]
         exchanged += [(module, {"time": self.clock}) for module in timed]
         with ExitStack() as stack:
             for owner, names in exchanged:

@@ -35,17 +35,18 @@ from terminal import CTRL_C, Terminal  # noqa: E402
 LONG = 60.0
 """Seconds above which a part needs an explanation."""
 
+STEPS = 2000
+"""Of training: enough for a Ctrl-C to come before the last one."""
+
 EXPLAINED = {
     "install": "PyTorch and what it needs are downloaded and unpacked: about 1 GB on disk",
     "install transformers": "one more download",
-    "train to the end": "200 steps of training itself, on the CPU",
+    "train to the end": f"{STEPS:,} steps of training itself, on the CPU",
     "build the wheel": "pip downloads hatchling into an environment of its own",
     "cluster: sbatch": "eight ranks, one per GPU of two nodes, share the cores of this machine",
     "cluster: completed": "Slurm waits before it starts a requeued job again, by default 120 s",
 }
 """Why a part may take longer than `LONG`, or a second try."""
-
-STEPS = 200
 
 TEXTS = """
 import pydoc_data.topics, sys

@@ -39,6 +39,7 @@ class Terminal:
         inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
 
         def take_terminal() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test may run where it is ignored
             fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
 
         shell = subprocess.Popen(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -24,6 +24,9 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import inbox
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory
+
+if TYPE_CHECKING:
+    from kempner.supervisor.launchers.base import Program
 
 
 class LauncherName(StrEnum):
@@ -129,13 +132,21 @@ def _here(
     """Train on this machine."""
     say(f"{RUN_LINE}{run.path}")  # before the imports, which take a while
     from kempner.supervisor.daemon import supervise as follow
-    from kempner.supervisor.launchers.base import Program
     from kempner.supervisor.launchers.local import LocalLauncher
 
-    program = Program.of_user(command) if command else Program.train(given)
     local = LocalLauncher(run, nproc)
     inbox().pause_within(local.paused)
-    return follow(run, local, program, config, inbox())
+    return follow(run, local, _program(command, given, config), config, inbox())
+
+
+def _program(command: Sequence[str], given: Sequence[str], config: Config) -> Program:
+    """What each rank runs."""
+    from kempner.supervisor.launchers.base import Program
+
+    section = config.supervise
+    if command:
+        return Program.of_user(command, section.fork_imports if section.fork else ())
+    return Program.train(given, section.fork)
 
 
 def _in_a_job(
@@ -148,7 +159,6 @@ def _in_a_job(
 ) -> ExitCode:
     """Find and print the resources of the Slurm job, then train in it."""
     from kempner.supervisor.daemon import supervise as follow
-    from kempner.supervisor.launchers.base import Program
     from kempner.supervisor.launchers.srun import SrunLauncher
     from kempner.supervisor.launchers.torchrun import TorchrunLauncher
     from kempner.supervisor.slurm.job_monitor import JobMonitor
@@ -168,7 +178,7 @@ def _in_a_job(
     restarts = restart_count(os.environ)
     say(introduction(allocation, resources, run, given, restarts))
     inbox().pause_within(_never_paused)
-    program = Program.of_user(command) if command else Program.train(given)
+    program = _program(command, given, config)
     around = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)
     return follow(run, step, program, config, inbox(), around)
 

@@ -265,6 +265,13 @@ class SuperviseSection(Section):
     """Smallest number of nodes to continue with when others are lost and no spare one is left. By
     default all are needed: a job that has lost one is requeued, and asks for another."""
 
+    fork: bool = True
+    """Fork the ranks from a process that has imported torch and computes nothing: a restart then
+    takes a second instead of ten. Where a fork would not be safe, a rank starts as any process."""
+    fork_imports: list[Text] = []  # noqa: RUF012 - pydantic copies it
+    """Modules to import before the ranks of a program of your own are forked, such as ["torch"]; by
+    default its ranks are not forked. The command must be `python FILE.py` or `python -m MODULE`."""
+
     @property
     def ports(self) -> range | None:
         """`control_ports` as a range; None if not set."""

@@ -75,6 +75,7 @@ def supervise(
     check_run_directory(run)
     try:
         refuse_if_given_up(run)
+        launcher.prepare(program)
         if program.ours:
             for warning in check_ready(config, run).warnings:
                 logger().warning(warning)

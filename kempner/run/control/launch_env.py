@@ -25,6 +25,14 @@ _RUN = "KEMPNER_RUN_DIR"
 _SILENCE = "KEMPNER_SILENCE_LIMIT"
 _GRACE = "KEMPNER_STOP_GRACE"
 _PATIENCE = "KEMPNER_STORAGE_PATIENCE"
+_FORKED = "KEMPNER_FORKED"
+
+AS_FORKED = {_FORKED: "1"}
+"""What a fork server adds to the environment of a rank."""
+
+FORK_SERVER = "KEMPNER_FORK_SERVER"
+"""Is in the environment of a fork server. The kernel shows that as the environment of all that it
+forks, too."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,8 @@ class LaunchTerms:
 class Launch:
     """The attempt that a rank belongs to, and how to talk to its supervisor.
 
-    `parent` is the supervisor's process id where the ranks are its children. `job` is the Slurm job
+    `parent` is the supervisor's process id where the ranks are its children, or those of its fork
+    server (`forked`). `job` is the Slurm job
     whose batch process the supervisor is; without it nobody else puts that job into the queue.
     `terms` are there for a program of the user's own.
     """
@@ -63,6 +72,7 @@ class Launch:
     parent: int | None = None
     job: str | None = None
     terms: LaunchTerms | None = None
+    forked: bool = False
 
     def environment(self) -> dict[str, str]:
         """The variables to add to a rank's environment. One of them is secret: keep them out of
@@ -107,6 +117,7 @@ class Launch:
             parent=int(environ[_PARENT]) if _PARENT in environ else None,
             job=environ.get(_JOB),
             terms=_terms(environ) if _RUN in environ else None,
+            forked=_FORKED in environ,
         )
 
 

@@ -179,15 +179,16 @@ def follow_parent(parent: int, with_signal: signal.Signals) -> None:
         os.kill(os.getpid(), with_signal)
 
 
-def signal_at_end_of(parent: int, with_signal: signal.Signals) -> bool:
-    """Get `with_signal` when the parent process ends, however it ends (prctl(2), PR_SET_PDEATHSIG).
+def signal_at_end_of(parent: int, with_signal: signal.Signals | None) -> bool:
+    """Get `with_signal` when the parent process ends, however it ends (prctl(2), PR_SET_PDEATHSIG);
+    None takes that back.
 
     `parent` is its process id. The kernel sends the signal when the *thread* ends that started this
     process. Returns whether the parent is still there; if not, no signal comes. Raises `OSError` if
     the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(with_signal), 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, int(with_signal or 0), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     return os.getppid() == parent
 

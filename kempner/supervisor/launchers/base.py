@@ -17,23 +17,35 @@ class Program:
     """What each rank runs: our own `train`, or a command of the user's.
 
     Of a command that is not `ours` nothing is known but what any process does: a stop signal ends
-    it, unless it traps it.
+    it, unless it traps it. A fork server imports `modules` first; without any, each rank starts as
+    a process of its own.
     """
 
     command: tuple[str, ...]
     ours: bool
+    modules: tuple[str, ...] = ()
 
     @classmethod
-    def train(cls, arguments: Sequence[str]) -> Self:
+    def train(cls, arguments: Sequence[str], fork: bool = True) -> Self:
         """`kempner train <arguments>`."""
-        return cls((sys.executable, "-m", "kempner", "train", *arguments), ours=True)
+        command = (sys.executable, "-m", "kempner", "train", *arguments)
+        return cls(command, ours=True, modules=_OF_TRAIN if fork else ())
 
     @classmethod
-    def of_user(cls, command: Sequence[str]) -> Self:
+    def of_user(cls, command: Sequence[str], modules: Sequence[str] = ()) -> Self:
         """A command that reads its place in the world from torch's variables."""
-        return cls(
-            (sys.executable, "-m", "kempner.supervisor.launchers.exec_rank", *command), ours=False
-        )
+        if modules:
+            return cls(tuple(command), ours=False, modules=tuple(modules))
+        return cls((*_EXEC_RANK, *command), ours=False)
+
+    @property
+    def cold(self) -> tuple[str, ...]:
+        """The command of a process that is not forked."""
+        return (*_EXEC_RANK, *self.command) if self.modules and not self.ours else self.command
+
+
+_OF_TRAIN = ("kempner.cli.entry", "kempner.cli.train", "kempner.training.imports")
+_EXEC_RANK = (sys.executable, "-m", "kempner.supervisor.launchers.exec_rank")
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,9 @@ class Launcher(Protocol):
     @property
     def nodes(self) -> Sequence[str]:
         """The nodes of the ranks, and those in reserve."""
+
+    def prepare(self, program: Program) -> None:
+        """Begin with what takes long and needs no decision, such as imports. In the main thread."""
 
     def survey(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
         """Ask all `nodes`, for some seconds; the answers of those that gave one."""

@@ -6,13 +6,13 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from kempner.run.control.launch_env import Launch
+from kempner.run.control.launch_env import FORK_SERVER, Launch
 from kempner.run.output.logs import logger
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -31,9 +31,12 @@ class Family:
     daemon in a session of its own is found: the ranks' sessions are not this process's, and nobody
     can enter this process's session from another one. Only the first process of a container gets
     orphans that it has not started; there the ranks' environment tells them apart.
+
+    A fork server, whose process id `server` tells, is none of them, and its children all are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, server: Callable[[], int | None] = lambda: None) -> None:
+        self._server = server
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             reason = os.strerror(ctypes.get_errno())
@@ -99,13 +102,19 @@ class Family:
         """Take in the exit statuses of orphans, which nobody else waits for."""
         with suppress(ChildProcessError):
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if found.si_pid in ranks or not self._is_ours(found.si_pid):
+                pid = found.si_pid
+                if pid in ranks or pid == self._server() or not self._is_ours(pid):
                     return  # somebody waits for it
-                os.waitpid(found.si_pid, os.WNOHANG)
+                os.waitpid(pid, os.WNOHANG)
 
     def _heads(self) -> Iterator[psutil.Process]:
         """The ranks' top processes and the orphans."""
-        return (child for child in _children() if self._is_ours(child.pid))
+        for child in _children():
+            if child.pid == self._server():
+                with suppress(psutil.Error):
+                    yield from child.children()
+            elif self._is_ours(child.pid):
+                yield child
 
     def _members(self) -> list[psutil.Process]:
         """All of them."""
@@ -139,9 +148,10 @@ def _traps(pid: int, number: signal.Signals) -> bool:
 
 
 def _has_launch(pid: int) -> bool:
-    """Whether a process was started with what the supervisor tells its ranks."""
+    """Whether a process was started, or forked, with what the supervisor tells its ranks."""
     try:
-        return Launch.from_environment(psutil.Process(pid).environ()) is not None
+        environ = psutil.Process(pid).environ()
+        return FORK_SERVER in environ or Launch.from_environment(environ) is not None
     except (psutil.Error, KeyError, ValueError):
         return False
 

@@ -74,6 +74,9 @@ class SrunLauncher:
         self._killed_at: float | None = None
         self._clock = AwakeClock()
 
+    def prepare(self, program: Program) -> None:
+        """Nothing: srun starts the ranks all at once."""
+
     def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
         """Start the step; once srun has ended, `post` how those ended that did not say it."""
         command = [*self._step(launch), *self._rank(launch, program)]

@@ -29,6 +29,7 @@ from kempner.run.output.background_files import LatestContent
 from kempner.run.output.console import leave
 from kempner.run.output.logs import logger, warn
 from kempner.run.process.exit_codes import ExitCode, RunError, UnfitNodeError, UsageError
+from kempner.run.process.parent_watch import call_at_end_of
 from kempner.run.process.retry import Waited
 from kempner.run.process.signals import signal_at_end_of
 from kempner.run.process.stop_reason import StopReason
@@ -140,10 +141,7 @@ def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler
     if launch is None:
         return RankLink(world, run, launch, progress, None)
     if launch.parent is not None:
-        # The parent may be a wrapper: that is signalled by the kernel, and ends with its own.
-        followed = signal_at_end_of(os.getppid(), signal.SIGTERM)
-        if not (followed and _descends_from(launch.parent)):
-            shutdown.stop(StopReason.SUPERVISOR_LOST, sentence="the supervisor has ended")
+        _follow(launch.parent, launch.forked, shutdown)
     elif world.rank > 0:
         _print_to(run.output(launch.attempt.number, world.rank))
     react = Reactions(
@@ -164,6 +162,18 @@ def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler
     )
     link.start()
     return rank_link
+
+
+def _follow(supervisor: int, forked: bool, shutdown: ShutdownHandler) -> None:
+    """Stop when the supervisor on this machine ends."""
+    ended = partial(shutdown.stop, StopReason.SUPERVISOR_LOST, sentence="the supervisor has ended")
+    if forked:
+        # Not when the fork server ends, which does not concern whom it has forked.
+        signal_at_end_of(os.getppid(), None)
+        call_at_end_of(supervisor, ended)
+    # The parent may be a wrapper: that is signalled by the kernel, and ends with its own.
+    elif not (signal_at_end_of(os.getppid(), signal.SIGTERM) and _descends_from(supervisor)):
+        ended()
 
 
 def _descends_from(pid: int) -> bool:

@@ -1,6 +1,6 @@
 """The processor time of a rank from its start to its first step, beside that of importing torch.
 
-    python benchmarks/rank_start.py [--ranks 1 2] [--rounds 5]
+    python benchmarks/starts/rank_start.py [--ranks 1 2] [--rounds 5]
 
 In every round, in turns: `bare`, a process that imports torch, and for more than one rank FSDP2 and
 DTensor, and ends; and `kempner supervise` with its ranks, which train a tiny model. What is counted

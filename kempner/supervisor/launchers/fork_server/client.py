@@ -1,0 +1,274 @@
+"""Starts a fork server, gives it orders, and knows how the processes that it forks end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from itertools import count
+from typing import Protocol
+
+import psutil
+
+from kempner.run.control.launch_env import AS_FORKED, FORK_SERVER
+from kempner.run.output.logs import logger
+from kempner.run.process.signals import STOP_SIGNALS
+from kempner.supervisor.launchers.fork_server import server
+from kempner.supervisor.launchers.fork_server.messages import (
+    LARGEST,
+    Ended,
+    ForkedAs,
+    Order,
+    Ready,
+    Refused,
+    arguments_of_python,
+    decode,
+    encode,
+)
+
+IMPORTED_WITHIN = 60.0
+"""Seconds for the imports. If they take longer, the ranks import for themselves: they can say that
+they do, and their supervisor sees which node is slow."""
+
+FORKED_WITHIN = 10.0
+"""Seconds for a fork, which takes a hundredth of one."""
+
+TOLD_WITHIN = 2.0
+"""Seconds after the end of a process within which the server says how it ended, unless it is
+stopped, or stuck."""
+
+_IMPORTS_ONLY = {
+    "OPENBLAS_NUM_THREADS": "1",  # numpy would start a thread per core, and no fork would be safe
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the usual look for a GPU spoils every fork after it
+    FORK_SERVER: "1",
+}
+"""What holds while the server imports, and not in what it forks."""
+
+
+class CannotForkError(Exception):
+    """The order was not carried out, and will not be: one sentence."""
+
+
+class Started(Protocol):
+    """A process of ours, however it was started."""
+
+    pid: int
+
+    def wait(self) -> int | None:
+        """Its exit code, or minus the signal, once it has ended; None if nobody can tell."""
+
+    def poll(self) -> int | None:
+        """As `wait`, but at once; None while it runs, too."""
+
+
+class Forked:
+    """A process that the server has forked, and whose end it tells.
+
+    `end_server` is called when the process has ended and the server does not say so.
+    """
+
+    def __init__(self, pid: int, end_server: Callable[[], None]) -> None:
+        self.pid, self._end_server = pid, end_server
+        self._told: Future[int | None] = Future()
+        """What the server says; None when it has died first."""
+        try:
+            self._ended: int | None = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ended = None  # over already; the server says how
+
+    def ended(self, status: int | None) -> None:
+        """The server has said how it ended, or will not say anything any more."""
+        if not self._told.done():
+            self._told.set_result(status)
+
+    def wait(self) -> int | None:
+        """Its exit status, once it has ended; see `Started`. To be called once."""
+        if self._ended is not None:
+            over = select.poll()
+            over.register(self._ended, select.POLLIN)
+            over.poll()
+            os.close(self._ended)
+        try:
+            status = self._told.result(TOLD_WITHIN)
+        except TimeoutError:
+            self._end_server()
+            status = self._told.result()
+        if status is not None:
+            return status
+        # The server has died. Its children are this process's now, its sub-reaper.
+        with suppress(ChildProcessError):
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return None
+
+    def poll(self) -> int | None:
+        """Its exit status if the server has told it."""
+        return self._told.result() if self._told.done() else None
+
+
+class ForkServerClient:
+    """A fork server that has imported `modules`, started when it is needed, and again if it dies.
+
+    This process must be a sub-reaper (prctl(2)): if the server dies, its children go on.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._modules = tuple(modules)
+        self._lock = threading.Lock()
+        self._running: _Running | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id; None if there is none."""
+        running = self._running
+        return None if running is None or running.over else running.process.pid
+
+    def start(self) -> None:
+        """Have a server. To be called in the main thread: the server ends with its starter.
+
+        Does nothing if it cannot be started; `fork` says so.
+        """
+        with self._lock:
+            if self._running is None or self._running.over:
+                try:
+                    self._running = _Running.start(self._modules)
+                except OSError as error:
+                    logger().warning("cannot start a fork server", reason=error.strerror)
+
+    def fork(
+        self, command: Sequence[str], environ: Mapping[str, str], output: int | None, ours: bool
+    ) -> Forked:
+        """A new process of this command, in a session of its own, once the imports are done.
+
+        `output` is the descriptor of the file to print to, None for where the server prints.
+        Raises `CannotForkError`; then nothing was started, or it was killed.
+        """
+        running, arguments = self._running, arguments_of_python(command)
+        if arguments is None:
+            raise CannotForkError("it is no Python program")
+        if running is None or running.over:
+            raise CannotForkError("there is no fork server")
+        return running.fork(arguments, environ, output, ours)
+
+    def give_up_orders(self) -> None:
+        """Let all forks fail that are waited for; what was forked goes on."""
+        if self._running is not None and self._running.waited_for:
+            self._running.kill()
+
+    def close(self) -> None:
+        """End the server; what it has forked goes on."""
+        if self._running is not None:
+            self._running.kill()
+
+
+class _Running:
+    """One life of a server."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+        self.process, self.over = process, False
+        self._channel, self._lock = channel, threading.Lock()
+        self._numbers = count(1)
+        self._ready: Future[None] = Future()
+        self.waited_for: dict[int, Future[Forked]] = {}
+        self._forked: dict[int, Forked] = {}
+        threading.Thread(target=self._listen, name="fork-server", daemon=True).start()
+
+    @classmethod
+    def start(cls, modules: Sequence[str]) -> _Running:
+        """Raises `OSError`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
+            with _deaf():
+                process = subprocess.Popen(
+                    [sys.executable, "-m", server.__name__, str(theirs.fileno()), *modules],
+                    env={**os.environ, **_IMPORTS_ONLY},
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+        return cls(process, ours)
+
+    def fork(
+        self, arguments: tuple[str, ...], environ: Mapping[str, str], output: int | None, ours: bool
+    ) -> Forked:
+        """As `ForkServerClient.fork`."""
+        order = Order(next(self._numbers), arguments, {**environ, **AS_FORKED}, ours)
+        answer: Future[Forked] = Future()
+        with self._lock:
+            if self.over:
+                raise CannotForkError("the fork server has ended")
+            self.waited_for[order.number] = answer
+        try:
+            outputs = [] if output is None else [output]
+            socket.send_fds(self._channel, [encode(order)], outputs)
+            self._ready.result(IMPORTED_WITHIN)
+            return answer.result(FORKED_WITHIN)
+        except TimeoutError:
+            # It may be stopped, and carry the order out later: nothing may come of it any more.
+            self.kill()
+            raise CannotForkError("the fork server does not answer") from None
+        except OSError as error:
+            raise CannotForkError(f"the order cannot be sent: {error.strerror}") from error
+        finally:
+            self.waited_for.pop(order.number, None)
+
+    def kill(self) -> None:
+        """End the server, and what it has forked that nobody knows of."""
+        with suppress(psutil.Error):
+            found = psutil.Process(self.process.pid).children()
+            self.process.kill()
+            for child in found:
+                if child.pid not in self._forked:
+                    child.kill()
+
+    def _listen(self) -> None:
+        """Take in what the server says, until it ends."""
+        with suppress(OSError):
+            while packet := self._channel.recv(LARGEST):
+                self._hear(packet)
+        status = self.process.wait()
+        with self._lock:
+            self.over = True
+            waiting, forked = list(self.waited_for.values()), list(self._forked.values())
+        self._channel.close()
+        logger().info("the fork server has ended", status=status)
+        gone = CannotForkError("the fork server has ended")
+        if not self._ready.done():
+            self._ready.set_exception(gone)
+        for answer in waiting:
+            if not answer.done():
+                answer.set_exception(gone)
+        for process in forked:
+            process.ended(None)
+
+    def _hear(self, packet: bytes) -> None:
+        match decode(packet):
+            case Ready():
+                self._ready.set_result(None)
+            case ForkedAs(number, pid):
+                self._forked[pid] = Forked(pid, self.kill)
+                if (answer := self.waited_for.get(number)) is not None:
+                    answer.set_result(self._forked[pid])
+            case Refused(number, reason):
+                if (answer := self.waited_for.get(number)) is not None:
+                    answer.set_exception(CannotForkError(reason))
+            case Ended(pid, status):
+                self._forked.pop(pid).ended(status)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """What is started in this block blocks the stop signals: they are not the server's."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,106 @@
+"""What passes between a fork server and whoever gives it orders: one message, one packet.
+
+The socket is a pair of type SOCK_SEQPACKET (unix(7)), so that no message comes in parts. With an
+order travels the file to print to, if there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar, TypeAlias
+
+LARGEST = 1 << 20
+"""Bytes of a message; the kernel may allow less, and refuses what is larger."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """To the server: fork, and be `python ARGUMENTS...` in this environment.
+
+    `ours` is a program that blocks the stop signals until it traps them; any other one gets
+    SIGTERM when the server ends.
+    """
+
+    number: int
+    arguments: tuple[str, ...]
+    environ: Mapping[str, str]
+    ours: bool
+    kind: ClassVar[str] = "order"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From the server: everything is imported."""
+
+    kind: ClassVar[str] = "ready"
+
+
+@dataclass(frozen=True)
+class ForkedAs:
+    """From the server: an order was carried out by this process."""
+
+    number: int
+    pid: int
+    kind: ClassVar[str] = "forked"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """From the server: an order was not carried out, since a fork would not be safe now."""
+
+    number: int
+    reason: str
+    kind: ClassVar[str] = "refused"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """From the server: a process has ended, with an exit code or minus the signal."""
+
+    pid: int
+    status: int
+    kind: ClassVar[str] = "ended"
+
+
+Message: TypeAlias = Order | Ready | ForkedAs | Refused | Ended
+
+_KINDS = {kind.kind: kind for kind in (Order, Ready, ForkedAs, Refused, Ended)}
+
+
+def encode(message: Message) -> bytes:
+    """The packet of a message. A name or value that is no text keeps its bytes."""
+    return json.dumps({"kind": message.kind, **asdict(message)}).encode()
+
+
+def decode(packet: bytes) -> Message:
+    """The message in a packet of the other side, which is trusted."""
+    fields = json.loads(packet)
+    if "arguments" in fields:
+        fields["arguments"] = tuple(fields["arguments"])
+    return _KINDS[fields.pop("kind")](**fields)
+
+
+def arguments_of_python(command: Sequence[str]) -> tuple[str, ...] | None:
+    """What follows `python` in a command that a fork can carry out; None if it cannot.
+
+    That is `python -m MODULE ...` or `python FILE.py ...`, by this Python, without other options:
+    they would have to be known when it starts.
+    """
+    if len(command) < 2 or not _is_this_python(command[0]):
+        return None
+    if command[1] == "-m" and len(command) > 2:
+        return tuple(command[1:])
+    return tuple(command[1:]) if command[1].endswith(".py") else None
+
+
+def _is_this_python(word: str) -> bool:
+    if word in ("python", "python3"):
+        bin_folder = Path(sys.executable).parent
+        first = next((f for f in os.get_exec_path() if (Path(f) / word).exists()), None)
+        return first is not None and Path(first).resolve() == bin_folder.resolve()
+    return Path(word) == Path(sys.executable)

@@ -1,0 +1,159 @@
+"""The fork server: a process that has imported everything, and becomes ranks by forking.
+
+    python -m kempner.supervisor.launchers.fork_server.server DESCRIPTOR MODULE...
+
+A rank that is forked from it need not import torch: that takes seconds of processor time per rank,
+and thousands of file operations on a shared file system. The server itself computes nothing. A
+fork copies one thread only, so a lock that another thread held would stay locked for ever: after
+one backward pass in the server, each of two children hung. It therefore looks before each fork
+whether it is still alone in its process, and has touched no GPU; else it refuses, and the rank is
+started as any other process.
+
+It ends as soon as whoever gives it orders is gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from kempner.run.process.signals import STOP_SIGNALS, signal_at_end_of
+from kempner.supervisor.launchers.fork_server.messages import (
+    LARGEST,
+    Ended,
+    ForkedAs,
+    Message,
+    Order,
+    Ready,
+    Refused,
+    decode,
+    encode,
+)
+
+
+class ForkServer:
+    """Forks on order and tells how its children end."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(channel, selectors.EVENT_READ)
+        self._children: dict[int, int] = {}
+        """Process ids, by the descriptors that tell of their ends (pidfd_open(2))."""
+
+    def serve(self) -> Order | None:
+        """Carry out orders. Returns in each child with its order; in the server never, but None
+        when nobody is left to give any."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd in self._children:
+                    self._tell_end(key.fd)
+                    continue
+                packet, outputs, *_ = socket.recv_fds(self._channel, LARGEST, 1)
+                if not packet:
+                    return None
+                order = decode(packet)
+                assert isinstance(order, Order)
+                if self._fork(order, outputs):
+                    return order
+
+    def _fork(self, order: Order, outputs: Sequence[int]) -> bool:
+        """Carry out an order; whether this is the child."""
+        if why := why_not_to_fork():
+            self._say(Refused(order.number, why))
+        else:
+            pid = os.fork()
+            if not pid:
+                self._become_child(outputs)
+                return True
+            ended = os.pidfd_open(pid)
+            self._children[ended] = pid
+            self._selector.register(ended, selectors.EVENT_READ)
+            self._say(ForkedAs(order.number, pid))
+        for output in outputs:
+            os.close(output)
+        return False
+
+    def _become_child(self, outputs: Sequence[int]) -> None:
+        """Give back what is the server's, and print where the order says."""
+        os.setsid()
+        self._selector.close()
+        self._channel.close()
+        for ended in self._children:
+            os.close(ended)
+        for output in outputs:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+
+    def _tell_end(self, ended: int) -> None:
+        self._selector.unregister(ended)
+        os.close(ended)
+        pid = self._children.pop(ended)
+        _, status = os.waitpid(pid, 0)
+        self._say(Ended(pid, os.waitstatus_to_exitcode(status)))
+
+    def _say(self, message: Message) -> None:
+        with suppress(OSError):  # the next look at the channel finds out
+            self._channel.send(encode(message))
+
+
+def why_not_to_fork(process: Path = Path("/proc/self")) -> str:
+    """Why a fork of this process might hang, or use a GPU that it shares; empty if it is safe."""
+    threads = len(list((process / "task").iterdir()))
+    if threads > 1:
+        return f"{threads} threads run in the fork server"
+    for descriptor in (process / "fd").iterdir():
+        with suppress(OSError):  # the one by which they are listed is gone by now
+            file = str(descriptor.readlink())
+            if file.startswith("/dev/nvidia"):
+                return f"the fork server has opened {file}"
+    return ""
+
+
+def run(order: Order) -> None:
+    """Be the program of an order, as if Python had just been started with it."""
+    os.environ.clear()
+    os.environ.update(order.environ)
+    if not order.ours:
+        signal_at_end_of(os.getppid(), signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if "numpy" in sys.modules:  # two ranks must not draw the same numbers; `random` sees to itself
+        sys.modules["numpy"].random.seed()
+    gc.enable()
+    program, *rest = order.arguments
+    if program == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(order.arguments)
+        sys.path[0] = str(Path(program).resolve().parent)
+        runpy.run_path(program, run_name="__main__")
+
+
+def main(descriptor: int, modules: Sequence[str]) -> None:
+    """Import `modules`, and serve whoever holds the other end of a socket."""
+    if not signal_at_end_of(os.getppid(), signal.SIGKILL):
+        return
+    channel = socket.socket(fileno=descriptor)
+    gc.disable()
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # a collection in a child would write to, and so copy, every page of this
+    channel.send(encode(Ready()))
+    order = ForkServer(channel).serve()
+    if order is not None:
+        run(order)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

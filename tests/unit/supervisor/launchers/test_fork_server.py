@@ -1,0 +1,255 @@
+"""The fork server: what it forks, what it refuses, and what happens when it dies or hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from harness import drills, wait_until
+
+from kempner.supervisor.launchers.family import Family
+from kempner.supervisor.launchers.fork_server import client
+from kempner.supervisor.launchers.fork_server.client import CannotForkError, ForkServerClient
+from kempner.supervisor.launchers.fork_server.messages import (
+    Ended,
+    ForkedAs,
+    Order,
+    Ready,
+    Refused,
+    arguments_of_python,
+    decode,
+    encode,
+)
+from kempner.supervisor.launchers.fork_server.server import why_not_to_fork
+
+PROGRAM = """
+import json, os, random, signal, sys
+import numpy
+print(json.dumps({
+    "argv": sys.argv, "name": __name__, "path": sys.path[0], "said": os.environ.get("SAID"),
+    "thread_limit": os.environ.get("OPENBLAS_NUM_THREADS"), "session": os.getsid(0) == os.getpid(),
+    "stdin": os.read(0, 1).decode(), "drawn": [random.random(), float(numpy.random.rand())],
+    "blocked": sorted(int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "descriptors": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
+}))
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes fork servers, in a process that is a sub-reaper."""
+    Family()
+    made: list[ForkServerClient] = []
+
+    def make(*modules: str) -> ForkServerClient:
+        made.append(ForkServerClient(modules))
+        made[-1].start()
+        return made[-1]
+
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}:{Path.cwd()}")
+    yield make
+    for server in made:
+        server.close()
+
+
+def sleeper(folder: Path, seconds: float = 100.0) -> list[str]:
+    (folder / "sleeper.py").write_text(f"import time\ntime.sleep({seconds})\n")
+    return [sys.executable, str(folder / "sleeper.py")]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Order(3, ("-m", "kempner"), {"A": "b", "odd": "\udce9"}, True),
+        Ready(),
+        ForkedAs(3, 77),
+        Refused(3, "no"),
+        Ended(77, -9),
+    ],
+)
+def test_messages_arrive_as_they_were(message: Any) -> None:
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ([sys.executable, "-m", "kempner", "train"], ("-m", "kempner", "train")),
+        ([sys.executable, "train.py", "--lr=1"], ("train.py", "--lr=1")),
+        ([sys.executable, "-u", "train.py"], None),
+        ([sys.executable, "-m"], None),
+        ([sys.executable], None),
+        (["bash", "train.sh"], None),
+        (["/no/such/python", "train.py"], None),
+        (["torchrun", "train.py"], None),
+    ],
+)
+def test_only_a_program_for_this_python_is_forked(command: list[str], arguments: Any) -> None:
+    assert arguments_of_python(command) == arguments
+
+
+def test_a_forked_program_is_as_if_python_had_been_started(tmp_path: Path, server: Any) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    forks = server("numpy", "json")
+    told = []
+    for number in (3, 0):
+        with open(tmp_path / "out", "wb") as output:
+            command = [sys.executable, str(tmp_path / "program.py"), str(number)]
+            child = forks.fork(command, {"SAID": "yes"}, output.fileno(), ours=bool(number))
+        assert child.wait() == number
+        told.append(eval((tmp_path / "out").read_text().replace("null", "None"), {"true": True}))
+    deaf, plain = told
+    assert deaf["argv"] == [str(tmp_path / "program.py"), "3"]
+    assert (deaf["name"], deaf["path"], deaf["said"]) == ("__main__", str(tmp_path), "yes")
+    assert (deaf["thread_limit"], deaf["session"], deaf["stdin"]) == (None, True, "")
+    assert deaf["drawn"][0] != plain["drawn"][0]
+    assert deaf["drawn"][1] != plain["drawn"][1]
+    assert signal.SIGTERM in deaf["blocked"]
+    assert plain["blocked"] == []
+    assert deaf["descriptors"] == [0, 1, 2]
+
+
+def test_a_module_is_run_by_its_name(tmp_path: Path, server: Any) -> None:
+    with open(tmp_path / "out", "wb") as output:
+        command = [sys.executable, "-m", "kempner", "--version"]
+        child = server("kempner.cli.entry").fork(command, os.environ, output.fileno(), ours=True)
+    assert child.wait() == 0
+    assert (tmp_path / "out").read_text().startswith("kempner ")
+
+
+def test_an_exception_ends_a_forked_program_as_any_other(tmp_path: Path, server: Any) -> None:
+    (tmp_path / "fails.py").write_text("import atexit\natexit.register(print, 'bye')\n1 / 0\n")
+    with open(tmp_path / "out", "wb") as output:
+        command = [sys.executable, str(tmp_path / "fails.py")]
+        child = server().fork(command, os.environ, output.fileno(), ours=False)
+    assert child.wait() == 1
+    assert "ZeroDivisionError" in (tmp_path / "out").read_text()
+    assert "bye" in (tmp_path / "out").read_text()
+
+
+def test_whom_a_dead_server_has_forked_lives_on_and_its_end_is_known(
+    tmp_path: Path, server: Any
+) -> None:
+    forks = server()
+    child = forks.fork(sleeper(tmp_path), os.environ, None, ours=True)
+    dead = forks.pid
+    os.kill(dead, signal.SIGKILL)
+    wait_until(lambda: forks.pid is None, "the end to be noticed")
+    assert psutil.Process(child.pid).ppid() == os.getpid()
+    with pytest.raises(CannotForkError, match="there is no fork server"):
+        forks.fork(sleeper(tmp_path), os.environ, None, ours=True)
+    os.kill(child.pid, signal.SIGINT)  # blocked, as its program is one of ours
+    os.kill(child.pid, signal.SIGUSR1)
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    forks.start()
+    again = forks.fork(sleeper(tmp_path, 0.0), os.environ, None, ours=True)
+    assert again.wait() == 0
+
+
+def test_a_program_of_the_users_ends_with_the_server(tmp_path: Path, server: Any) -> None:
+    forks = server()
+    child = forks.fork(sleeper(tmp_path), os.environ, None, ours=False)
+    wait_until(lambda: (tmp_path / "sleeper.py").name in names(child.pid), "it to sleep")
+    os.kill(forks.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGTERM
+
+
+def names(pid: int) -> str:
+    """The file that a process reads, where it sleeps: a fork has no command line of its own."""
+    stack = Path(f"/proc/{pid}/wchan").read_text()
+    return "sleeper.py" if "nanosleep" in stack else stack
+
+
+def test_a_server_that_does_not_answer_is_replaced(
+    tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks = server()
+    forks.fork(sleeper(tmp_path, 0.0), os.environ, None, ours=True).wait()
+    monkeypatch.setattr(client, "FORKED_WITHIN", 0.2)
+    stopped = forks.pid
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(CannotForkError, match="does not answer"):
+        forks.fork(sleeper(tmp_path), os.environ, None, ours=True)
+    monkeypatch.undo()
+    wait_until(lambda: forks.pid is None, "the stopped one to be gone")
+    assert not psutil.pid_exists(stopped)
+    forks.start()
+    assert forks.fork(sleeper(tmp_path, 0.0), os.environ, None, ours=True).wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "patch", "refusal"),
+    [
+        ("import time\ntime.sleep(100)", ("IMPORTED_WITHIN", 0.2), "does not answer"),
+        ("raise RuntimeError", ("IMPORTED_WITHIN", 60.0), "has ended"),
+        (
+            "from threading import Event, Thread\nThread(target=Event().wait, daemon=True).start()",
+            ("IMPORTED_WITHIN", 60.0),
+            "2 threads run",
+        ),
+    ],
+)
+def test_what_a_module_does_may_forbid_every_fork(
+    tmp_path: Path,
+    server: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    patch: tuple[str, float],
+    refusal: str,
+) -> None:
+    (tmp_path / "spoils.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(client, *patch)
+    with pytest.raises(CannotForkError, match=refusal):
+        server("spoils").fork(sleeper(tmp_path), os.environ, None, ours=True)
+
+
+def test_an_open_gpu_forbids_every_fork(tmp_path: Path) -> None:
+    for folder in ("task/1", "fd"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "fd" / "0").symlink_to("/dev/null")
+    assert not why_not_to_fork(tmp_path)
+    (tmp_path / "fd" / "7").symlink_to("/dev/nvidia0")
+    assert why_not_to_fork(tmp_path) == "the fork server has opened /dev/nvidia0"
+
+
+def test_a_stop_need_not_wait_for_the_imports(tmp_path: Path, server: Any) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(100)")
+    os.environ["PYTHONPATH"] += f":{tmp_path}"
+    forks, refused = server("slow"), []
+
+    def order() -> None:
+        try:
+            forks.fork(sleeper(tmp_path), os.environ, None, ours=True)
+        except CannotForkError as error:
+            refused.append(str(error))
+
+    waiting = threading.Thread(target=order)
+    waiting.start()
+    wait_until(lambda: forks._running.waited_for, "the order to be sent")
+    forks.give_up_orders()
+    waiting.join(20)
+    assert refused == ["the fork server has ended"]
+
+
+@pytest.mark.parametrize("forks", [20, *drills(2000)])
+def test_many_forks_and_none_hangs(tmp_path: Path, server: Any, forks: int) -> None:
+    """Each child uses torch's own threads, forward and backward: what would hang after a fork."""
+    (tmp_path / "computes.py").write_text(
+        "import torch\ntorch.set_num_threads(2)\n"
+        "x = torch.rand(256, 256, requires_grad=True)\n(x @ x).relu().sum().backward()\n"
+        "assert torch.get_num_threads() == 2\nimport os\nos._exit(0)\n"
+    )
+    command = [sys.executable, str(tmp_path / "computes.py")]
+    forking = server("kempner.training.imports")
+    for _ in range(forks):
+        assert forking.fork(command, os.environ, None, ours=True).wait() == 0

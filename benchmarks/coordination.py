@@ -4,9 +4,10 @@
     python benchmarks/coordination.py --simulate 64 512 1024 4096 16384
 
 The first measures whole saves of `--items` tiny tensors per rank whose data is not written: what is
-left is the work of the training thread, the sidecars, `.metadata`, the exchange, the manifest, and
-the commit with its fsyncs. The second is rank 0 alone, with a 70B Llama and AdamW over that many
-ranks (2,892 items each): the first plan, made once, and what every save then costs rank 0.
+left is the work of the training thread, the sidecars, index and `.metadata`, the exchange, the
+manifest, and the commit with its fsyncs. The second is rank 0 alone, with a 70B Llama and AdamW
+over that many ranks (2,892 items each): the first plan, made once, and what every save then costs
+rank 0.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from load import llama_70b
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from ways_to_save import open_manager
 
 from kempner.checkpoint.format.manifest import FileSums, Identity, Manifest, sidecar_name
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, place
+from kempner.checkpoint.format.shard_plan import data_file, place
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.store.commit import commit
@@ -42,7 +43,7 @@ from kempner.run.record.run_dir import RunDirectory
 
 
 def write_no_data(path: Path, content: memoryview) -> FileSums:
-    """In place of a rank's data file an empty one; `.metadata` as it is."""
+    """In place of a rank's data file an empty one; index and `.metadata` as they are."""
     if path.suffix != ".distcp":
         return write_stream(path, content)
     path.touch()
@@ -83,21 +84,6 @@ def measure_saves(items: int, saves: int, folder: Path) -> None:
     os._exit(0)
 
 
-def llama_70b(world: int) -> Iterator[TensorSpec]:
-    """The state of a 70B Llama under FSDP2 and AdamW."""
-    dim, ffn, kv, vocab = 8192, 28672, 1024, 128256
-    shapes = {"embedding": (vocab, dim), "output": (vocab, dim), "norm": (dim,)}
-    for layer in range(80):
-        square, narrow = {"wq": (dim, dim), "wo": (dim, dim)}, {"wk": (kv, dim), "wv": (kv, dim)}
-        wide = {"w1": (ffn, dim), "w2": (dim, ffn), "w3": (ffn, dim)}
-        block = square | narrow | wide | {"norm_1": (dim,), "norm_2": (dim,)}
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
-    for name, shape in shapes.items():
-        for key in (f"model.{name}", f"optimizer.{name}.exp_avg", f"optimizer.{name}.exp_avg_sq"):
-            yield TensorSpec(key, shape, "float32", (world,), (0,))
-        yield TensorSpec(f"optimizer.{name}.step", (), "float32", (world,), (None,))
-
-
 def simulate(world: int, saves: int, folder: Path) -> None:
     """Rank 0's part at `world` ranks, with the notes of the others made up."""
     specs = list(llama_70b(world))
@@ -123,15 +109,16 @@ def simulate(world: int, saves: int, folder: Path) -> None:
             (path / sidecar_name(rank)).touch()
         os.sync()
         start, cpu = time.perf_counter(), time.thread_time()
-        write_stream(path / layout.described_in, described)
+        for name, content in described.items():
+            write_stream(path / name, content)
         notes = [save._Note.decode(numbers) for numbers in encoded]
         assert save._agreed(notes)
-        files = save._list_files(notes, layout.described_entry)
+        files = save._list_files(notes, layout.described_entries)
         manifest = Manifest(TrainState(number), identity, 1, time.time(), files)
         commit(checkpoints, path, manifest, fence, print)
         seconds.append(time.perf_counter() - start)
         busy.append(time.thread_time() - cpu)
-    size = len(described) / 1e6
+    size = sum(map(len, described.values())) / 1e6
     print(
         f"{world:>6} ranks: own plan {own:.2f} s, first plan {first:.1f} s, {size:.1f} MB; "
         f"a save {statistics.median(seconds):.3f} s, busy {statistics.median(busy):.3f} s",

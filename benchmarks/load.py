@@ -1,9 +1,15 @@
 """How long a load takes, beside the stock reader, as a ratio to reading and summing the same bytes.
 
     python benchmarks/load.py [--megabytes 300] [--runs 7]
+    python benchmarks/load.py --simulate 128 512 1024 16384
 
-One process loads the state that it saved, and one that three ranks saved. The floor is a plain read
-of the data files into an aligned buffer, with their checksums. All from a warm page cache, in turn.
+The first: one process loads the state that it saved, and one that three ranks saved. The floor is a
+plain read of the data files into an aligned buffer, with their checksums. All from a warm page
+cache, in turn.
+
+The second: what a rank needs before it reads, with a 70B Llama and AdamW (2,892 tensors) saved and
+loaded by that many ranks: from the chosen checkpoint to which bytes of which files go where. Of the
+stock reader only that it reads `.metadata`, before it plans anything. Each in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,10 +18,12 @@ import argparse
 import mmap
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,24 +31,29 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from kempner.checkpoint.format.compact_index import INDEX, METADATA_UP_TO, encode
 from kempner.checkpoint.format.manifest import (
     BLOCK_BYTES,
     FileEntry,
     Identity,
     Manifest,
     encode_sidecar,
+    read,
     sidecar_name,
     whole_sum,
 )
-from kempner.checkpoint.format.names import METADATA
-from kempner.checkpoint.format.shard_plan import data_file, place
+from kempner.checkpoint.format.manifest import encode as encode_manifest
+from kempner.checkpoint.format.names import MANIFEST, METADATA
+from kempner.checkpoint.format.shard_plan import TensorSpec, chunk_of, data_file, place
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
-from kempner.checkpoint.tensors.dcp_metadata import build_metadata
-from kempner.checkpoint.tensors.dcp_reader import open_contents
+from kempner.checkpoint.tensors import load
+from kempner.checkpoint.tensors.dcp_metadata import build_metadata, metadata_of
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
 from kempner.checkpoint.tensors.load import fill
+from kempner.checkpoint.tensors.open_contents import open_contents
 
 WIDTH = 1024
 
@@ -52,9 +65,13 @@ def save(state: dict[str, Tensor], folder: Path, world: int) -> Manifest:
         for s in tensor_specs(state, 1)
     ]
     folder.mkdir()
-    described = build_metadata(specs, world)
-    (folder / METADATA).write_bytes(described)
-    files = {METADATA: FileEntry(len(described), xxh3_128=whole_sum(described))}
+    files = {}
+    for name, content in {
+        INDEX: encode(specs, world, container),
+        METADATA: build_metadata(specs, world),
+    }.items():
+        (folder / name).write_bytes(content)
+        files[name] = FileEntry(len(content), xxh3_128=whole_sum(content))
     for rank in range(world):
         placed = place(specs, rank, container)
         image = FileBuffer(placed, pinned=False)
@@ -91,14 +108,103 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def llama_70b(world: int) -> Iterator[TensorSpec]:
+    """The state of a 70B Llama under FSDP2 and AdamW."""
+    dim, ffn, kv, vocab = 8192, 28672, 1024, 128256
+    shapes = {"embedding": (vocab, dim), "output": (vocab, dim), "norm": (dim,)}
+    for layer in range(80):
+        square, narrow = {"wq": (dim, dim), "wo": (dim, dim)}, {"wk": (kv, dim), "wv": (kv, dim)}
+        wide = {"w1": (ffn, dim), "w2": (dim, ffn), "w3": (ffn, dim)}
+        block = square | narrow | wide | {"norm_1": (dim,), "norm_2": (dim,)}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
+    for name, shape in shapes.items():
+        for key in (f"model.{name}", f"optimizer.{name}.exp_avg", f"optimizer.{name}.exp_avg_sq"):
+            yield TensorSpec(key, shape, "float32", (world,), (0,))
+        yield TensorSpec(f"optimizer.{name}.step", (), "float32", (world,), (None,))
+
+
+def simulate(world: int, folder: Path) -> None:
+    """Describe a checkpoint of `world` ranks, and plan its load as ranks of several worlds do."""
+    folder.mkdir()
+    specs = list(llama_70b(world))
+    described = {INDEX: encode(specs, world, container)}
+    if world <= METADATA_UP_TO:
+        described[METADATA] = bytes(metadata_of(specs, world))
+    files = {}
+    for name, content in described.items():
+        (folder / name).write_bytes(content)
+        files[name] = FileEntry(len(content), xxh3_128=whole_sum(content))
+    for rank in range(world):
+        files[data_file(rank)] = FileEntry(8 * 10**11 // world, sums=sidecar_name(rank))
+        files[sidecar_name(rank)] = FileEntry(20_000, xxh3_128="0" * 32)
+    identity = Identity(world, {"fsdp": world}, 0, "", {})
+    manifest = Manifest(TrainState(1), identity, 1, 0.0, files)
+    (folder / MANIFEST).write_bytes(encode_manifest(manifest))
+    readers = [(world, 1), (world, world // 2), (world * 3 // 4, 0), (8, 1)]
+    ways = ["ours", *(["stock"] if METADATA in described else [])]
+    for way in ways:
+        for readers_world, rank in readers if way == "ours" else readers[:1]:
+            command = [sys.executable, __file__, "--plan", way, str(folder)]
+            subprocess.run([*command, str(readers_world), str(rank)], check=True)
+
+
+def plan(way: str, folder: Path, world: int, rank: int) -> None:
+    """Plan the load of `rank` of `world`, and print what that took."""
+    specs = list(llama_70b(world))
+    before, start = memory("VmRSS"), time.process_time()
+    manifest = read(folder)
+    pieces = 0
+    if way == "ours":
+        # Not rank 0, which checks `.metadata` besides: a read and a sum of its bytes.
+        contents = open_contents(folder, manifest, 1, 2)
+        pieces = len(load._plan({spec.key: box(spec, rank) for spec in specs}, contents))
+    else:
+        FileSystemReader(folder).read_metadata()
+    took, more = time.process_time() - start, memory("VmHWM") - before
+    saved = manifest.identity.world
+    said = f"saved by {saved}, loaded by {world}, rank {rank}: {way} {took:.2f} s of processor time"
+    print(f"{said}, {more:.0f} MB, {pieces} reads", flush=True)
+
+
+def memory(name: str) -> float:
+    """MB that this process has now (`VmRSS`) or had at most (`VmHWM`)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{name}:")[2].split()[0]) / 1e3
+
+
+def box(spec: TensorSpec, rank: int) -> load._Box:
+    """What a rank holds of a tensor."""
+    if None in spec.placements:
+        return load._Box((0,) * len(spec.shape), spec.shape, 4)
+    chunk = chunk_of(spec, rank)
+    if chunk is None:
+        return load._Box((0,) * len(spec.shape), (0, *spec.shape[1:]), 4)
+    return load._Box(chunk.offsets, chunk.sizes, 4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=300)
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--simulate", type=int, nargs="+", default=[])
+    parser.add_argument("--plan", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.plan:
+        way, folder, world, rank = arguments.plan
+        plan(way, Path(folder), int(world), int(rank))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        for world in arguments.simulate:
+            simulate(world, Path(temporary) / str(world))
+    if not arguments.simulate:
+        compare(arguments.megabytes, arguments.runs)
+
+
+def compare(megabytes: int, runs: int) -> None:
+    """Load what one rank and what three saved, beside the stock reader."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    count = max(1, round(arguments.megabytes * 1e6 / (4 * WIDTH * WIDTH)))
+    count = max(1, round(megabytes * 1e6 / (4 * WIDTH * WIDTH)))
     state = {f"weight.{n}": torch.randn(WIDTH, WIDTH) for n in range(count)}
     state |= {f"step.{n}": torch.tensor(float(n)) for n in range(count)}
     buffer = mmap.mmap(-1, 16 * BLOCK_BYTES)
@@ -108,11 +214,11 @@ def main() -> None:
             folder = Path(temporary) / str(world)
             manifest = save(state, folder, world)
             table = {key: torch.empty_like(tensor) for key, tensor in state.items()}
-            ours, stock, read = [], [], 0
-            for _ in range(arguments.runs):
+            ours, stock, taken = [], [], 0
+            for _ in range(runs):
                 floor = timed(lambda: read_raw(folder, buffer))  # noqa: B023
                 begun = time.perf_counter()
-                read = fill(table, folder, manifest, open_contents(folder, manifest))
+                taken = fill(table, folder, manifest, open_contents(folder, manifest))
                 ours.append((time.perf_counter() - begun) / floor)
                 assert all(torch.equal(table[key], state[key]) for key in state)
                 stock.append(
@@ -123,7 +229,7 @@ def main() -> None:
             print(
                 f"saved by {world}, loaded by 1: kempner {statistics.median(ours):.2f}, "
                 f"{max(ours):.2f}; stock {statistics.median(stock):.2f}, {max(stock):.2f}; "
-                f"bytes read against needed {read / needed:.3f}"
+                f"bytes read against needed {taken / needed:.3f}"
             )
 
 

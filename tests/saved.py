@@ -51,11 +51,11 @@ def commit_state(
     step: int,
     world: int = 1,
     model: Model | None = None,
-    compact: bool = False,
+    metadata: bool = True,
 ) -> Path:
     """Commit `state`, its matrices cut by rows over `world` ranks, as the checkpoint of `step`.
 
-    With the index of a large world in place of `.metadata` if `compact`.
+    Without `metadata` there is the index alone, as in a large world.
     """
     fence = Fence(run.attempts, begin_attempt(run))
     attempt = fence.attempt
@@ -68,8 +68,9 @@ def commit_state(
     files: dict[str, FileEntry] = {}
     for rank in range(world):
         files |= _write_rank(path, state, specs, rank)
-    described = compact_index.encode(specs, world) if compact else build_metadata(specs, world)
-    files |= _write_small(path / (compact_index.INDEX if compact else METADATA), described)
+    files |= _write_small(path / compact_index.INDEX, compact_index.encode(specs, world, container))
+    if metadata:
+        files |= _write_small(path / METADATA, build_metadata(specs, world))
     identity = Identity(world, {"fsdp": world}, 0, "", model or {})
     manifest = Manifest(TrainState(step, 8 * step, 64 * step), identity, attempt.number, 0.5, files)
     return commit.commit(CheckpointFolder(run.checkpoints), path, manifest, fence, print)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from kempner.checkpoint.convert.file_copy import copy_data_file
+from kempner.checkpoint.convert.file_copy import copy_data_file, copy_small_file
 from kempner.checkpoint.convert.file_formats import lay_out_safetensors, lay_out_torch, shard
 from kempner.checkpoint.convert.tensor_copy import OnBytes, Source, length, pour
 from kempner.checkpoint.format.compact_index import CompactIndex
@@ -70,16 +70,17 @@ def export_dcp(source: Source, out: Path, on_bytes: OnBytes) -> None:
         for name, entry in files.items():
             if entry.sums is not None:
                 copy_data_file(source.path, source.manifest, name, path / name, on_bytes)
-        write_durable(path / METADATA, _metadata(source))
+        _write_metadata(source, path / METADATA)
         fsync_directory(path)
 
 
-def _metadata(source: Source) -> bytes:
-    """DCP's `.metadata`, made now if the checkpoint has an index in its place."""
+def _write_metadata(source: Source, target: Path) -> None:
+    """DCP's `.metadata`, made now if the checkpoint has none, as that of a large world."""
     contents = source.contents
-    if isinstance(contents, CompactIndex):
-        return metadata_of(contents.specs, contents.world)
-    return (source.path / METADATA).read_bytes()
+    if isinstance(contents, CompactIndex) and METADATA not in source.manifest.files:
+        write_durable(target, metadata_of(contents.specs, contents.world))
+    else:
+        copy_small_file(source.path, source.manifest, METADATA, target)
 
 
 def model_tensors(source: Source) -> dict[str, Saved]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from kempner.checkpoint.format.contents import Contents, Saved
 from kempner.checkpoint.format.manifest import Manifest, read
 from kempner.checkpoint.io.file_writer import reserve, write_all
-from kempner.checkpoint.tensors.dcp_reader import open_contents
 from kempner.checkpoint.tensors.load import fill
+from kempner.checkpoint.tensors.open_contents import open_contents
 
 BATCH_BYTES = 256 << 20
 """Tensors that are read together, so that small ones do not cost a file opened each."""

@@ -1,102 +1,116 @@
-"""The compact index: a few hundred kilobytes instead of `.metadata` for thousands of ranks.
+"""The compact index: what is where in a checkpoint, in a few hundred kilobytes at any world size.
 
-DCP's `.metadata` lists every part of every tensor, and would be gigabytes there. Where the parts
-are follows from how each tensor is cut (`plan`), so the index says only that:
+DCP's `.metadata` lists every part of every tensor: a million objects at 512 ranks, gigabytes at
+thousands. Where the parts are follows from how each tensor is cut (`shard_plan`), so the index says
+only that:
 
-    {"format": 1, "world": 4096, "tensors": [["model.norm.weight", [512], "float32", [4096], [0]]]}
+    {"format": 1, "world": 4096, "tensors": [["model.norm.weight", [512], "float32", [4096], [0]]],
+     "containers": [["float32", [1], 4, 1216]]}
 
 a tensor being its key, shape, dtype, device mesh, and the dimension that is cut along each
-dimension of the mesh, or null.
+dimension of the mesh, or null; and a container the dtype and sizes of a part, the bytes of its data
+and all of its bytes. What was cut by somebody else is listed; see `listed_index`.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from kempner.checkpoint.format.contents import Part, Saved
+from kempner.checkpoint.format.extents import Extents, are_numbers, list_extents, read_extents
+from kempner.checkpoint.format.listed_index import ListedIndex, is_tensor
 from kempner.checkpoint.format.shard_plan import (
-    Container,
+    Chunk,
+    Layouts,
+    Placed,
     TensorSpec,
-    arrange,
-    chunk_of,
     data_file,
     holders,
+    piece_sizes,
 )
 from kempner.run.process.exit_codes import DataError
 
 INDEX: Final = "index.json"
-"""The name of the file, in place of `.metadata`."""
+"""The name of the file; every checkpoint has it, and every load goes by it."""
 
-COMPACT_ABOVE = 1_024
-"""Ranks above which a checkpoint has the index instead of `.metadata`."""
+METADATA_UP_TO = 1_024
+"""Ranks up to which a checkpoint has DCP's `.metadata` as well, for the stock reader."""
 
 _FORMAT = 1
-_DTYPE = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class CompactIndex:
-    """The `Contents` of a checkpoint with an index: parts are worked out when they are asked for.
+    """The `Contents` of what was cut by plan: parts are worked out when they are asked for."""
 
-    `container` says how many bytes a part takes; see `plan.place`.
-    """
-
-    def __init__(
-        self,
-        specs: Sequence[TensorSpec],
-        world: int,
-        container: Callable[[str, tuple[int, ...]], Container],
-    ) -> None:
-        self.specs, self.world, self._container = specs, world, container
-        self._by_key = {spec.key: spec for spec in specs}
+    def __init__(self, specs: Sequence[TensorSpec], world: int, extents: Extents) -> None:
+        self.specs, self.world = specs, world
         self.tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in specs}
-        self._files: dict[int, Mapping[str, tuple[int, int]]] = {}
-        self._layouts: dict[tuple[object, ...], Mapping[str, tuple[int, int]]] = {}
+        self._layouts = Layouts(specs, extents)
+        self._files: dict[int, tuple[list[Chunk | None], Mapping[str, Placed]]] = {}
+        self._tables: dict[int, Mapping[str, Placed]] = {}
+        self._overlaps: dict[tuple[object, ...], list[int]] = {}
 
     def parts(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Part]:
         """The stored parts that overlap a box; see `Contents`."""
-        spec = self._by_key[key]
-        for rank in holders(spec, offsets, sizes):
-            chunk = chunk_of(spec, rank)
-            if chunk is None:
+        kind = self._layouts.kinds[key]
+        for rank in self._holders(kind, tuple(offsets), tuple(sizes)):
+            pieces, table = self._file(rank)
+            piece = pieces[kind]
+            if piece is None:
                 continue  # a box without elements touches what nobody holds
-            start, length = self._file(rank)[key]
-            yield Part(chunk.offsets, chunk.sizes, data_file(rank), start, length)
+            placed = table[key]
+            length = placed.container.length
+            yield Part(piece.offsets, piece.sizes, data_file(rank), placed.start, length)
 
-    def _file(self, rank: int) -> Mapping[str, tuple[int, int]]:
-        """Where in the file of `rank` each container starts, and its length, in bytes, by key.
+    def _holders(self, kind: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[int]:
+        """As `holders`, once for all tensors that are cut alike."""
+        box = (kind, offsets, sizes)
+        if box not in self._overlaps:
+            self._overlaps[box] = list(holders(self._layouts.examples[kind], offsets, sizes))
+        return self._overlaps[box]
+
+    def _file(self, rank: int) -> tuple[list[Chunk | None], Mapping[str, Placed]]:
+        """The pieces of `rank` by kind, and where in its file each tensor's container is, by key.
 
         Most ranks' files are laid out alike, and share one such table.
         """
         if rank not in self._files:
-            chunks = [chunk_of(spec, rank) for spec in self.specs]
-            shapes = tuple(chunk and chunk.sizes for chunk in chunks)
-            if shapes not in self._layouts:
-                placed = arrange((chunk for chunk in chunks if chunk), self._container)
-                self._layouts[shapes] = {
-                    item.chunk.key: (item.start, item.container.length) for item in placed
-                }
-            self._files[rank] = self._layouts[shapes]
+            pieces = self._layouts.pieces(rank)
+            placed = self._layouts.placed(pieces, rank)
+            if id(placed) not in self._tables:
+                self._tables[id(placed)] = {item.chunk.key: item for item in placed}
+            self._files[rank] = pieces, self._tables[id(placed)]
         return self._files[rank]
 
 
-def encode(specs: Sequence[TensorSpec], world: int) -> bytes:
+def encode(specs: Sequence[TensorSpec], world: int, extents: Extents) -> bytes:
     """The bytes of the index of a state that `world` ranks write; the same at every save."""
     tensors = [[s.key, s.shape, s.dtype, s.mesh, s.placements] for s in specs]
-    fields = {"format": _FORMAT, "world": world, "tensors": tensors}
+    pieces = ((spec.dtype, sizes) for spec in specs for sizes in piece_sizes(spec))
+    containers = list_extents(pieces, extents)
+    fields = {"format": _FORMAT, "world": world, "tensors": tensors, "containers": containers}
     return (json.dumps(fields, separators=(",", ":")) + "\n").encode()
 
 
-def decode(content: bytes, where: Path) -> tuple[list[TensorSpec], int]:
-    """Specs and world back from the bytes. Raises `DataError`, naming `where`, if they are not."""
+def encode_listed(index: ListedIndex) -> bytes:
+    """The bytes of an index that lists its parts."""
+    fields = {"format": _FORMAT, **index.to_fields()}
+    return (json.dumps(fields, separators=(",", ":")) + "\n").encode()
+
+
+def decode(content: bytes, where: Path) -> CompactIndex | ListedIndex:
+    """The index back from its bytes. Raises `DataError`, naming `where`, if they are not one."""
     try:
         fields = json.loads(content)
         if fields["format"] != _FORMAT:
             raise ValueError(f"format {fields['format']}")
-        return [_spec(*entry) for entry in fields["tensors"]], int(fields["world"])
+        if "cuts" in fields:
+            return ListedIndex.from_fields(fields)
+        specs = [_spec(*entry) for entry in fields["tensors"]]
+        return CompactIndex(specs, int(fields["world"]), read_extents(fields["containers"]))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"{where} is damaged: it is not an index of a checkpoint ({error})"
@@ -106,11 +120,9 @@ def decode(content: bytes, where: Path) -> tuple[list[TensorSpec], int]:
 def _spec(key: Any, shape: Any, dtype: Any, mesh: Any, placements: Any) -> TensorSpec:
     """One tensor, checked: the file may be anybody's."""
     dims = [dim for dim in placements if dim is not None]
-    whole = [*shape, *mesh, *dims]
     sound = (
-        isinstance(key, str)
-        and _DTYPE.fullmatch(dtype)
-        and all(type(number) is int and number >= 0 for number in whole)
+        is_tensor(key, shape, dtype)
+        and are_numbers([*mesh, *dims])
         and all(mesh)
         and all(dim < len(shape) for dim in dims)
         and len(mesh) == len(placements)

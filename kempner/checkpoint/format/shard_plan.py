@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 from zlib import crc32
+
+from kempner.checkpoint.format.extents import Extent, Extents
 
 ALIGNMENT = 64
 """Containers start at multiples of this, and so does the data in them."""
@@ -48,29 +50,12 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Container:
-    """The bytes `before` and `after` the `data` bytes of a tensor in DCP's file format.
-
-    They depend on dtype and shape alone.
-    """
-
-    before: bytes
-    data: int
-    after: bytes
-
-    @cached_property
-    def length(self) -> int:
-        """Bytes of the whole container."""
-        return len(self.before) + self.data + len(self.after)
-
-
-@dataclass(frozen=True)
 class Placed:
     """A chunk in its rank's file, with its container starting at byte `start`."""
 
     chunk: Chunk
     start: int
-    container: Container
+    container: Extent
 
 
 class Listed(NamedTuple):
@@ -103,6 +88,25 @@ def chunk_of(spec: TensorSpec, rank: int) -> Chunk | None:
                 return None
     cut = _cut(spec.shape, spec.mesh, spec.placements, here)
     return Chunk(spec.key, *cut, spec.dtype) if cut is not None else None
+
+
+def piece_sizes(spec: TensorSpec) -> set[tuple[int, ...]]:
+    """The sizes of all parts of a tensor, found without asking every rank."""
+    found = {spec.shape}
+    for parts, dim in zip(spec.mesh, spec.placements, strict=True):
+        if dim is not None:
+            found = {
+                _replaced(sizes, dim, left)
+                for sizes in found
+                for left in _lengths(sizes[dim], parts)
+            }
+    return found
+
+
+def _lengths(whole: int, parts: int) -> set[int]:
+    """How long the pieces are that `torch.chunk` makes."""
+    piece = -(-whole // parts)
+    return {piece, whole % piece or piece} if piece else {0}
 
 
 def holders(spec: TensorSpec, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[int]:
@@ -173,36 +177,68 @@ def _cut(
     return tuple(offsets), tuple(sizes)
 
 
-def place(
-    specs: Iterable[TensorSpec], rank: int, container: Callable[[str, tuple[int, ...]], Container]
-) -> list[Placed]:
+def place(specs: Iterable[TensorSpec], rank: int, container: Extents) -> list[Placed]:
     """The contents of the file of `rank`, in order of size and name."""
     chunks = (chunk for spec in specs if (chunk := chunk_of(spec, rank)) is not None)
     return arrange(chunks, container)
 
 
+class Layouts:
+    """What lies in any rank's file. What is cut into pieces of the same sizes is placed once.
+
+    A large model has thousands of tensors, but few kinds of them, which are cut alike; and most
+    ranks' files differ in the offsets alone.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        container: Extents,
+    ) -> None:
+        self._specs, self._container = specs, container
+        numbers: dict[tuple[object, ...], int] = {}
+        self.kinds = {
+            spec.key: numbers.setdefault(
+                (spec.shape, spec.mesh, spec.placements, _writers(spec)), len(numbers)
+            )
+            for spec in specs
+        }
+        """The number of each tensor's kind, by key."""
+        examples = {self.kinds[spec.key]: spec for spec in specs}
+        self.examples = [examples[kind] for kind in range(len(numbers))]
+        """One tensor of each kind, by number."""
+        self._placed: dict[tuple[tuple[int, ...] | None, ...], list[Placed]] = {}
+
+    def pieces(self, rank: int) -> list[Chunk | None]:
+        """What `rank` writes of each kind's example; None where that is nothing."""
+        return [chunk_of(spec, rank) for spec in self.examples]
+
+    def placed(self, pieces: Sequence[Chunk | None], rank: int) -> list[Placed]:
+        """The file of `rank`, which has these `pieces`; offsets may be those of another rank.
+
+        The same object for all files that are laid out alike.
+        """
+        sizes = tuple(piece.sizes if piece is not None else None for piece in pieces)
+        if sizes not in self._placed:
+            self._placed[sizes] = place(self._specs, rank, self._container)
+        return self._placed[sizes]
+
+
 def list_all(
     specs: Sequence[TensorSpec],
     world: int,
-    container: Callable[[str, tuple[int, ...]], Container],
+    container: Extents,
 ) -> Iterator[list[Listed]]:
-    """The contents of every rank's file. What is cut into pieces of the same sizes is placed once.
-
-    A large model has thousands of tensors, but few kinds of them, and most ranks' files differ in
-    the offsets alone.
-    """
-    kinds = {spec.key: (spec.shape, spec.mesh, spec.placements, _writers(spec)) for spec in specs}
-    examples = {kinds[spec.key]: spec for spec in specs}
-    known: dict[tuple[tuple[int, ...] | None, ...], list[Placed]] = {}
+    """The contents of every rank's file."""
+    layouts = Layouts(specs, container)
+    kinds = layouts.kinds
     for rank in range(world):
-        cuts = {kind: chunk_of(spec, rank) for kind, spec in examples.items()}
-        sizes = tuple(cut.sizes if cut is not None else None for cut in cuts.values())
-        if sizes not in known:
-            known[sizes] = place(specs, rank, container)
+        pieces = layouts.pieces(rank)
+        placed = layouts.placed(pieces, rank)
         yield [
-            Listed(key, cut.offsets, cut.sizes, start, around.length)
-            for key, start, around in ((p.chunk.key, p.start, p.container) for p in known[sizes])
-            if (cut := cuts[kinds[key]]) is not None
+            Listed(key, piece.offsets, piece.sizes, start, around.length)
+            for key, start, around in ((p.chunk.key, p.start, p.container) for p in placed)
+            if (piece := pieces[kinds[key]]) is not None
         ]
 
 
@@ -214,9 +250,7 @@ def listed(placed: Iterable[Placed]) -> list[Listed]:
     ]
 
 
-def arrange(
-    chunks: Iterable[Chunk], container: Callable[[str, tuple[int, ...]], Container]
-) -> list[Placed]:
+def arrange(chunks: Iterable[Chunk], container: Extents) -> list[Placed]:
     """Chunks in one file, in order of size and name."""
     sized = [(container(chunk.dtype, chunk.sizes), chunk) for chunk in chunks]
     placed, start = [], 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import xxhash
 
 from kempner.checkpoint.format.manifest import (
+    BLOCK_BYTES,
     FileEntry,
     FileSums,
     Manifest,
@@ -87,7 +88,7 @@ def verify_files(
             continue
         try:
             if entry.sums is None:
-                on_read(len(_check_whole(checkpoint / name, entry)))
+                _check_sum(checkpoint / name, entry, on_read)
                 continue
             block_bytes, sums = _load_sidecar(checkpoint, manifest.files, entry.sums)
             _check_blocks(checkpoint / name, entry, block_bytes, sums, on_read)
@@ -102,13 +103,14 @@ def _load_sidecar(
     if name not in files:
         raise DataError(f"its block checksums, {name}, are not in the manifest")
     try:
-        content = _check_whole(checkpoint / name, files[name])
+        content = read_whole(checkpoint / name, files[name])
     except DataError as error:
         raise DataError(f"its block checksums, {name}: {error}") from error
     return decode_sidecar(content, checkpoint / name)
 
 
-def _check_whole(path: Path, entry: FileEntry) -> bytes:
+def read_whole(path: Path, entry: FileEntry) -> bytes:
+    """A small file that has a sum of its own. Raises `DataError` unless it is as committed."""
     content = read_listed(path, partial(_read_whole, path, entry))
     _check_length(len(content), entry)
     if whole_sum(content) != entry.xxh3_128:
@@ -121,6 +123,23 @@ def _read_whole(path: Path, entry: FileEntry) -> bytes:
     if entry.bytes and not content:
         raise empty(path, entry.bytes)
     return content
+
+
+def _check_sum(path: Path, entry: FileEntry, on_read: OnRead) -> None:
+    """As `read_whole`, but of a file of any size: `.metadata` may be hundreds of megabytes."""
+    if read_listed(path, partial(_sum_whole, path, entry, on_read)) != entry.xxh3_128:
+        raise DataError("checksum does not match")
+
+
+def _sum_whole(path: Path, entry: FileEntry, on_read: OnRead) -> str:
+    """The checksum of a file. Raises `OSError` if it cannot be read."""
+    total = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        _check_open_length(file.fileno(), path, entry)
+        while block := file.read(BLOCK_BYTES):
+            total.update(block)
+            on_read(len(block))
+    return total.hexdigest()
 
 
 def _check_blocks(
@@ -149,16 +168,20 @@ def _damaged_blocks(
     """The numbers of the blocks that are wrong. Raises `OSError` if the file cannot be read."""
     damaged = []
     with open(path, "rb") as file:
-        length = os.fstat(file.fileno()).st_size
-        if entry.bytes and not length:
-            raise empty(path, entry.bytes)
-        _check_length(length, entry)
+        _check_open_length(file.fileno(), path, entry)
         for number, digest in enumerate(expected.blocks):
             block = file.read(block_bytes)
             if xxhash.xxh3_64_hexdigest(block) != digest:
                 damaged.append(number)
             on_read(len(block))
     return damaged
+
+
+def _check_open_length(descriptor: int, path: Path, entry: FileEntry) -> None:
+    length = os.fstat(descriptor).st_size
+    if entry.bytes and not length:
+        raise empty(path, entry.bytes)
+    _check_length(length, entry)
 
 
 def _check_length(length: int, entry: FileEntry) -> None:

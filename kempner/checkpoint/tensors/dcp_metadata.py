@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from kempner.checkpoint.format.shard_plan import Listed, TensorSpec, data_file, list_all
-from kempner.checkpoint.tensors.file_buffer import container
+from kempner.checkpoint.tensors.file_buffer import container, page_aligned
 from kempner.run.process.signals import STOP_SIGNALS, follow_parent
 
 MADE_HERE = 20_000
@@ -37,14 +37,18 @@ MADE_HERE = 20_000
 _DCP_VERSION = "1.0.0"
 
 
-def metadata_of(specs: Sequence[TensorSpec], world: int) -> bytes:
+def metadata_of(specs: Sequence[TensorSpec], world: int) -> memoryview:
     """`build_metadata`, in a process of its own where it would take long.
 
-    Blocks the calling thread, without holding the interpreter's lock. Raises `RuntimeError` with
-    the process's last words if it fails.
+    On a page: it may be hundreds of megabytes, and is written past the page cache. Blocks the
+    calling thread, without holding the interpreter's lock. Raises `RuntimeError` with the process's
+    last words if it fails.
     """
     if len(specs) * world <= MADE_HERE:
-        return build_metadata(specs, world)
+        content = build_metadata(specs, world)
+        aligned = page_aligned(len(content)).numpy().data
+        aligned[:] = content
+        return aligned
     # A mask outlives exec: a stop signal to the whole group must not end the planning of a save.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -95,9 +99,9 @@ def _size(sizes: tuple[int, ...]) -> torch.Size:
     return torch.Size(sizes)
 
 
-def _made_elsewhere(specs: Sequence[TensorSpec], world: int) -> bytes:
+def _made_elsewhere(specs: Sequence[TensorSpec], world: int) -> memoryview:
     command = [sys.executable, "-m", __name__, str(os.getpid())]
-    with tempfile.TemporaryFile() as made, tempfile.TemporaryFile() as words:
+    with tempfile.TemporaryFile(buffering=0) as made, tempfile.TemporaryFile() as words:
         ended = subprocess.run(
             command,
             input=pickle.dumps((list(specs), world)),
@@ -109,8 +113,12 @@ def _made_elsewhere(specs: Sequence[TensorSpec], world: int) -> bytes:
             words.seek(0)
             last = words.read().decode(errors="replace").strip().splitlines()[-1:]
             raise RuntimeError(f"planning ended with {ended.returncode}: {''.join(last)}")
+        aligned = page_aligned(made.seek(0, os.SEEK_END)).numpy().data
         made.seek(0)
-        return made.read()
+        done = 0
+        while count := made.readinto(aligned[done:]):
+            done += count
+        return aligned
 
 
 def _main() -> None:

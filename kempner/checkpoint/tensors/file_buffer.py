@@ -11,20 +11,38 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.serialization import skip_data
 
-from kempner.checkpoint.format.shard_plan import Container, Placed, TensorSpec, file_length
+from kempner.checkpoint.format.shard_plan import Placed, TensorSpec, file_length
 from kempner.checkpoint.io.file_writer import DIRECT_ALIGNMENT
 from kempner.checkpoint.tensors.state import is_sharded
 from kempner.run.process.exit_codes import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Container:
+    """The bytes `before` and `after` the `data` bytes of a tensor in DCP's file format.
+
+    They depend on dtype and shape alone.
+    """
+
+    before: bytes
+    data: int
+    after: bytes
+
+    @cached_property
+    def length(self) -> int:
+        """Bytes of the whole container."""
+        return len(self.before) + self.data + len(self.after)
 
 
 def tensor_specs(table: Mapping[str, Tensor], world: int) -> list[TensorSpec]:
@@ -82,9 +100,10 @@ class FileBuffer:
         return self._buffer.numpy().data
 
     def _install(self, item: Placed) -> Tensor:
-        before, after = item.container.before, item.container.after
+        around = container(item.chunk.dtype, item.chunk.sizes)
+        before, after = around.before, around.after
         data = item.start + len(before)
-        end = data + item.container.data
+        end = data + around.data
         self._put(item.start, before)
         self._put(end, after)
         dtype = getattr(torch, item.chunk.dtype)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from torch import Tensor
 from kempner.checkpoint.format.contents import Contents, Part, overlap
 from kempner.checkpoint.format.manifest import Manifest
 from kempner.checkpoint.io.verified_reader import Cursor, VerifiedFile
-from kempner.checkpoint.io.verify import verify_files
 from kempner.checkpoint.tensors.state import is_sharded, local_part
 from kempner.run.process.exit_codes import DataError
 
@@ -61,36 +61,43 @@ def fill(
 
     Raises `DataError` if a block is damaged, a file is missing, or an element is not covered, and
     as `StorageWaits.retry` where a file cannot be read now. What the ranks of a world read between
-    them is every block of every file.
+    them is every block of every file in which there is a tensor; `open_contents` checks the rest.
     """
-    pieces = [
-        part
-        for key, tensor in table.items()
-        for piece in _pieces(key, tensor, contents)
-        for part in _cut(piece, tensor.element_size())
-    ]
-    for damage in verify_files(checkpoint, manifest, _idle_files(manifest)):
-        raise DataError(str(damage))
+    pieces = _plan({key: _local_box(tensor) for key, tensor in table.items()}, contents)
     names = sorted({piece.stored.file for piece in pieces})
     files: dict[str, VerifiedFile] = {}
     for name in names:
         if name not in manifest.files:
             raise DataError(f"{name} is not in the manifest")
         files[name] = VerifiedFile(checkpoint / name, manifest.files[name], manifest.files)
-    pieces.sort(key=lambda piece: (piece.stored.file, piece.stored.start))
     with ThreadPoolExecutor(READERS, "reader") as pool:
         runs = _runs(pieces)
         return sum(pool.map(lambda run: _read_run(run, table, files), runs))
 
 
-def _idle_files(manifest: Manifest) -> Iterable[str]:
-    """Data files in which there is no tensor: their ranks had nothing to write."""
-    return [name for name, entry in manifest.files.items() if entry.sums and entry.bytes == 0]
+class _Box(NamedTuple):
+    """What this rank holds of a tensor, in elements; one takes `element_size` bytes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    element_size: int
 
 
-def _pieces(key: str, tensor: Tensor, contents: Contents) -> Iterable[_Piece]:
-    """The saved parts that overlap this rank's part of a tensor."""
-    offsets, sizes = _local_place(tensor)
+def _plan(boxes: Mapping[str, _Box], contents: Contents) -> list[_Piece]:
+    """What to read, in the order of the files. Raises `DataError` if an element is nowhere."""
+    pieces = [
+        part
+        for key, box in boxes.items()
+        for piece in _pieces(key, box.offsets, box.sizes, contents)
+        for part in _cut(piece, box.element_size)
+    ]
+    return sorted(pieces, key=lambda piece: (piece.stored.file, piece.stored.start))
+
+
+def _pieces(
+    key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], contents: Contents
+) -> Iterable[_Piece]:
+    """The saved parts that overlap a box of a tensor."""
     found = []
     for part in contents.parts(key, offsets, sizes):
         shared = overlap(offsets, sizes, part.offsets, part.sizes)
@@ -110,6 +117,8 @@ def _cut(piece: _Piece, element_size: int) -> Iterable[_Piece]:
     row_bytes = element_size * math.prod(piece.stored.sizes[1:])
     rows = max(1, SLAB_BYTES // max(1, row_bytes))
     source, target = piece.from_chunk[0], piece.into_local[0]
+    if source.stop - source.start <= rows:
+        return [piece]
     starts = range(0, source.stop - source.start, rows)
     return [
         replace(
@@ -129,12 +138,12 @@ def _slices(low: Iterable[int], high: Iterable[int], origin: Iterable[int]) -> t
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
 
 
-def _local_place(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of what this rank holds of a tensor."""
+def _local_box(tensor: Tensor) -> _Box:
+    size = tensor.element_size()
     if not is_sharded(tensor):
-        return (0,) * tensor.ndim, tuple(tensor.shape)
+        return _Box((0,) * tensor.ndim, tuple(tensor.shape), size)
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return tuple(chunk.offsets), tuple(chunk.sizes)
+    return _Box(tuple(chunk.offsets), tuple(chunk.sizes), size)
 
 
 def _runs(pieces: Sequence[_Piece]) -> Iterable[Sequence[_Piece]]:
@@ -184,7 +193,7 @@ def _data_offset(prefix: bytes, stored: Part) -> int:
     """Where in its container a tensor's data begin, by the container's own headers."""
     name = prefix.find(_RECORD)
     header = prefix.rfind(_HEADER_MAGIC, 0, name)
-    if name < 0 or header < 0:
+    if name < 0 or header < 0 or not prefix.startswith(_HEADER_MAGIC):
         raise DataError(f"{stored.file}: no tensor at byte {stored.start}")
     *_, name_length, extra_length = _HEADER.unpack_from(prefix, header)
     return header + _HEADER.size + int(name_length) + int(extra_length)

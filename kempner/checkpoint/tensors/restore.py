@@ -24,6 +24,7 @@ from kempner.checkpoint.store.read_marker import reading
 from kempner.checkpoint.tensors import state
 from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.checkpoint.tensors.load import fill
+from kempner.checkpoint.tensors.open_contents import open_contents
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import (
     DataError,
@@ -109,9 +110,8 @@ class Restorer:
         judgement = compare_identities(manifest.identity, self._context.identity, accept)
         if judgement.refusals:
             raise DataError(judgement.sentence(path))
-        from kempner.checkpoint.tensors.dcp_reader import open_contents  # imports DCP
-
-        contents, damages = self._together(path, lambda: open_contents(path, manifest))
+        rank, world = self._context.rank, self._context.world
+        contents, damages = self._together(path, lambda: open_contents(path, manifest, rank, world))
         if contents is None:
             return damages
         saved = state.saved_optimizer_tensors(contents)

@@ -15,12 +15,7 @@ from kempner.checkpoint.format import compact_index, shard_plan
 from kempner.checkpoint.format.manifest import FileEntry, whole_sum
 from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.tensors.context import CheckpointContext
-from kempner.checkpoint.tensors.file_buffer import (
-    FileBuffer,
-    container,
-    page_aligned,
-    tensor_specs,
-)
+from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
 from kempner.checkpoint.tensors.staging import StagedCopy, Stager, may_pin
 from kempner.checkpoint.tensors.state import Binding, local_part
 
@@ -36,31 +31,26 @@ class FileLayout:
     world: int
 
     @cached_property
-    def described(self) -> memoryview:
-        """The file that says what is where; only rank 0 asks, in the thread that writes.
+    def described(self) -> dict[str, memoryview]:
+        """The files that say what is where: the index and, up to some world, DCP's `.metadata`.
 
-        On a page, as it may be a hundred megabytes, and is written past the page cache.
+        Only rank 0 asks, in the thread that writes.
         """
-        if self.described_in == compact_index.INDEX:
-            content = compact_index.encode(self.specs, self.world)
-        else:
+        index = compact_index.encode(self.specs, self.world, container)
+        files = {compact_index.INDEX: memoryview(index)}
+        if self.world <= compact_index.METADATA_UP_TO:
             from kempner.checkpoint.tensors.dcp_metadata import metadata_of  # imports DCP
 
-            content = metadata_of(self.specs, self.world)
-        aligned = page_aligned(len(content)).numpy().data
-        aligned[:] = content
-        return aligned
-
-    @property
-    def described_in(self) -> str:
-        """The name of that file: DCP's `.metadata`, or the index of a large world."""
-        return compact_index.INDEX if self.world > compact_index.COMPACT_ABOVE else METADATA
+            files[METADATA] = metadata_of(self.specs, self.world)
+        return files
 
     @cached_property
-    def described_entry(self) -> dict[str, FileEntry]:
-        """What the manifest says of that file."""
-        entry = FileEntry(bytes=len(self.described), xxh3_128=whole_sum(self.described))
-        return {self.described_in: entry}
+    def described_entries(self) -> dict[str, FileEntry]:
+        """What the manifest says of those files."""
+        return {
+            name: FileEntry(bytes=len(content), xxh3_128=whole_sum(content))
+            for name, content in self.described.items()
+        }
 
     @cached_property
     def digest(self) -> int:

@@ -120,7 +120,7 @@ class SaveJob:
         return took
 
     def _write_files(self) -> _Note:
-        """This rank's file, its sums, and on rank 0 the file that says what is where."""
+        """This rank's file, its sums, and on rank 0 the files that say what is where."""
         self.staged.done.result()
         join_directory(self.path)
         rank = self.context.rank
@@ -129,8 +129,9 @@ class SaveJob:
         fail_point(FailPoint.WRITE, self.train_state.step)
         sidecar = encode_sidecar({name: sums})
         write_durable(self.path / sidecar_name(rank), sidecar)
-        if rank == 0:  # at hundreds of ranks it is no small file
-            write_stream(self.path / self.layout.described_in, self.layout.described)
+        if rank == 0:
+            for described, content in self.layout.described.items():
+                write_stream(self.path / described, content)
         if written := self.staged.settle():
             raise TornCopyError(written)
         return _Note(
@@ -145,7 +146,7 @@ class SaveJob:
     def _commit(self, notes: Sequence[_Note], staged_after: float) -> SaveSeconds:
         """Rank 0: make the files of all ranks a checkpoint, and say so in log and ledger."""
         context, written_after = self.context, self.age
-        files = _list_files(notes, self.layout.described_entry)
+        files = _list_files(notes, self.layout.described_entries)
         attempt = context.fence.attempt.number
         manifest = Manifest(self.train_state, context.identity, attempt, time.time(), files)
         commit.commit(context.folder, self.path, manifest, context.fence, logger().warning)

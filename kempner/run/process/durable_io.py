@@ -24,7 +24,7 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_durable(path: Path, content: bytes) -> None:
+def write_durable(path: Path, content: bytes | memoryview) -> None:
     """Write a new file and fsync it. The caller fsyncs the directory."""
     with open(path, "xb") as file:
         file.write(content)

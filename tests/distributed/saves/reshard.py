@@ -1,6 +1,6 @@
 """One of some ranks of a test: every world up to theirs saves, every such world loads.
 
-Usage: reshard.py FOLDER [COMPACT_ABOVE]
+Usage: reshard.py FOLDER [METADATA_UP_TO]
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ logs.configure()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 WORLDS = range(1, dist.get_world_size() + 1)
-compact_index.COMPACT_ABOVE = int(sys.argv[2]) if sys.argv[2:] else compact_index.COMPACT_ABOVE
+if sys.argv[2:]:
+    compact_index.METADATA_UP_TO = int(sys.argv[2])
 groups = {world: dist.new_group(list(range(world)), backend="gloo") for world in WORLDS}
 meshes = {world: DeviceMesh("cpu", torch.arange(world)) for world in WORLDS}
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import KEMPNER, Run
 
-from kempner.checkpoint.tensors.dcp_reader import RestrictedReader
+from kempner.checkpoint.convert.dcp_reader import RestrictedReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -162,9 +162,9 @@ def test_a_save_makes_durable_what_it_should_in_the_promised_order(traced: Trace
     for commit in commits:
         folder, manifest = commit.path, f"{commit.path}/manifest.json"
         begun = where("openat", manifest)
-        for name in ("__0_0.distcp", "__1_0.distcp", "sums-00000.json", "sums-00001.json"):
+        ranks_files = ("__0_0.distcp", "__1_0.distcp", "sums-00000.json", "sums-00001.json")
+        for name in (*ranks_files, "index.json", ".metadata"):
             assert last_written(f"{folder}/{name}") < where("fsync", f"{folder}/{name}") < begun
-        assert last_written(f"{folder}/.metadata") < where("fsync", f"{folder}/.metadata") < begun
         assert last_written(manifest) < (at := where("fsync", manifest))
         named = where("rename", folder)
         assert at < where("fsync", folder, at) < named

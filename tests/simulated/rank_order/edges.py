@@ -23,7 +23,7 @@ from kempner.checkpoint.format.manifest import FileSums, Manifest
 from kempner.checkpoint.format.names import parse_step, step_name
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.store import retention, selection
-from kempner.checkpoint.tensors import background, dcp_reader, restore, save, staging
+from kempner.checkpoint.tensors import background, restore, save, staging
 from kempner.config.fault_spec import FailPoint
 from kempner.data.serve.loader import StepBatch
 from kempner.run.control import heartbeat
@@ -257,7 +257,7 @@ class Edges:
         if where == part and (part == "manifest" or rank == self._now.scheduler.rank):
             raise DataError("a block is not what its sum says")
 
-    def open_contents(self, path: Place, manifest: Manifest) -> str:
+    def open_contents(self, path: Place, manifest: Manifest, rank: int, world: int) -> str:
         self._load_part("contents", manifest.train_state.step)
         return "contents"
 
@@ -279,8 +279,7 @@ class Edges:
             (save, {"write_stream": _write_stream, "write_durable": lambda path, content: None}),
             (save, {"commit": SimpleNamespace(commit=self.commit)}),
             (restore, {"read": self.read, "reading": lambda folder, step: nullcontext()}),
-            (restore, {"state": _STATE, "fill": self.fill}),
-            (dcp_reader, {"open_contents": self.open_contents}),
+            (restore, {"state": _STATE, "open_contents": self.open_contents, "fill": self.fill}),
             (loop, {"accumulate": self.accumulate, "update": self.update}),
             (loop, {"weightless": lambda *sizes: []}),
             (evaluation, {"eval_batches": self.eval_batches}),
@@ -307,9 +306,8 @@ def _write_stream(path: object, content: object) -> FileSums:
 
 _LAYOUT = SimpleNamespace(
     image=SimpleNamespace(content=b""),
-    described=b"",
-    described_in="metadata",
-    described_entry={},
+    described={},
+    described_entries={},
     digest=7,
 )
 

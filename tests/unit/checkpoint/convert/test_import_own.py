@@ -27,12 +27,12 @@ def kempner(*arguments: str | Path) -> int | str | None:
     return left.value.code
 
 
-@pytest.fixture(params=[False, True], ids=["metadata", "index"])
+@pytest.fixture(params=[True, False], ids=["metadata", "index alone"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunDirectory:
     """With a checkpoint of step 600 by three ranks, and one before."""
     run = RunDirectory(tmp_path / "run")
     commit_state(run, small_state(), 300)
-    path = commit_state(run, small_state(), 600, world=3, compact=request.param)
+    path = commit_state(run, small_state(), 600, world=3, metadata=request.param)
     known = replace(read(path), train_state=STATE)
     identity = replace(known.identity, data_fingerprint="ab", seed=7)
     (path / MANIFEST).write_bytes(encode(replace(known, identity=identity)))

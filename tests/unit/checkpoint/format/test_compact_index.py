@@ -1,24 +1,35 @@
-"""The index of a large world says what `.metadata` would, and nothing in it is believed unseen."""
+"""The index says what `.metadata` does, and nothing in it is believed unseen."""
 
 from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from saved import commit_state, small_state
+from torch.distributed.checkpoint.metadata import Metadata
 
 from kempner.checkpoint.convert.tensor_copy import Source
-from kempner.checkpoint.format.compact_index import INDEX, CompactIndex, decode, encode
+from kempner.checkpoint.format.compact_index import (
+    INDEX,
+    CompactIndex,
+    decode,
+    encode,
+    encode_listed,
+)
+from kempner.checkpoint.format.contents import Contents, Part, Saved, overlap
+from kempner.checkpoint.format.extents import Extents
+from kempner.checkpoint.format.listed_index import ListedIndex, Piece
 from kempner.checkpoint.format.manifest import encode as encode_manifest
 from kempner.checkpoint.format.manifest import read, whole_sum
-from kempner.checkpoint.format.shard_plan import TensorSpec, file_length, place
+from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, file_length, place
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata
-from kempner.checkpoint.tensors.dcp_reader import StockContents, open_contents
 from kempner.checkpoint.tensors.file_buffer import container
+from kempner.checkpoint.tensors.open_contents import open_contents
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.run_dir import RunDirectory
 
@@ -32,15 +43,44 @@ SPECS = [
 
 
 def test_it_comes_back_as_it_was() -> None:
-    content = encode(SPECS, 6)
-    assert decode(content, Path(INDEX)) == (SPECS, 6)
-    assert content == encode(SPECS, 6)
+    content = encode(SPECS, 6, container)
+    index = decode(content, Path(INDEX))
+    assert isinstance(index, CompactIndex)
+    assert (index.specs, index.world) == (SPECS, 6)
+    assert content == encode(SPECS, 6, container)
 
 
-def test_it_finds_the_parts_that_metadata_lists() -> None:
-    stock = StockContents(pickle.loads(build_metadata(SPECS, 6)))
-    index = CompactIndex(SPECS, 6, container)
-    assert index.tensors == stock.tensors
+def listed_in(metadata: Metadata, key: str, offsets: Any, sizes: Any) -> list[Part]:
+    """The parts in DCP's `.metadata` that overlap a box."""
+    return [
+        Part(tuple(index.offset or ()), tuple(chunk.sizes), at.relative_path, at.offset, at.length)
+        for index, at in metadata.storage_data.items()
+        if index.fqn == key
+        and (chunk := metadata.state_dict_metadata[key].chunks[index.index])  # type: ignore[union-attr]
+        and overlap(offsets, sizes, chunk.offsets, chunk.sizes) is not None
+    ]
+
+
+def listed_index(specs: list[TensorSpec], world: int, extents: Extents = container) -> ListedIndex:
+    """What an import would write of the same files."""
+    pieces: dict[str, list[Piece]] = {spec.key: [] for spec in specs}
+    for rank in range(world):
+        for item in place(specs, rank, extents):
+            pieces[item.chunk.key].append(Piece(rank, item.chunk.offsets, item.chunk.sizes))
+    tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in specs}
+    return ListedIndex.of(tensors, pieces, extents)
+
+
+@pytest.mark.parametrize("by_plan", [True, False], ids=["planned", "listed"])
+def test_it_finds_the_parts_that_metadata_lists(by_plan: bool) -> None:
+    stock = pickle.loads(build_metadata(SPECS, 6))
+    index: Contents = CompactIndex(SPECS, 6, container)
+    if not by_plan:
+        content = encode_listed(listed_index(SPECS, 6))
+        index = decode(content, Path(INDEX))
+        assert isinstance(index, ListedIndex)
+    assert index.tensors == {spec.key: Saved(spec.shape, spec.dtype) for spec in SPECS}
+    assert index.tensors.keys() == stock.state_dict_metadata.keys()
     for key, saved in index.tensors.items():
         if 0 in saved.shape:
             continue
@@ -48,9 +88,40 @@ def test_it_finds_the_parts_that_metadata_lists() -> None:
             offsets = (at, *[0] * (len(saved.shape) - 1)) if saved.shape else ()
             sizes = (1, *saved.shape[1:]) if saved.shape else ()
             found = sorted(index.parts(key, offsets, sizes), key=lambda part: part.offsets)
-            listed = sorted(stock.parts(key, offsets, sizes), key=lambda part: part.offsets)
-            assert found == listed
+            listed = listed_in(stock, key, offsets, sizes)
+            assert found == sorted(listed, key=lambda part: part.offsets)
             assert found
+
+
+@pytest.mark.parametrize("by_plan", [True, False], ids=["planned", "listed"])
+def test_another_torch_finds_what_one_has_written(by_plan: bool) -> None:
+    """One whose containers are longer, as the index says."""
+
+    @dataclass(frozen=True)
+    class Longer:
+        data: int
+        length: int
+
+    def longer(dtype: str, sizes: tuple[int, ...]) -> Longer:
+        around = container(dtype, sizes)
+        return Longer(around.data, around.length + 1000)
+
+    content = encode(SPECS, 6, longer)
+    if not by_plan:
+        content = encode_listed(listed_index(SPECS, 6, longer))
+    index = decode(content, Path(INDEX))
+    for rank in range(6):
+        for item in place(SPECS, rank, longer):
+            found = list(index.parts(item.chunk.key, item.chunk.offsets, item.chunk.sizes))
+            here = Part(item.chunk.offsets, item.chunk.sizes, data_file(rank), item.start, 0)
+            assert 0 in item.chunk.sizes or found == [replace(here, length=item.container.length)]
+
+
+def test_a_part_whose_container_is_not_listed_is_damage() -> None:
+    content = encode(SPECS[:1], 6, container).replace(b'"float32",[24,9],', b'"float32",[25,9],')
+    index = decode(content, Path(INDEX))
+    with pytest.raises(DataError, match=r"does not say how long a container of float32 \(24, 9\)"):
+        list(index.parts("model.rows", (0, 0), (1, 9)))
 
 
 def test_it_stays_small_where_metadata_would_not() -> None:
@@ -59,16 +130,24 @@ def test_it_stays_small_where_metadata_would_not() -> None:
         TensorSpec(f"model.layers.{n}.weight", (8192, 8192), "float32", (world,), (0,))
         for n in range(3_000)
     ]
-    assert len(encode(specs, world)) < 1 << 20
+    assert len(encode(specs, world, container)) < 1 << 20
     index = CompactIndex(specs, world, container)
     (part,) = index.parts("model.layers.7.weight", (4321, 0), (1, 8192))
     assert (part.file, part.offsets, part.sizes) == ("__4321_0.distcp", (4321, 0), (1, 8192))
     assert part.start + part.length <= file_length(place(specs, 4321, container))
 
 
-def test_a_checkpoint_with_an_index_loads_bit_for_bit(tmp_path: Path) -> None:
+def test_a_listed_one_stays_small_too() -> None:
+    """What hundreds of ranks have cut alike is listed once."""
+    tensors = {f"model.{n}": Saved((512, 64), "float32") for n in range(3_000)}
+    cut = [Piece(rank, (rank, 0), (1, 64)) for rank in range(512)]
+    index = ListedIndex.of(tensors, dict.fromkeys(tensors, cut), container)
+    assert len(encode_listed(index)) < 1 << 18
+
+
+def test_a_checkpoint_with_nothing_but_an_index_loads_bit_for_bit(tmp_path: Path) -> None:
     run, state = RunDirectory(tmp_path / "run"), small_state()
-    checkpoint = commit_state(run, state, 10, world=3, compact=True)
+    checkpoint = commit_state(run, state, 10, world=3, metadata=False)
     assert not (checkpoint / ".metadata").exists()
     source = Source.open(checkpoint)
     loaded = dict(source.read(source.contents.tensors))
@@ -92,14 +171,28 @@ def test_a_checkpoint_with_an_index_loads_bit_for_bit(tmp_path: Path) -> None:
         ({"tensors": [["w", [2], "float32", [1], [0, 0]]]}, "'w' makes no sense"),
         ({"tensors": [["w", [2], "os.system", [1], [0]]]}, "'w' makes no sense"),
         ({"tensors": [["w", [2], "load", [1], [0]]]}, "w is load, which is not a dtype"),
+        ({"containers": None}, "it is not an index"),
+        ({"containers": [["float32", [2], 8]]}, "it is not an index"),
+        ({"containers": [["float32", [2], 8, 4]]}, "a container of float32 .2. makes no sense"),
+        ({"cuts": 5}, "it is not an index"),
+        ({"cuts": [[[0, [0]]]]}, "it is not an index"),
+        ({"cuts": [[[-1, [0], [2]]]]}, "a part at .0. makes no sense"),
+        ({"cuts": [[[0, [0], [2, 2]]]]}, "a part at .0. makes no sense"),
+        ({"cuts": [[]], "tensors": [["w", [2], "float32", 1]]}, "'w' makes no sense"),
+        ({"cuts": [[]], "tensors": [["w", [2], "float32", -1]]}, "'w' makes no sense"),
+        ({"cuts": [[]], "tensors": [["w", [-2], "float32", 0]]}, "'w' makes no sense"),
+        ({"cuts": [[[0, [0], [2]]]], "tensors": [["w", [2, 2], "int8", 0]]}, "'w' makes no sense"),
+        ({"cuts": [[]], "tensors": [["w", [2], "load", 0]]}, "w is load, which is not a dtype"),
     ],
 )
 def test_what_is_no_index_is_refused_even_with_a_matching_manifest(
     tmp_path: Path, content: Any, words: str
 ) -> None:
-    checkpoint = commit_state(RunDirectory(tmp_path / "run"), small_state(), 10, compact=True)
+    checkpoint = commit_state(RunDirectory(tmp_path / "run"), small_state(), 10)
     if isinstance(content, dict):
-        content = json.dumps({"format": 1, "world": 1, "tensors": [], **content}).encode()
+        content = json.dumps(
+            {"format": 1, "world": 1, "tensors": [], "containers": [], **content}
+        ).encode()
     (checkpoint / INDEX).write_bytes(content)
     fields = json.loads((checkpoint / "manifest.json").read_bytes())
     fields["files"][INDEX] = {"bytes": len(content), "xxh3_128": whole_sum(content)}

@@ -13,7 +13,6 @@ from kempner.checkpoint.format.contents import overlap
 from kempner.checkpoint.format.shard_plan import (
     ALIGNMENT,
     SMALL,
-    Container,
     TensorSpec,
     chunk_of,
     coordinate,
@@ -22,8 +21,10 @@ from kempner.checkpoint.format.shard_plan import (
     holders,
     list_all,
     listed,
+    piece_sizes,
     place,
 )
+from kempner.checkpoint.tensors.file_buffer import Container
 
 MESHES = [(1,), (2,), (3,), (8,), (2, 2), (2, 3), (3, 1, 2)]
 SHAPES = [(), (1,), (5,), (8, 3), (3, 8), (2, 3, 4), (0,), (4, 0)]
@@ -90,6 +91,17 @@ def test_the_holders_of_a_box_are_those_that_asking_everybody_finds(
             assert [rank for rank in found if rank in expected] == expected
             if 0 not in extent:
                 assert found == expected
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 2)])
+def test_the_sizes_of_all_pieces_are_known_without_asking_every_rank(
+    mesh: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    for placements in itertools.product([None, *range(len(shape))], repeat=len(mesh)):
+        spec = TensorSpec("w", shape, "float32", mesh, placements)
+        chunks = (chunk_of(spec, rank) for rank in range(math.prod(mesh)))
+        assert piece_sizes(spec) == {chunk.sizes for chunk in chunks if chunk is not None}
 
 
 def test_a_file_holds_the_small_first_aligned_and_without_overlap() -> None:

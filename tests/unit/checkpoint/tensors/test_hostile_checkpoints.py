@@ -17,8 +17,8 @@ from saved import commit_state, small_state
 
 from kempner.checkpoint.format.compact_index import INDEX
 from kempner.checkpoint.format.manifest import encode_sidecar, read, sum_file, whole_sum
-from kempner.checkpoint.tensors.dcp_reader import open_contents
 from kempner.checkpoint.tensors.load import fill
+from kempner.checkpoint.tensors.open_contents import open_contents
 from kempner.cli.entry import main
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.run_dir import RunDirectory
@@ -83,7 +83,7 @@ def test_no_file_of_a_checkpoint_can_run_anything(
 ) -> None:
     mark = tmp_path / "executed"
     run = RunDirectory(tmp_path / "run")
-    checkpoint = commit_state(run, small_state(), 10, compact=name == INDEX)
+    checkpoint = commit_state(run, small_state(), 10)
     plant(checkpoint, name, form(mark))
     (tmp_path / "out").mkdir()
     with suppress(DataError):  # what stands beside a tensor's bytes may go unnoticed, and unused

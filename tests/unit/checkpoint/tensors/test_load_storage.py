@@ -23,8 +23,8 @@ from kempner.checkpoint.format.manifest import read
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import verify
-from kempner.checkpoint.tensors.dcp_reader import open_contents
 from kempner.checkpoint.tensors.load import fill
+from kempner.checkpoint.tensors.open_contents import open_contents
 from kempner.run.process.retry import StorageUnavailableError, StorageWaits
 from kempner.run.record.run_dir import RunDirectory
 

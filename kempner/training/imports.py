@@ -10,6 +10,5 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 
 import kempner.checkpoint.tensors.dcp_metadata
-import kempner.checkpoint.tensors.dcp_reader
 import kempner.training.groups.collective_timer
 import kempner.training.main

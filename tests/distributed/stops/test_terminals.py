@@ -132,7 +132,7 @@ def test_a_terminal_that_is_stopped(
 ) -> None:
     """It shows nothing, and whoever writes to it has to wait: but not training, nor its end."""
     code = tmp_path / "code"
-    here = terminal(f"{supervise(run)}; echo $? >{code}")
+    here = terminal(f"export NO_COLOR=1 TERM=xterm-256color; {supervise(run)}; echo $? >{code}")
     daemon = supervisor(run)
     wait_until(lambda: b"tokens/s" in here.look(), "the progress bar")
     here.type(CTRL_S)
@@ -143,6 +143,7 @@ def test_a_terminal_that_is_stopped(
     here.type(CTRL_S)
     os.kill(daemon, signal.SIGTERM)
     expect_stop(run, code)
+    assert not COLOUR.search(here.look())
 
 
 def newest_step(shown: bytes) -> int:
@@ -156,8 +157,8 @@ def test_a_narrow_terminal_a_pause_another_size_and_two_ctrl_c(
     """Ctrl-Z stops all ranks, `fg` continues them; what is left is a terminal in order."""
     code, paused = tmp_path / "code", tmp_path / "paused"
     here = terminal(
-        f"stty columns 40; set -m; {supervise(run)} --nproc 2; touch {paused}; read; fg; "
-        f"echo $? >{code}"
+        f"stty columns 40; export TERM=xterm-256color; set -m; {supervise(run)} --nproc 2; "
+        f"touch {paused}; read; fg; echo $? >{code}"
     )
     daemon = supervisor(run)
     ranks = [rank_of(run, 1, rank) for rank in (0, 1)]
@@ -176,6 +177,7 @@ def test_a_narrow_terminal_a_pause_another_size_and_two_ctrl_c(
 
     here.resize(100)
     await_line(here, WIDE)
+    assert COLOUR.search(here.look())
     os.kill(ranks[1], signal.SIGSTOP)  # so that there is no vote, and the stop takes long
     here.type(CTRL_C)
     stopping = "kempner: SIGINT: stopping after this step, with a checkpoint"
@@ -197,6 +199,7 @@ def await_line(here: Terminal, form: re.Pattern[str]) -> None:
 
 FITS = re.compile(r"step \d+/100000 +(loss [\d.]+ )?ETA (\d+ d )?[\d:]+( h)?")
 WIDE = re.compile(r".*step \d+/100000 .{10,} loss [\d.]+ [\d,]+ tokens/s ETA .*")
+COLOUR = re.compile(rb"\x1b\[(\d+;)*3\d")
 HIDE_CURSOR = b"\x1b[?25l"
 
 

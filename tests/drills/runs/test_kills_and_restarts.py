@@ -28,18 +28,19 @@ WORLD, INTERVAL, KILLS = (4, 3, 50) if ALL else (2, 3, 6)
 PATIENCE = 6000.0 if ALL else 180.0
 
 
+@pytest.mark.parametrize("fork", ["true", *(["false"] if ALL else [])])
 def test_kills_at_any_moment_heal_in_place(
-    run: Run, reference: Run, tmp_path: Path, corpus: Path
+    run: Run, reference: Run, tmp_path: Path, corpus: Path, fork: str
 ) -> None:
     kills = plan_kills(KILLS, WORLD, INTERVAL, SEED)
-    options = overrides(kills, WORLD, INTERVAL)
+    options = [*overrides(kills, WORLD, INTERVAL), f"--supervise.fork={fork}"]
     reference.complete(WORLD, *options)
     on_demand = [kill for kill in kills if kill.moment != "start"]
     faults = "; ".join(kill.fault for kill in on_demand)
     job = run.supervise(WORLD, *options, KEMPNER_FAULTS=faults)
     for kill in kills:
         if kill.moment == "start":
-            kill_from_outside(run, job, kill)
+            (kill_forked if fork == "true" else kill_from_outside)(run, job, kill)
     assert job.wait(PATIENCE) == 0, job.output()
     assert_on_demand(run, on_demand, job.output())
     assert_healed(run, reference, kills)
@@ -47,7 +48,8 @@ def test_kills_at_any_moment_heal_in_place(
     if ALL:  # the machine may have got slower since
         plain.append(Run(tmp_path / "again", corpus))
         plain[-1].complete(WORLD, *options)
-    note_healing("kill and restart", run, kills, plain=[plain_start(one) for one in plain])
+    what = "kill and restart" if fork == "true" else "kill and restart, not forked"
+    note_healing(what, run, kills, plain=[plain_start(one) for one in plain])
 
 
 def kill_from_outside(run: Run, job: Job, kill: Kill) -> None:
@@ -57,6 +59,25 @@ def kill_from_outside(run: Run, job: Job, kill: Kill) -> None:
     time.sleep(kill.after or 0.0)
     os.kill(pid, signal.SIGKILL)
     assert not run.record.log(kill.attempt, kill.rank).exists(), "it had met the others already"
+
+
+def kill_forked(run: Run, job: Job, kill: Kill) -> None:
+    """Kill a rank as soon as it is forked: it may have connected, and may not have met the others.
+
+    Its name tells its number.
+    """
+    wait_until(lambda: run.attempt() == kill.attempt, "the attempt", PATIENCE, job, interval=0.01)
+    rank = wait_until(lambda: forked(job, kill.rank), "the rank", job=job, interval=0.01)
+    rank.kill()
+
+
+def forked(job: Job, rank: int) -> psutil.Process | None:
+    """The process of a rank, once it is there."""
+    for process in psutil.Process(job.process.pid).children(recursive=True):
+        with suppress(psutil.Error):  # it may have gone
+            if process.name() == f"rank {rank}" and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+    return None
 
 
 def find(job: Job, kill: Kill) -> int | None:

@@ -14,6 +14,7 @@ It ends as soon as whoever gives it orders is gone.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import os
@@ -38,6 +39,8 @@ from kempner.supervisor.launchers.fork_server.messages import (
     decode,
     encode,
 )
+
+_PR_SET_NAME = 15  # linux/prctl.h
 
 
 class ForkServer:
@@ -120,10 +123,16 @@ def why_not_to_fork(process: Path = Path("/proc/self")) -> str:
     return ""
 
 
+def set_name(name: str) -> None:
+    """What `top` calls this process: all that are forked here share the server's command line."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
 def run(order: Order) -> None:
     """Be the program of an order, as if Python had just been started with it."""
     os.environ.clear()
     os.environ.update(order.environ)
+    set_name(f"rank {order.environ.get('RANK', '')}".rstrip())
     if not order.ours:
         signal_at_end_of(os.getppid(), signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -144,6 +153,7 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
     """Import `modules`, and serve whoever holds the other end of a socket."""
     if not signal_at_end_of(os.getppid(), signal.SIGKILL):
         return
+    set_name("fork server")
     channel = socket.socket(fileno=descriptor)
     gc.disable()
     for module in modules:

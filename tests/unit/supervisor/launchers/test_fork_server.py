@@ -33,7 +33,8 @@ PROGRAM = """
 import json, os, random, signal, sys
 import numpy
 print(json.dumps({
-    "argv": sys.argv, "name": __name__, "path": sys.path[0], "said": os.environ.get("SAID"),
+    "argv": sys.argv, "name": __name__, "comm": open("/proc/self/comm").read().strip(),
+    "path": sys.path[0], "said": os.environ.get("SAID"),
     "thread_limit": os.environ.get("OPENBLAS_NUM_THREADS"), "session": os.getsid(0) == os.getpid(),
     "stdin": os.read(0, 1).decode(), "drawn": [random.random(), float(numpy.random.rand())],
     "blocked": sorted(int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, [])),
@@ -103,13 +104,16 @@ def test_a_forked_program_is_as_if_python_had_been_started(tmp_path: Path, serve
     for number in (3, 0):
         with open(tmp_path / "out", "wb") as output:
             command = [sys.executable, str(tmp_path / "program.py"), str(number)]
-            child = forks.fork(command, {"SAID": "yes"}, output.fileno(), ours=bool(number))
+            child = forks.fork(
+                command, {"SAID": "yes", "RANK": "7"}, output.fileno(), ours=bool(number)
+            )
         assert child.wait() == number
         told.append(eval((tmp_path / "out").read_text().replace("null", "None"), {"true": True}))
     deaf, plain = told
     assert deaf["argv"] == [str(tmp_path / "program.py"), "3"]
     assert (deaf["name"], deaf["path"], deaf["said"]) == ("__main__", str(tmp_path), "yes")
     assert (deaf["thread_limit"], deaf["session"], deaf["stdin"]) == (None, True, "")
+    assert deaf["comm"] == "rank 7"
     assert deaf["drawn"][0] != plain["drawn"][0]
     assert deaf["drawn"][1] != plain["drawn"][1]
     assert signal.SIGTERM in deaf["blocked"]

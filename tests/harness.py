@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -12,11 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from kempner.data.files.index import INDEX_FILE, Index, Shard, Source, TokenizerIdentity
@@ -160,6 +163,20 @@ class Job:
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGQUIT)
             raise AssertionError(f"still there after {deadline} s\n{self.output()}") from None
+
+
+def rank_processes(job: Job) -> dict[int, psutil.Process]:
+    """The ranks of a supervisor that are there now: forked ones by their name, others by RANK."""
+    found = {}
+    for process in psutil.Process(job.process.pid).children(recursive=True):
+        with suppress(psutil.Error, ProcessLookupError):  # it may be about to come or to go
+            if os.getsid(process.pid) != process.pid or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if forked := re.fullmatch(r"rank (\d+)", process.name()):
+                found[int(forked[1])] = process
+            elif "RANK" in (environ := process.environ()):
+                found[int(environ["RANK"])] = process
+    return found
 
 
 @dataclass

@@ -18,7 +18,7 @@ from kempner.run.control.protocol import Event, Outcome, PeerLost, Phase, Stop, 
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import Received
-from kempner.run.process.stop_reason import StopReason, reason_of_signal
+from kempner.run.process.stop_reason import LEFT_EARLY, StopReason, reason_of_signal
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.checkpoint import CheckpointCommitted
@@ -388,3 +388,6 @@ class AttemptFollower:
             reason = self._stop.said or StopReason.PEER_STOPPED
             sentence = f"rank {end.rank} was asked to stop"
             self._ask_to_stop(StopOrder(reason, sentence, self._life.graces[Deadline.STOP]))
+        if end.status == ExitCode.STOPPED and self.roster.left_early(end):
+            # Others may have met it a moment before: no order frees them, since they wait for it.
+            self._channel.tell(PeerLost(end.rank, LEFT_EARLY))

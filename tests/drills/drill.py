@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from drilling import SMALLEST_MODEL
-from harness import Job, Run, wait_until
+from harness import Job, Run, rank_processes, wait_until
 from tracer import Call, Tracer
 
 SMALLEST = (
@@ -30,7 +29,7 @@ READY = '"event": "ready"'
 def ranks(run: Run, job: Job, world: int, said: str) -> list[int]:
     """The process ids of an attempt's ranks, by rank, once their logs have the text `said`.
 
-    They are children of the job, not of the test: a parent that waits would take the tracer's news.
+    They are not children of the test: a parent that waits would take the tracer's news.
     """
     attempt = len(run.jobs)
 
@@ -39,9 +38,8 @@ def ranks(run: Run, job: Job, world: int, said: str) -> list[int]:
         return all(log.exists() and said in log.read_text() for log in logs)
 
     wait_until(there, f"the ranks' logs with {said!r}", job=job)
-    children = psutil.Process(job.process.pid).children()
-    by_rank = {int(child.environ().get("RANK", "0")): child.pid for child in children}
-    return [by_rank[rank] for rank in range(world)]
+    by_rank = rank_processes(job)
+    return [by_rank[rank].pid for rank in range(world)]
 
 
 def attach(

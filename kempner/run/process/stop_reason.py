@@ -10,6 +10,9 @@ import signal
 from enum import IntEnum
 from typing import Self
 
+LEFT_EARLY = "stopped before training began"
+"""How the last words of a rank begin that has left before it was part of the process group."""
+
 
 class StopReason(IntEnum):
     """Why the ranks stop; 0 is no stop.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
+from kempner.run.process.stop_reason import LEFT_EARLY
 from kempner.supervisor.control.events import Connected, Disconnected, LastReport
 from kempner.supervisor.policy.outcome import RankExit, failed, is_lost
 
@@ -85,6 +86,12 @@ class RankRoster:
         broken = self._broken.pop(end.rank, None)
         self._ends[end.rank] = (now if broken is None else broken.at, end)
         return True
+
+    def left_early(self, end: RankExit) -> bool:
+        """Whether a rank that was stopped had not begun to train: then no rank can have begun."""
+        return self.must_report and (
+            end.rank not in self.joined or end.sentence.startswith(LEFT_EARLY)
+        )
 
     def reached(self, step: int, now: float) -> None:
         """The furthest rank has reported this step."""

@@ -27,7 +27,7 @@ from kempner.run.process.signals import (
     insists,
     untouched_by_default,
 )
-from kempner.run.process.stop_reason import StopReason, reason_of_signal
+from kempner.run.process.stop_reason import LEFT_EARLY, StopReason, reason_of_signal
 
 NEARER = 1.0
 """Seconds by which a deadline must be nearer than the one that is known to be told again."""
@@ -262,7 +262,7 @@ class ShutdownHandler:
         return action
 
     def _tell_and_exit(self, asked: StopRequest) -> None:
-        self._last_words(f"stopped before training began ({asked.reason.words})")
+        self._last_words(f"{LEFT_EARLY} ({asked.reason.words})")
         exit_before_training(asked.sentence or asked.reason.words)
 
 

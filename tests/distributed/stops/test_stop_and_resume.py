@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import KEMPNER, Job, Run, assert_named, drills, manifest, wait_until
+from harness import KEMPNER, Job, Run, assert_named, drills, manifest, rank_processes, wait_until
 
 from kempner.run.process.stop_reason import StopReason, reason_of_signal
 
@@ -70,18 +70,14 @@ def test_three_stops_change_nothing(
     assert_same(run, undisturbed(world, LONG))
 
 
-def ranks_of(job: Job) -> list[psutil.Process]:
-    return psutil.Process(job.process.pid).children()
-
-
 def started(run: Run, job: Job) -> object:
     """The supervisor exists."""
     return True
 
 
 def launched(run: Run, job: Job) -> object:
-    """Both ranks have a process, which has hardly begun to import."""
-    return len(ranks_of(job)) == 2
+    """Both ranks have a process, which has hardly begun."""
+    return len(rank_processes(job)) == 2
 
 
 def connected(run: Run, job: Job) -> object:
@@ -125,7 +121,7 @@ def test_a_stop_in_any_phase_leaves_nothing_half_done(
         job = run.supervise(2, LONG, "--checkpoint.interval=1", "--checkpoint.keep_last=100")
         wait_until(lambda: moment(run, job), str(moment.__doc__), job=job)  # noqa: B023
         if target == "one rank":
-            ranks_of(job)[1].send_signal(signal.SIGTERM)
+            rank_processes(job)[1].send_signal(signal.SIGTERM)
         else:
             job.signal()
         if target == "supervisor, twice":
@@ -170,7 +166,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_a_killed_supervisor_loses_nothing(
 
     job = run.supervise(2, LONG)
     run.reach(max(run.steps()) + 2, job)
-    ranks = [child.pid for child in ranks_of(job)]
+    ranks = [rank.pid for rank in rank_processes(job).values()]
     job.signal(signal.SIGINT)
     job.signal(signal.SIGINT)
     assert job.wait() in (130, 75)  # 75 if the ranks were faster than the second Ctrl-C
@@ -178,7 +174,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_a_killed_supervisor_loses_nothing(
 
     job = run.supervise(2, LONG)
     run.reach(max(run.steps()) + 5, job)
-    ranks = [child.pid for child in ranks_of(job)]
+    ranks = [rank.pid for rank in rank_processes(job).values()]
     job.signal(signal.SIGKILL)
     job.wait()
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks), "ranks to leave")

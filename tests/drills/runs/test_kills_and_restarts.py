@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from drilling import ALL, SEED
-from harness import Job, Run, wait_until
+from harness import Job, Run, rank_processes, wait_until
 from kills import (
     Kill,
     assert_healed,
@@ -67,17 +67,10 @@ def kill_forked(run: Run, job: Job, kill: Kill) -> None:
     Its name tells its number.
     """
     wait_until(lambda: run.attempt() == kill.attempt, "the attempt", PATIENCE, job, interval=0.01)
-    rank = wait_until(lambda: forked(job, kill.rank), "the rank", job=job, interval=0.01)
+    rank = wait_until(
+        lambda: rank_processes(job).get(kill.rank), "the rank", job=job, interval=0.01
+    )
     rank.kill()
-
-
-def forked(job: Job, rank: int) -> psutil.Process | None:
-    """The process of a rank, once it is there."""
-    for process in psutil.Process(job.process.pid).children(recursive=True):
-        with suppress(psutil.Error):  # it may have gone
-            if process.name() == f"rank {rank}" and process.status() != psutil.STATUS_ZOMBIE:
-                return process
-    return None
 
 
 def find(job: Job, kill: Kill) -> int | None:

@@ -182,7 +182,7 @@ def test_a_run_whose_whole_disk_is_full_trains_on(run: Run, small_disk: Path) ->
     [
         ("--train.seed=1", "train.seed differs"),
         *drills(
-            ("--train.seq_len=16", "data.dataset_path differs"),
+            ("--train.seq_len=16", "data.dataset_path or train.seq_len differs"),
             ("--model.n_layers=3", "model.n_layers is 3"),
         ),
     ],

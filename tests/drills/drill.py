@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from drilling import SMALLEST_MODEL
 from harness import Job, Run, rank_processes, wait_until
 from tracer import Call, Tracer
@@ -38,7 +39,8 @@ def ranks(run: Run, job: Job, world: int, said: str) -> list[int]:
         return all(log.exists() and said in log.read_text() for log in logs)
 
     wait_until(there, f"the ranks' logs with {said!r}", job=job)
-    by_rank = rank_processes(job)
+    # A job without a supervisor has a shell around its one rank.
+    by_rank = rank_processes(job) or dict(enumerate(psutil.Process(job.process.pid).children()))
     return [by_rank[rank].pid for rank in range(world)]
 
 

@@ -14,6 +14,8 @@ from harness import KEMPNER, ROOT, Job, Run, wait_until
 
 from kempner.run.record.ledger import read_lines
 
+pytestmark = pytest.mark.timeout(600)
+
 LONG = ("--train.max_steps=200", "--checkpoint.interval=5")
 
 

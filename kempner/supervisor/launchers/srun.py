@@ -247,7 +247,7 @@ class SrunLauncher:
         if program.ours:
             return [*DEAF, *program.command]
         host, port = self._allocation.nodes[0], free_port("", salt=launch.attempt.nonce)
-        return ["env", f"MASTER_ADDR={host}", f"MASTER_PORT={port}", *program.command]
+        return ["env", f"MASTER_ADDR={host}", f"MASTER_PORT={port}", *program.cold]
 
     def _signal(self) -> None:
         """Until it worked, or these tasks are gone. A task may get the signal twice."""

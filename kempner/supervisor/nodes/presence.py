@@ -64,7 +64,9 @@ def read_answer(line: str) -> tuple[str, tuple[int, ...]] | None:
 def main(where: Mapping[str, Sequence[int]]) -> None:
     """Print what this node has to say; `where` has the processes to look for, by node."""
     node = node_name(os.environ)
-    print(answer(node, where.get(node, ())), flush=True)
+    # At one go, or it mixes with other nodes' where Python's output is unbuffered.
+    sys.stdout.write(answer(node, where.get(node, ())) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -136,4 +136,7 @@ def _disk_free(troubles: dict[str, str]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(_VITALS.dump_json(measure(_QUESTION.validate_json(sys.argv[1]))).decode(), flush=True)
+    vitals = _VITALS.dump_json(measure(_QUESTION.validate_json(sys.argv[1]))).decode()
+    # At one go, or it mixes with other nodes' where Python's output is unbuffered.
+    sys.stdout.write(vitals + "\n")
+    sys.stdout.flush()

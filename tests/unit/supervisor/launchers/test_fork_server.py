@@ -14,6 +14,7 @@ import psutil
 import pytest
 from harness import drills, wait_until
 
+from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.family import Family
 from kempner.supervisor.launchers.fork_server import client
 from kempner.supervisor.launchers.fork_server.client import CannotForkError, ForkServerClient
@@ -95,6 +96,17 @@ def test_messages_arrive_as_they_were(message: Any) -> None:
 )
 def test_only_a_program_for_this_python_is_forked(command: list[str], arguments: Any) -> None:
     assert arguments_of_python(command) == arguments
+
+
+def test_a_program_that_is_not_forked_still_finds_its_place() -> None:
+    """Under Slurm, or where a fork is not safe."""
+    plain, forking = (
+        Program.of_user(["python", "x.py"]),
+        Program.of_user(["python", "x.py"], ["os"]),
+    )
+    assert forking.command == ("python", "x.py")
+    assert forking.cold == plain.cold == plain.command
+    assert "exec_rank" in " ".join(forking.cold)
 
 
 def test_a_forked_program_is_as_if_python_had_been_started(tmp_path: Path, server: Any) -> None:

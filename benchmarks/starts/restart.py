@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import signal
 import socket
 import statistics
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from rank_start import write_tokens
 
 CONFIG = """
 [run]
@@ -171,14 +171,6 @@ def bare_rank(rank: int, ranks: int, port: int, writer: int) -> int:
         os.write(writer, b".")
     signal.pause()
     return 0
-
-
-def write_tokens(folder: Path) -> None:
-    """A corpus of random bytes."""
-    text = folder / "text.txt"
-    text.write_text("".join(random.Random(0).choices("abcdefgh ", k=40_000)))
-    command = [sys.executable, "-m", "kempner", "prepare", "--out", str(folder / "tokens")]
-    subprocess.run([*command, str(text)], check=True, stdout=subprocess.DEVNULL)
 
 
 def told(values: list[float]) -> str:

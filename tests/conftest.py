@@ -12,6 +12,7 @@ from pathlib import Path
 import cost
 import promises_kept
 import pytest
+import warm
 from drilling import ALL
 from harness import KEMPNER, Run, end_jobs, made_once, wait_until
 from hypothesis import settings
@@ -37,6 +38,12 @@ settings.load_profile("kempner")
 def pytest_configure(config: pytest.Config) -> None:
     promises_kept.watch(config)
     cost.watch(config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the fixtures are made: those that a test needs first are started as it is."""
+    warm.choose(cold=item.get_closest_marker("cold") is not None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

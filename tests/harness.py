@@ -11,8 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import warm
+from warm import Process
 
+from kempner.cluster.network.ports import free_port
 from kempner.data.files.index import INDEX_FILE, Index, Shard, Source, TokenizerIdentity
 from kempner.data.files.token_file import TokenWriter
 from kempner.insight.status import summarise
@@ -108,17 +112,35 @@ def cpu_seconds() -> float:
 
 def launch(script: Path, world: int, *arguments: object, deadline: float = 100.0) -> str:
     """Run a script on some ranks, each of which says that it has seen it all; what they print."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={world}", str(script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=deadline,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("has seen it all") == world
-    return done.stdout
+    with tempfile.TemporaryFile() as output:
+        place = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+        place |= {"MASTER_PORT": free_port("127.0.0.1", f"{os.getpid()} {script}")}
+        # Without torchrun's id they would not believe the rest.
+        common = {**os.environ, "TORCHELASTIC_RUN_ID": "none", **in_words(place)}
+        command = [sys.executable, str(script), *map(str, arguments)]
+        ranks = [
+            warm.start(command, {**common, **in_words({"RANK": n, "LOCAL_RANK": n})}, output)
+            for n in range(world)
+        ]
+
+        def codes() -> list[int | None]:
+            return [rank.poll() for rank in ranks]
+
+        try:
+            wait_until(lambda: None not in codes() or any(codes()), "their end", deadline)
+        finally:
+            for rank in ranks:
+                rank.send_signal(signal.SIGKILL)
+        output.seek(0)
+        printed = output.read().decode(errors="replace")
+    assert codes() == [0] * world, printed
+    assert printed.count("has seen it all") == world
+    return printed
+
+
+def in_words(numbers: Mapping[str, object]) -> dict[str, str]:
+    """Values of environment variables."""
+    return {name: str(value) for name, value in numbers.items()}
 
 
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
@@ -148,7 +170,7 @@ class Clock:
 class Job:
     """A process of ours and what it prints."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
 
     def output(self) -> str:
@@ -205,26 +227,24 @@ class Run:
     def checkpoints(self) -> Path:
         return self.record.checkpoints
 
-    def start(self, command: Sequence[str], *overrides: str, **environ: str) -> Job:
-        """Start `command CONFIG overrides` in a session of its own."""
+    def start(
+        self, command: Sequence[str], *overrides: str, spare: bool = False, **environ: str
+    ) -> Job:
+        """Start `command CONFIG overrides` in a session of its own; `spare` as in `warm.start`."""
         log = self.folder / f"job-{len(self.jobs)}.out"
+        whole = [*command, str(self.config), *self.overrides, *overrides]
         with open(log, "wb") as out:
-            process = subprocess.Popen(
-                [*command, str(self.config), *self.overrides, *overrides],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
-            )
-        self.jobs.append(Job(process, log))
+            env = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+            self.jobs.append(Job(warm.start(whole, env, out, spare=spare), log))
         return self.jobs[-1]
 
     def train(self, *overrides: str, **environ: str) -> Job:
-        return self.start([*KEMPNER, "train"], *overrides, **environ)
+        return self.start([*KEMPNER, "train"], *overrides, spare=False, **environ)
 
     def supervise(self, nproc: int, *overrides: str, **environ: str) -> Job:
-        return self.start([*KEMPNER, "supervise", "--nproc", str(nproc)], *overrides, **environ)
+        command = [*KEMPNER, "supervise", "--nproc", str(nproc)]
+        spare = "--supervise.fork=false" not in overrides
+        return self.start(command, *overrides, spare=spare, **environ)
 
     def complete(self, nproc: int, *overrides: str) -> None:
         """Run to the end."""

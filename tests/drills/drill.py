@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import warm
 from drilling import SMALLEST_MODEL
 from harness import Job, Run, rank_processes, wait_until
 from tracer import Call, Tracer
@@ -91,15 +91,10 @@ def trace(run: Run, job: Job, world: int) -> Trace:
 
 def resume_each(config: Path, overrides: Sequence[str], runs: Iterable[str]) -> list[int]:
     """Resume in each of these runs, as `kempner train` does; the steps that were loaded."""
-    program = [sys.executable, str(Path(__file__).with_name("resume_each.py"))]
-    done = subprocess.run(
-        [*program, str(config), *overrides, "--", *runs],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loaded")]
+    program = Path(__file__).with_name("resume_each.py")
+    code, printed = warm.complete(sys.executable, program, config, *overrides, "--", *runs)
+    assert code == 0, printed
+    return [int(line.split()[1]) for line in printed.splitlines() if line.startswith("loaded")]
 
 
 def reported(call: Call, run: Run) -> int | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import warm
 from drilling import SMALLEST_MODEL
 from harness import KEMPNER, Job, Run, end_jobs
 
@@ -101,15 +102,10 @@ class FaultyRun(Run):
 
     def launch(self, nproc: int) -> Job:
         """Start `kempner supervise`, with standard output and error on the mount."""
-        with open(self._told("stdout"), "ab") as out, open(self._told("stderr"), "ab") as err:
-            process = subprocess.Popen(
-                [*KEMPNER, "supervise", "--nproc", str(nproc), str(self.config), *self.overrides],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "KEMPNER_FAULTS": TALKATIVE},
-            )
+        command = [*KEMPNER, "supervise", "--nproc", str(nproc), str(self.config), *self.overrides]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "KEMPNER_FAULTS": TALKATIVE}
+        with open(self._told("stderr"), "ab") as err:
+            process = warm.start(command, environ, err, spare=True, stdout=self._told("stdout"))
         self.jobs.append(Job(process, self.folder / f"stderr-{len(self.jobs)}"))
         return self.jobs[-1]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,9 +132,34 @@ class Project:
         for node in self.cluster.options.node_names:
             self.cluster.heal(node, "ib0")
 
+    def ranks(self, node: str) -> list[int]:
+        """The processes of the ranks that the agent of a node has forked, as numbered outside."""
+        processes = self.cluster.machines[node].processes()
+        return [pid for pid, name in processes.items() if name.startswith("rank ")]
+
     def signal_ranks(self, node: str, number: signal.Signals) -> None:
-        """Signal every rank on a node that does not host the supervisor."""
-        self.cluster.machines[node].signal(number, only=Path(sys.executable).name)
+        """Signal every rank on a node."""
+        ranks = self.ranks(node)
+        assert ranks, f"no rank on {node}"
+        _signal(ranks, number)
+
+    def held(self, node: str, moment: Callable[[], bool]) -> Callable[[], bool]:
+        """A condition for `wait_until`: it is that moment, and stays it, as the node's ranks stand
+        still. They are looked for before it comes, which takes longer than a save."""
+        found: list[int] = []
+
+        def hold() -> bool:
+            if not found or not all(Path(f"/proc/{pid}").exists() for pid in found):
+                found[:] = self.ranks(node)
+            if not found or not moment():
+                return False
+            _signal(found, signal.SIGSTOP)
+            if moment():
+                return True
+            _signal(found, signal.SIGCONT)
+            return False
+
+        return hold
 
     def attempt(self, job: str, number: int) -> None:
         """Wait until the ranks are launched for the `number`th time."""
@@ -155,3 +182,9 @@ class Project:
             wait_until(as_expected, f"{expected} in accounting", 60)
         except AssertionError as error:
             raise AssertionError(f"{error}, which says {found}\n{self.log(job)}") from None
+
+
+def _signal(processes: Sequence[int], number: signal.Signals) -> None:
+    for pid in processes:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, number)

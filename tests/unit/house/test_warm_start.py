@@ -1,0 +1,88 @@
+"""A process that is forked from the template is as one that was started by its command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import warm
+from harness import Run, rank_processes, wait_until
+
+pytestmark = pytest.mark.skipif(warm.ALL_COLD, reason="KEMPNER_TESTS_COLD=1: nothing is forked")
+
+PROGRAM = """
+import gc, json, os, random, signal, sys
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+facts = {
+    "argv": sys.argv, "name": __name__, "path": sys.path, "folder": os.getcwd(),
+    "environment": dict(os.environ), "stdin": os.read(0, 1).decode(), "collects": gc.isenabled(),
+    "session": os.getsid(0) == os.getpid(), "threads": status["Threads"],
+    "signals": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt")],
+    "descriptors": sorted(map(int, os.listdir("/proc/self/fd")))[:-1], "mask": os.umask(0),
+}
+print(json.dumps(facts), flush=True)
+print(random.random(), file=sys.stderr, flush=True)
+sys.exit(3)
+"""
+
+
+def facts(cold: bool, folder: Path, module: bool) -> tuple[dict[str, Any], str]:
+    """What such a process says of itself on standard output, and what on standard error."""
+    warm.choose(cold=cold)
+    (folder / "program.py").write_text(PROGRAM)
+    program = ("-m", "program") if module else (str(folder / "program.py"),)
+    environ = {**os.environ, "SAID": "\udce9", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    out, errors = folder / "out", folder / "errors"
+    out.unlink(missing_ok=True)
+    with open(errors, "wb") as output:
+        process = warm.start([sys.executable, *program, "-x"], environ, output, folder, stdout=out)
+        assert process.wait(60) == 3, errors.read_text()
+        assert process.poll() == 3
+    return json.loads(out.read_text()), errors.read_text()
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_forked_process_is_as_one_that_was_started(tmp_path: Path, module: bool) -> None:
+    started, drawn = facts(True, tmp_path, module)
+    forked, drawn_too = facts(False, tmp_path, module)
+    assert forked == started
+    assert drawn_too != drawn
+    assert forked["environment"]["SAID"] == "\udce9"
+
+
+def test_a_process_that_goes_on_can_be_waited_for_and_killed(tmp_path: Path) -> None:
+    warm.choose(cold=False)
+    (tmp_path / "waits.py").write_text("import signal; signal.pause()")
+    with open(tmp_path / "out", "wb") as output:
+        process = warm.start([sys.executable, str(tmp_path / "waits.py")], os.environ, output)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM
+    process.send_signal(signal.SIGTERM)  # to nobody
+
+
+def test_a_supervisor_has_its_spare_as_its_first_server_and_then_its_own(run: Run) -> None:
+    job = run.supervise(1, "--train.max_steps=100000")
+    supervisor = psutil.Process(job.process.pid)
+    rank = psutil.Process(run.ready_pid(1, 0, job))
+    (spare,) = supervisor.children()
+    assert (rank.ppid(), spare.name()) == (spare.pid, "fork server")
+    assert supervisor.cmdline() == spare.cmdline()  # the template's, of which both are forks
+    spare.kill()
+    rank.kill()
+    run.ready_pid(2, 0, job)
+    (server,) = supervisor.children()
+    assert server.cmdline() != supervisor.cmdline()
+    assert set(rank_processes(job)) == {0}
+    job.signal()
+    assert job.wait() == 75, job.output()
+    wait_until(lambda: not server.is_running(), "the server to be gone")

@@ -1,0 +1,176 @@
+"""The template of this worker, and the processes that were forked from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.fork_server.client import Forked, ForkServerClient
+from kempner.supervisor.launchers.fork_server.messages import arguments_of_python
+
+PROGRAM = Path(__file__).with_name("program.py")
+
+MODULES = (
+    *Program.train(()).modules,
+    "kempner.cli.app",
+    "kempner.supervisor.daemon",
+    "kempner.supervisor.launchers.local",
+    "kempner.supervisor.readiness",
+    "kempner.training.survive",
+    "pytest",  # by what runs over ranks, as are the rest
+    "unittest.mock",
+)
+"""What the template imports: whatever else a process needs, it imports by itself."""
+
+
+class Process(Protocol):
+    """What the tests ask of a process, of which `subprocess.Popen` has it all."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+class Warm:
+    """A process that was forked from the template: a `Process`."""
+
+    def __init__(self, forked: Forked) -> None:
+        self.pid = forked.pid
+        self._ended: Future[int] = Future()
+        threading.Thread(target=self._follow, args=(forked,), name="warm", daemon=True).start()
+
+    def _follow(self, forked: Forked) -> None:
+        status = forked.wait()
+        if status is None:
+            self._ended.set_exception(RuntimeError("the template has died, and nobody else knows"))
+        else:
+            self._ended.set_result(status)
+
+    def poll(self) -> int | None:
+        return self._ended.result() if self._ended.done() else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        try:
+            return self._ended.result(timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0) from None
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
+
+
+class Template:
+    """A fork server that is started when it is needed first.
+
+    This process is no sub-reaper: what a killed supervisor leaves behind is for the machine's first
+    process, as it would be without us.
+    """
+
+    def __init__(self) -> None:
+        self._server = ForkServerClient(MODULES)
+        self._lock = threading.Lock()
+
+    def fork(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        output: BinaryIO,
+        cwd: Path | None = None,
+        spare: bool = False,
+        stdout: Path | None = None,
+    ) -> Warm:
+        """`python ARGUMENTS` in a session of its own; the rest is as in `start`."""
+        with self._lock:
+            if self._server.pid is None:
+                self._start()
+        options = ("spare" if spare else "alone", str(cwd or Path.cwd()), str(stdout or ""))
+        command = (sys.executable, str(PROGRAM), *options, *arguments)
+        return Warm(self._server.fork(command, environ, output.fileno(), ours=True))
+
+    def _start(self) -> None:
+        """By a thread that lives as long as this process: the kernel ends a server with that.
+
+        The caller may be the thread of a single test.
+        """
+        started = threading.Event()
+
+        def live() -> None:
+            self._server.start()
+            started.set()
+            threading.Event().wait()
+
+        threading.Thread(target=live, name="template", daemon=True).start()
+        started.wait()
+
+
+_TEMPLATE = Template()
+
+
+ALL_COLD = os.environ.get("KEMPNER_TESTS_COLD") == "1"
+
+
+class _Share:
+    """Which share of the tests the present one belongs to."""
+
+    cold = ALL_COLD
+
+
+def choose(cold: bool) -> None:
+    """From now on processes are started by their commands, or forked."""
+    _Share.cold = cold or ALL_COLD
+
+
+def start(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    output: BinaryIO,
+    cwd: Path | None = None,
+    spare: bool = False,
+    stdout: Path | None = None,
+) -> Process:
+    """A process of this command in a session of its own, which prints to `output`.
+
+    It is forked, if it is one of Python and this is no `cold` test. If it is a supervisor that
+    forks, it gets a `spare` process for that. `stdout` is a file for its standard output alone.
+    """
+    arguments = arguments_of_python(command)
+    if arguments is not None and not _Share.cold:
+        return _TEMPLATE.fork(arguments, environ, output, cwd, spare, stdout)
+    with nullcontext(output) if stdout is None else open(stdout, "ab") as told:
+        return subprocess.Popen(
+            command,
+            env=environ,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=told,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def complete(*command: object, deadline: float = 120.0) -> tuple[int, str]:
+    """Start a command, and wait for its end: its exit code, and what it printed."""
+    with tempfile.TemporaryFile() as output:
+        process = start([str(word) for word in command], os.environ, output)
+        try:
+            code = process.wait(deadline)
+        finally:
+            process.send_signal(signal.SIGKILL)
+        output.seek(0)
+        return code, output.read().decode(errors="replace")

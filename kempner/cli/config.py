@@ -84,7 +84,9 @@ def summary(config: Config, vocab_size: int) -> str:
         [
             f"run {Path(config.run.dir) / str(config.run.name)}",
             f"{train.max_steps:,} steps of {train.global_batch_size * train.seq_len:,} tokens",
-            f"{count_parameters(config.model, vocab_size):,} parameters",
+            f"model {config.model.factory}"
+            if config.model.factory is not None
+            else f"{count_parameters(config.model, vocab_size):,} parameters",
         ]
     )
 
@@ -92,6 +94,8 @@ def summary(config: Config, vocab_size: int) -> str:
 def memory(config: Config, vocab_size: int, world: int) -> str:
     """What one of `world` ranks needs on its device, in one line."""
     train = config.train
+    if config.model.factory is not None:
+        return f"what model.factory={config.model.factory} needs is not known before it is called"
     estimate = estimate_memory(
         Shape.of(config.model, vocab_size),
         world=world,

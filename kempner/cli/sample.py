@@ -102,7 +102,7 @@ def _described(
         )
     text = find_text(directory, checkpoint, manifest, data)
     try:
-        return Shape(**known, max_seq_len=text.seq_len, dropout=0.0), text
+        return Shape.recorded(known, text.seq_len), text
     except TypeError as error:
         raise DataError(f"{checkpoint} is of a model that this kempner does not have") from error
 

@@ -38,6 +38,7 @@ DEMANDS: Mapping[str, str] = {
     "too_short": "must have at least {min_length} values",
     "too_long": "must have at most {max_length} values",
     "model_type": "must be a table of keys",
+    "dict_type": "must be a table of keys",
 }
 """What pydantic's error types demand (https://docs.pydantic.dev/latest/errors/validation_errors/)."""
 
@@ -75,7 +76,8 @@ def describe_error(details: ErrorDetails, known: Sequence[str]) -> str:
         inside = list(value) if isinstance(value, Mapping) else []
         return unknown([str(key) for key in keys], inside, known)
     if kind == "value_error":  # raised by a validator that looks at several keys
-        place = f"[{dotted(keys)}] " if len(keys) == 1 else f"{dotted(keys)}: " if keys else ""
+        table = isinstance(value, Mapping)
+        place = f"[{dotted(keys)}] " if keys and table else f"{dotted(keys)}: " if keys else ""
         return f"{place}{context['error']}"
     bounds = {name: f"{x:g}" if isinstance(x, float) else x for name, x in context.items()}
     demand = DEMANDS.get(kind, "").format(**bounds) or f"is refused ({details['msg']})"

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from kempner.config.model import ModelSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     Beta,
@@ -33,49 +34,6 @@ class RunSection(Section):
     """Name of the run's directory; the configuration file's stem by default."""
     dir: PathText = "runs"
     """Folder that holds the runs; relative to the working directory."""
-
-
-class ModelSection(Section):
-    """Sizes of a decoder-only transformer of the Llama family."""
-
-    dim: PositiveInt = 256
-    """Width of the residual stream."""
-    n_layers: PositiveInt = 4
-    """Number of transformer blocks."""
-    n_heads: PositiveInt = 4
-    """Number of query heads."""
-    n_kv_heads: PositiveInt | None = None
-    """Number of key and value heads (grouped-query attention); n_heads by default."""
-    head_dim: PositiveInt | None = None
-    """Width of one head; dim / n_heads by default."""
-    ffn_dim: PositiveInt | None = None
-    """Width of the SwiGLU layer; by default 8/3 of dim rounded up to a multiple of 256."""
-    vocab_size: PositiveInt | None = None
-    """Number of token ids; by default the vocabulary of data.dataset_path's index."""
-    max_seq_len: PositiveInt = 4096
-    """Longest sequence that the rotary position table covers."""
-    rope_theta: PositiveFloat = 10_000.0
-    """Base of the rotary position frequencies."""
-    norm_eps: PositiveFloat = 1e-5
-    """Epsilon of RMSNorm."""
-    tie_embeddings: bool = False
-    """Use the token embedding as the output projection as well."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability of dropping an element of each residual branch."""
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.n_heads % (self.n_kv_heads or self.n_heads):
-            raise ValueError(
-                f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}"
-            )
-        if self.head_dim is None and self.dim % self.n_heads:
-            raise ValueError(
-                f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or set head_dim"
-            )
-        if (self.head_dim or self.dim // self.n_heads) % 2:
-            raise ValueError("the head width must be even: rotary positions turn pairs")
-        return self
 
 
 class TrainSection(Section):
@@ -246,8 +204,8 @@ class SuperviseSection(Section):
     """Network interface on which the supervisor of a Slurm job listens to the ranks; by default the
     one that leads to their nodes. Ranks on the same machine use loopback."""
     control_ports: Annotated[str, Field(pattern=r"^[0-9]{1,5}-[0-9]{1,5}$")] | None = None
-    """First and last port, as in "20000-20100", between which the supervisor listens on a free one;
-    any free port by default."""
+    """First and last port, as in "20000-20100", between which the supervisor listens on free ones:
+    one for ranks, and one for the agents of a Slurm job. Any free port by default."""
     supervisor_timeout: Annotated[float, Field(ge=10, allow_inf_nan=False)] = 60.0
     """Seconds without a heartbeat from the supervisor after which ranks checkpoint and exit."""
     lease: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 45.0
@@ -296,7 +254,7 @@ class SlurmSection(Section):
 
     launcher: Literal["auto", "local", "srun", "torchrun"] = "auto"
     """Launcher of `kempner supervise` without --launcher: children of the supervisor, a Slurm step
-    with one task per GPU, or a Slurm step with one torchrun per node. `auto` is srun inside of a
+    with an agent per node, or a Slurm step with one torchrun per node. `auto` is srun inside of a
     Slurm job and local elsewhere."""
     procs: PositiveInt | None = None
     """Ranks per node; by default one per GPU, or one per task if there are no GPUs."""

@@ -49,7 +49,7 @@ def initialise(model: Transformer, seed: int) -> None:
 def fill_rotary(model: Transformer) -> None:
     """Fill the table of positions, the one buffer; a checkpoint does not have it."""
     shape = model.shape
-    table = rotary_table(shape.head_dim, shape.max_seq_len, shape.rope_theta)
+    table = rotary_table(shape.head_dim, shape.max_seq_len, shape.rope_theta, shape.rope_scaling)
     with torch.no_grad():
         model.rotary.copy_(table)
 

@@ -82,8 +82,11 @@ def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if wanted == "bfloat16" else torch.float32
 
 
-def shard(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shard a model's parameters over the mesh with FSDP2, block by block, in place.
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shard a model's parameters over the mesh with FSDP2, in place.
+
+    Each block of the `ModuleList` called `layers` is gathered by itself, and what is left of the
+    model at once; all of it, if there is no such list.
 
     Parameters, gradients and optimizer state stay float32; blocks are gathered in `dtype` and
     gradients are summed over the ranks in float32.
@@ -101,11 +104,16 @@ def shard(model: Transformer, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for module in (*model.layers, model):
+    for module in (*_blocks(model), model):
         # Not left to the default, which keeps the root gathered after a forward: an evaluation
         # would then leave stale full parameters behind for whoever changes the shards next.
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         _sum_gradients(sharded)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    layers = getattr(model, "layers", None)
+    return [*layers] if isinstance(layers, nn.ModuleList) else []
 
 
 def _sum_gradients(module: FSDPModule) -> None:

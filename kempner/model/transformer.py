@@ -1,6 +1,7 @@
-"""A decoder-only transformer of the Llama family.
+"""A decoder-only transformer of the Llama family: Llama 2 and 3, and Qwen3.
 
-RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU, no biases.
+RMSNorm before each branch, rotary positions, grouped-query attention, SwiGLU, no biases; where
+asked for, RMSNorm over each head of queries and keys, too.
 
 Rotary positions turn element i of a head together with element i + head_dim / 2 ("rotate half",
 the layout of Hugging Face's Llama), not with its neighbour as in Meta's own files: weights can be
@@ -9,23 +10,44 @@ exchanged with Hugging Face by renaming alone.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kempner.model.spec.shape import Shape
+from kempner.model.spec.shape import RopeScaling, Shape
 
 
-def rotary_table(head_dim: int, max_seq_len: int, theta: float) -> Tensor:
+def rotary_table(
+    head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling | None = None
+) -> Tensor:
     """Cosines and sines of the rotary positions, float32 on CPU, [2, max_seq_len, head_dim].
 
     The angle of pair i at position t is t * theta ** (-2 i / head_dim) (Su et al., "RoFormer",
-    arXiv:2104.09864). Computed on CPU so that every device gets the same bits.
+    arXiv:2104.09864), of a stretched frequency where there is `scaling`. Computed on CPU so that
+    every device gets the same bits.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     positions = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")
-    angles = torch.outer(positions, 1.0 / theta**exponents).repeat(1, 2)
+    frequencies = 1.0 / theta**exponents
+    if scaling is not None:
+        frequencies = stretched(frequencies, scaling)
+    angles = torch.outer(positions, frequencies).repeat(1, 2)
     return torch.stack((angles.cos(), angles.sin()))
+
+
+def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Rotary frequencies for longer texts, as `apply_scaling` of Meta's `llama-models` has them.
+
+    Those that turned less than `low_freq_factor` times in a text of the original length are divided
+    by `factor`, those that turned more than `high_freq_factor` times stay, and those between are
+    interpolated by the number of their turns.
+    """
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -55,12 +77,19 @@ class Attention(nn.Module):
         self.wk = nn.Linear(shape.dim, shape.kv_dim, bias=False)
         self.wv = nn.Linear(shape.dim, shape.kv_dim, bias=False)
         self.wo = nn.Linear(shape.q_dim, shape.dim, bias=False)
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            projection(x).unflatten(-1, (-1, self.head_dim))
             for projection in (self.wq, self.wk, self.wv)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            # In the weights' type, as autocast leaves them: only so is the norm one kernel.
+            q = self.q_norm(q.to(self.q_norm.weight.dtype))
+            k = self.k_norm(k.to(self.k_norm.weight.dtype))
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         attended = F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.grouped
         )
@@ -105,7 +134,7 @@ class Transformer(nn.Module):
     Parameters: `embed.weight`, `layers.<i>.attention_norm.weight`,
     `layers.<i>.attention.{wq,wk,wv,wo}.weight`, `layers.<i>.ffn_norm.weight`,
     `layers.<i>.ffn.{w1,w2,w3}.weight`, `norm.weight` and, unless the embedding is tied,
-    `output.weight`.
+    `output.weight`; with norms of queries and keys `layers.<i>.attention.{q_norm,k_norm}.weight`.
 
     Args:
         shape: all sizes.
@@ -122,12 +151,12 @@ class Transformer(nn.Module):
         self.shape = shape
         self.autocast_dtype: torch.dtype | None = None
         # Its own initial values, on the meta device, would import torch's compiler.
-        rows = torch.empty(shape.vocab_size, shape.dim)
+        rows = torch.empty(shape.vocab_rows, shape.dim)
         self.embed = nn.Embedding.from_pretrained(rows, freeze=False)  # type: ignore[no-untyped-call]
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.n_layers))
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.output = (
-            None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab_size, bias=False)
+            None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab_rows, bias=False)
         )
         empty = torch.empty(2, shape.max_seq_len, shape.head_dim, dtype=torch.float32)
         self.register_buffer("rotary", empty, persistent=False)
@@ -142,9 +171,9 @@ class Transformer(nn.Module):
             float32, [batch, seq, vocab_size].
         """
         if self.autocast_dtype is None:
-            return self._logits(tokens).float()
+            return self._of_tokens(self._logits(tokens).float())
         with torch.autocast(tokens.device.type, self.autocast_dtype):
-            return self._logits(tokens).float()
+            return self._of_tokens(self._logits(tokens).float())
 
     def _logits(self, tokens: Tensor) -> Tensor:
         cos, sin = self.rotary[:, : tokens.shape[1]]
@@ -153,3 +182,10 @@ class Transformer(nn.Module):
             x = layer(x, cos, sin)
         weight = self.embed.weight if self.output is None else self.output.weight
         return F.linear(self.norm(x), weight)
+
+    def _of_tokens(self, logits: Tensor) -> Tensor:
+        """Without the rows of no token, which are never predicted so, and get no gradient."""
+        if self.shape.vocab_rows == self.shape.vocab_size:
+            return logits
+        # Contiguous: FSDP must not be given a view.
+        return logits[..., : self.shape.vocab_size].contiguous()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from kempner.checkpoint.convert.file_copy import copy_data_file, copy_small_file
@@ -33,19 +34,25 @@ def export_torch(source: Source, out: Path, on_bytes: OnBytes) -> None:
         pour(path, lay_out_torch(path, source.contents.tensors, facts), source, on_bytes)
 
 
-def export_safetensors(
-    source: Source,
-    out: Path,
-    names: Mapping[str, str],
-    besides: Mapping[str, bytes],
-    on_bytes: OnBytes,
-) -> None:
-    """A folder at `out` with the model's weights, called as `names` says by key.
+@dataclass(frozen=True)
+class Form:
+    """A model in another format: what each key is written as, and its name there.
+
+    `files` are small files to add.
+    """
+
+    tensors: Mapping[str, Saved]
+    names: Mapping[str, str]
+    files: Mapping[str, bytes]
+
+
+def export_safetensors(source: Source, out: Path, form: Form, on_bytes: OnBytes) -> None:
+    """A folder at `out` with the model's weights.
 
     `model.safetensors`, or numbered files and `model.safetensors.index.json` where there is more
-    than `SHARD_BYTES`. `besides` are small files to add.
+    than `SHARD_BYTES`.
     """
-    shards = shard(model_tensors(source), SHARD_BYTES)
+    shards, names, besides = shard(form.tensors, SHARD_BYTES), form.names, form.files
     with publish(out) as path:
         path.mkdir()
         weight_map: dict[str, str] = {}

@@ -16,7 +16,7 @@ from kempner.checkpoint.convert.tensor_copy import Slot, dtype_of, length
 from kempner.checkpoint.format.contents import Saved
 from kempner.run.process.exit_codes import DataError
 
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -47,11 +47,11 @@ def lay_out_safetensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ends = [0]
     for key, saved in tensors.items():
-        if saved.dtype not in _SAFETENSORS_DTYPES:
+        if saved.dtype not in SAFETENSORS_DTYPES:
             raise DataError(f"{key} is {saved.dtype}, which safetensors does not have")
         ends.append(ends[-1] + length(saved))
         header[names[key]] = {
-            "dtype": _SAFETENSORS_DTYPES[saved.dtype],
+            "dtype": SAFETENSORS_DTYPES[saved.dtype],
             "shape": saved.shape,
             "data_offsets": ends[-2:],
         }
@@ -61,8 +61,10 @@ def lay_out_safetensors(
     with open(path, "xb") as file:
         file.write(before)
         file.truncate(len(before) + ends[-1])
-    starts = zip(tensors, ends, strict=False)
-    return [Slot(key, len(before) + start) for key, start in starts]
+    return [
+        Slot(key, len(before) + start, saved)
+        for (key, saved), start in zip(tensors.items(), ends, strict=False)
+    ]
 
 
 def shard(tensors: Mapping[str, Saved], largest: int) -> list[dict[str, Saved]]:
@@ -103,7 +105,7 @@ def lay_out_torch(path: Path, tensors: Mapping[str, Saved], facts: Mapping[str, 
     keys = {id(fake): key for key, fake in fakes.items()}
     saved_in_order = (keys[id(fake)] for fake in _leaves(nested))
     return [
-        Slot(key, reader.get_record_offset(f"data/{number}"))
+        Slot(key, reader.get_record_offset(f"data/{number}"), tensors[key])
         for number, key in enumerate(saved_in_order)
     ]
 

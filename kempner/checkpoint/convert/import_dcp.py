@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,33 +23,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from kempner.checkpoint.convert.dcp_reader import RestrictedReader
 from kempner.checkpoint.convert.first_commit import NO_ATTEMPT, commit_first
 from kempner.checkpoint.convert.key_map import Fit, fit
-from kempner.checkpoint.convert.tensor_copy import OnBytes, octets
-from kempner.checkpoint.format.compact_index import INDEX, encode_listed
-from kempner.checkpoint.format.contents import Saved
-from kempner.checkpoint.format.listed_index import ListedIndex, Piece
-from kempner.checkpoint.format.manifest import (
-    FileEntry,
-    Identity,
-    Manifest,
-    encode_sidecar,
-    sidecar_name,
-    sum_file,
-    whole_sum,
-)
+from kempner.checkpoint.convert.tensor_copy import OnBytes
+from kempner.checkpoint.convert.write_listed import write_listed
+from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest
 from kempner.checkpoint.format.names import METADATA
-from kempner.checkpoint.format.shard_plan import (
-    Chunk,
-    Placed,
-    TensorSpec,
-    data_file,
-    file_length,
-    listed,
-)
+from kempner.checkpoint.format.shard_plan import Chunk, Placed, TensorSpec
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.io.file_writer import reserve, write_all
-from kempner.checkpoint.tensors.dcp_metadata import pack
-from kempner.checkpoint.tensors.file_buffer import container
-from kempner.run.process.durable_io import write_durable
 from kempner.run.process.exit_codes import DataError, cannot_read
 
 _ADAMW = {"step", "exp_avg", "exp_avg_sq"}
@@ -138,53 +116,13 @@ def _what_is_known(foreign: Foreign, world: int) -> Identity:
 
 
 def _write(foreign: Foreign, path: Path, on_bytes: OnBytes) -> dict[str, FileEntry]:
-    files: dict[str, FileEntry] = {}
-    contents = []
-    found = foreign.files()
-    index = _index(foreign, found.values())
-    for rank, (name, parts) in enumerate(found.items()):
-        placed = index.placed(rank)
-        contents.append(listed(placed))
-        target = path / data_file(rank)
-        _write_file(target, placed, _read_parts(foreign.path / name, placed, parts), on_bytes)
-        sums = sum_file(target)
-        files[target.name] = FileEntry(sums.bytes, sums=sidecar_name(rank))
-        files |= _write_small(path / sidecar_name(rank), encode_sidecar({target.name: sums}))
-    files |= _write_small(path / METADATA, pack(foreign.specs(), contents))
-    return files | _write_small(path / INDEX, encode_listed(index))
+    found = [*foreign.files().items()]
 
+    def read(number: int, placed: Sequence[Placed]) -> Iterator[Tensor]:
+        name, parts = found[number]
+        return _read_parts(foreign.path / name, placed, parts)
 
-def _index(foreign: Foreign, files: Iterable[Iterable[Chunk]]) -> ListedIndex:
-    """What will be where: the parts of each file, as they were cut."""
-    tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in foreign.specs()}
-    pieces: dict[str, list[Piece]] = {key: [] for key in tensors}
-    for number, parts in enumerate(files):
-        for part in parts:
-            pieces[part.key].append(Piece(number, part.offsets, part.sizes))
-    return ListedIndex.of(tensors, pieces, container)
-
-
-def _write_small(path: Path, content: bytes) -> dict[str, FileEntry]:
-    write_durable(path, content)
-    return {path.name: FileEntry(len(content), xxh3_128=whole_sum(content))}
-
-
-def _write_file(
-    path: Path, placed: Sequence[Placed], tensors: Iterator[Tensor], on_bytes: OnBytes
-) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        reserve(descriptor, file_length(placed))
-        for item, tensor in zip(placed, tensors, strict=True):
-            at = item.start
-            around = container(item.chunk.dtype, item.chunk.sizes)
-            for content in (around.before, octets(tensor), around.after):
-                write_all(descriptor, memoryview(content), at)
-                at += len(content)
-            on_bytes(tensor.nbytes)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return write_listed(path, foreign.specs(), [parts.keys() for _, parts in found], read, on_bytes)
 
 
 def _read_parts(

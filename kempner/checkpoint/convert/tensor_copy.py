@@ -30,10 +30,14 @@ OnBytes = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Slot:
-    """Where in a file the bytes of the tensor `key` begin."""
+    """Where in a file the bytes of the tensor `key` begin, and as what it is written there.
+
+    It may be of another floating-point type than in the checkpoint, and without the last rows.
+    """
 
     key: str
     at: int
+    written: Saved
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,10 @@ def pour(path: Path, slots: Sequence[Slot], source: Source, on_bytes: OnBytes) -
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         reserve(descriptor, os.fstat(descriptor).st_size)
-        places = {slot.key: slot.at for slot in slots}
+        places = {slot.key: slot for slot in slots}
         for key, tensor in source.read(places):
-            write_all(descriptor, octets(tensor), places[key])
+            slot = places[key]
+            write_all(descriptor, octets(_fitted(tensor, slot.written)), slot.at)
             on_bytes(tensor.nbytes)
         os.fsync(descriptor)
     finally:
@@ -109,6 +114,13 @@ def pour(path: Path, slots: Sequence[Slot], source: Source, on_bytes: OnBytes) -
 def octets(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _fitted(tensor: Tensor, written: Saved) -> Tensor:
+    """The tensor in the type, and without the last rows, in which it is written."""
+    if tuple(tensor.shape) != written.shape:
+        tensor = tensor[: written.shape[0]]
+    return tensor.to(dtype_of(written))
 
 
 def _empty(saved: Saved) -> Tensor:

@@ -32,10 +32,12 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
     `accept` names them ("data", "seed"). Another world is fine: only bit-identity is not promised
     across it.
     """
+    keys = {**saved.model, **now.model} if saved.model else {}
     refusals = [
-        f"model.{key} is {now.model.get(key)!r} but the checkpoint was made with {value!r}"
-        for key, value in saved.model.items()
-        if now.model.get(key) != value
+        f"model.{key} is {_told(now.model, key)} but the checkpoint was made with "
+        f"{_told(saved.model, key)}"
+        for key in keys
+        if now.model.get(key) != saved.model.get(key)
     ]
     if saved.optimizer not in (None, now.optimizer):
         refusals.append(
@@ -71,6 +73,11 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
     if saved.origin.host:
         remarks += _host_remarks(saved.origin.host, now.origin.host)
     return Compatibility(tuple(refusals), tuple(remarks))
+
+
+def _told(model: Mapping[str, Any], key: str) -> str:
+    """What a record says of a key; what is not in it has its default."""
+    return repr(model[key]) if key in model else "the default"
 
 
 def _host_remarks(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

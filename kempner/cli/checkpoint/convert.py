@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -18,14 +16,24 @@ from kempner.checkpoint.format.names import MANIFEST, METADATA
 from kempner.checkpoint.store.inventory import checkpoints_of, locate, pick
 from kempner.checkpoint.store.read_marker import reading_at
 from kempner.cli.checkpoint import inspect
-from kempner.cli.checkpoint.trained_on import Data, TrainedOn, find_text
+from kempner.cli.checkpoint.hugging_face import (
+    described,
+    exported_form,
+    is_hugging_face,
+    read_model,
+)
+from kempner.cli.checkpoint.trained_on import Data
 from kempner.cli.progress import bar
 from kempner.cluster.machine.rlimits import raise_open_file_limit
-from kempner.run.process.exit_codes import DataError, UsageError, cannot_write
+from kempner.run.process.exit_codes import UsageError, cannot_write
 
-if TYPE_CHECKING:
-    from kempner.checkpoint.convert.tensor_copy import Source
-    from kempner.checkpoint.format.contents import Saved
+
+class WeightType(StrEnum):
+    """What weights can be written as."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
 
 
 class Format(StrEnum):
@@ -44,7 +52,15 @@ def register(app: typer.Typer) -> None:
 
 def export(
     directory: inspect.Folder,
-    out: Annotated[Path, typer.Option(help="File or folder to create; it must not exist.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File or folder to create; it must not exist.")
+    ] = None,
+    to_hf: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder to create for Hugging Face: --out DIR in safetensors."
+        ),
+    ] = None,
     format_: Annotated[
         Format,
         typer.Option(
@@ -54,11 +70,30 @@ def export(
         ),
     ] = Format.SAFETENSORS,
     step: Annotated[int | None, typer.Option(help="Which checkpoint; `latest` by default.")] = None,
+    dtype: Annotated[
+        WeightType | None,
+        typer.Option(help="Type of the weights in safetensors; as in the checkpoint by default."),
+    ] = None,
     data: Data = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of Hugging Face whose tokenizer and settings the model has, such as the "
+            "one that it was imported from.",
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint in another format, verifying every block."""
-    if data is not None and format_ is not Format.SAFETENSORS:
-        raise UsageError(f"--data has no effect with --format {format_}, which has no tokenizer")
+    if to_hf is not None and format_ is not Format.SAFETENSORS:
+        raise UsageError(f"--to-hf has no effect with --format {format_}")
+    out = _one_of({"--out": out, "--to-hf": to_hf})
+    given = {"--data": data, "--dtype": dtype, "--tokenizer": tokenizer}
+    for option, value in given.items():
+        if value is not None and format_ is not Format.SAFETENSORS:
+            raise UsageError(f"{option} has no effect with --format {format_}")
+    if data is not None and tokenizer is not None:
+        raise UsageError("--data and --tokenizer both name a tokenizer; give one of them")
     raise_open_file_limit()
     chosen = pick(*locate(directory), step)
 
@@ -66,37 +101,44 @@ def export(
     from kempner.checkpoint.convert.export import model_tensors as weights
     from kempner.checkpoint.convert.tensor_copy import Source, total
 
+    missing = ""
     with reading_at(chosen, _warn_unmarked):
         source = Source.open(chosen)
         hugging_face = format_ is Format.SAFETENSORS
         tensors = weights(source) if hugging_face else source.contents.tensors
-        form = _hugging_face(source, tensors, directory, data) if hugging_face else _HuggingFace()
+        if hugging_face:
+            form, missing = exported_form(source, directory, dtype, data, tokenizer)
         with _into(out), _counter(f"exporting {chosen.name}", total(tensors)) as on_bytes:
             if format_ is Format.TORCH:
                 export_torch(source, out, on_bytes)
             elif format_ is Format.DCP:
                 export_dcp(source, out, on_bytes)
             else:
-                export_safetensors(source, out, form.names, form.files, on_bytes)
+                export_safetensors(source, out, form, on_bytes)
     typer.echo(f"{out}: {chosen.name} as {format_}, {len(tensors):,} tensors")
-    if form.missing:
-        typer.echo(f"kempner: {out} has no {form.missing}", err=True)
+    if missing:
+        typer.echo(f"kempner: {out} has no {missing}", err=True)
 
 
 def import_(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SRC",
-            help="A checkpoint, of kempner or of torch.distributed.checkpoint, or a run.",
-        ),
-    ],
     into: Annotated[
         Path,
         typer.Option(
             metavar="RUN_DIR|DIR", help="A run without checkpoints, or its checkpoint folder."
         ),
     ],
+    source: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="SRC",
+            help="A checkpoint, of kempner or of torch.distributed.checkpoint, a run, or a model "
+            "of Hugging Face in safetensors.",
+        ),
+    ] = None,
+    from_hf: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="In place of SRC: a model of Hugging Face, nothing else."),
+    ] = None,
     step: Annotated[
         int | None,
         typer.Option(
@@ -112,14 +154,50 @@ def import_(
             "otherwise 0.",
         ),
     ] = None,
+    vocab_multiple: Annotated[
+        int | None,
+        typer.Option(min=1, help="model.vocab_multiple of a run that imports from Hugging Face."),
+    ] = None,
 ) -> None:
     """Import a checkpoint as the first commit of a run."""
     raise_open_file_limit()
+    source = _one_of({"SRC": source, "--from-hf": from_hf})
+    if from_hf is not None or is_hugging_face(source):
+        _import_hugging_face(source, checkpoints_of(into), step, cursor, vocab_multiple or 1)
+        return
+    if vocab_multiple is not None:
+        raise UsageError("--vocab-multiple has an effect on a model of Hugging Face only")
     own = _own_checkpoint(source)
     if own is None:
         _import_stock(source, checkpoints_of(into), step, cursor)
     else:
         _import_own(own, checkpoints_of(into), step, cursor)
+
+
+def _one_of(given: Mapping[str, Path | None]) -> Path:
+    """The path that was given in one of several ways. Raises `UsageError`."""
+    found = [path for path in given.values() if path is not None]
+    if len(found) != 1:
+        raise UsageError(f"give {' or '.join(given)}{', not both' * bool(found)}")
+    return found[0]
+
+
+def _import_hugging_face(
+    source: Path, folder: Path, step: int | None, cursor: int | None, vocab_multiple: int
+) -> None:
+    from kempner.checkpoint.convert.import_safetensors import import_weights
+    from kempner.checkpoint.convert.tensor_copy import total
+    from kempner.checkpoint.format.train_state import TrainState
+
+    section, weights = read_model(source, vocab_multiple)
+    state = TrainState(step or 0, cursor or 0)
+    with _into(folder), _counter("importing", total(weights.saved)) as on_bytes:
+        path = import_weights(weights, folder, state, on_bytes)
+    typer.echo(
+        f"{path}: committed, {len(weights.located):,} tensors, step {state.step}, cursor "
+        f"{state.cursor}"
+    )
+    typer.echo(f"the configuration of its run needs\n\n{described(section)}")
 
 
 def _own_checkpoint(source: Path) -> Path | None:
@@ -172,61 +250,6 @@ def _import_stock(source: Path, folder: Path, step: int | None, cursor: int | No
         )
     if foreign.fit.left_out:
         typer.echo(f"not imported, because a run creates it: {listed(foreign.fit.left_out)}")
-
-
-@dataclass(frozen=True)
-class _HuggingFace:
-    """Names for the weights by key, files to go with them, and what is missing among those."""
-
-    names: dict[str, str] = field(default_factory=dict)
-    files: dict[str, bytes] = field(default_factory=dict)
-    missing: str = ""
-
-
-def _hugging_face(
-    source: Source, tensors: Mapping[str, Saved], directory: Path, data: Path | None
-) -> _HuggingFace:
-    """All that Hugging Face's Llama needs if the model is kempner's own, otherwise its own names.
-
-    Raises `DataError` if `data` is given and cannot be used.
-    """
-    from kempner.checkpoint.convert.export import MODEL
-    from kempner.model.spec.huggingface import llama_config, llama_name
-
-    own = {key: key.removeprefix(MODEL) for key in tensors}
-    llama = {key: name for key, ours in own.items() if (name := llama_name(ours)) is not None}
-    dtype = next((saved.dtype for saved in tensors.values()), "float32")
-    config = llama_config(source.manifest.identity.model, dtype)
-    if len(llama) < len(own) or config is None:
-        if data is not None:
-            raise UsageError(
-                f"--data has no effect: {source.path.name} is not of kempner's own model"
-            )
-        return _HuggingFace(own, missing="config.json: it is not kempner's own model")
-    try:
-        text = find_text(directory, source.path, source.manifest, data)
-    except DataError as error:
-        if data is not None:
-            raise
-        return _HuggingFace(llama, _files(config, None), f"tokenizer: {error}")
-    return _HuggingFace(llama, _files(config, text))
-
-
-def _files(config: dict[str, object], text: TrainedOn | None) -> dict[str, bytes]:
-    from kempner.model.spec.huggingface import generation_config, text_config
-
-    if text is None:
-        return {"config.json": _json({**config, **text_config(None, None)})}
-    eot, longest = text.tokenizer.eot, text.seq_len
-    return {
-        "config.json": _json({**config, **text_config(eot, longest)}),
-        "generation_config.json": _json(generation_config(eot)),
-        **text.tokenizer.hugging_face_files(longest),
-    }
-
-
-def _json(content: object) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _warn_unmarked(error: OSError) -> None:

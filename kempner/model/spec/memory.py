@@ -96,7 +96,7 @@ def moment_elements(shape: Shape, optimizer: OptimizerSection) -> int:
         case "sgd":
             return 0 if optimizer.momentum == 0 else shape.parameters
         case "muon":
-            hidden = shape.n_layers * (shape.block_parameters - 2 * shape.dim)
+            hidden = shape.n_layers * (shape.block_parameters - shape.block_norm_parameters)
             return 2 * shape.parameters - hidden
 
 
@@ -105,13 +105,18 @@ def activation_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
 
     Counted tensor by tensor, with fused RMSNorm and attention as on CUDA. A block keeps the input
     and the output of both norms and a float32 scale for each; queries, keys, values, what was
-    attended and, per head, a float32 sum; four tensors of SwiGLU; with dropout, two byte masks.
+    attended and, per head, a float32 sum; four tensors of SwiGLU; with dropout, two byte masks;
+    where queries and keys are normalised, both before that, and a float32 scale for each head.
     Outside the blocks: the token id and the last norm. On CPU, where RMSNorm is not fused, each
     norm keeps one more float32 tensor.
     """
     elements = 4 * shape.dim + 2 * shape.q_dim + 2 * shape.kv_dim + 4 * shape.ffn_dim
     masks = 2 * shape.dim if shape.dropout else 0
-    block = compute_bytes * elements + 2 * 4 + 4 * shape.n_heads + masks
+    scales = 2 + shape.n_heads
+    if shape.qk_norm:
+        elements += shape.q_dim + shape.kv_dim
+        scales += shape.n_heads + shape.n_kv_heads
+    block = compute_bytes * elements + 4 * scales + masks
     root = 8 + compute_bytes * 2 * shape.dim + 4
     return shape.n_layers * block + root
 
@@ -122,4 +127,4 @@ def logit_bytes_per_token(shape: Shape) -> int:
     Logits, their log-softmax, and the gradients of both, which exist together when the backward
     of the cross entropy begins.
     """
-    return 4 * 4 * shape.vocab_size
+    return 4 * 4 * shape.vocab_rows

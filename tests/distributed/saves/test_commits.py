@@ -10,9 +10,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+import warm
 from harness import KEMPNER, Run, drills, manifest, wait_until
 
 from kempner.run.record.attempts import begin_attempt
@@ -209,22 +211,19 @@ def test_another_seed_asked_for_by_name_is_accepted(
 def test_the_checkpoint_commands(run: Run, tmp_path: Path) -> None:
     run.complete(1)
 
-    def kempner(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [*KEMPNER, *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    listed = kempner("checkpoint", "list", run.record.path)
-    assert listed.returncode == 0
-    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["step", "20", "30", "40"]
-    assert listed.stdout.splitlines()[-1].endswith("latest")
-    assert kempner("checkpoint", "verify", run.checkpoints).returncode == 0
-    assert "40" in kempner("status", run.record.path).stdout
+    kempner = partial(warm.complete, *KEMPNER)
+    code, listed = kempner("checkpoint", "list", run.record.path)
+    assert code == 0
+    assert [line.split()[0] for line in listed.splitlines()] == ["step", "20", "30", "40"]
+    assert listed.splitlines()[-1].endswith("latest")
+    assert kempner("checkpoint", "verify", run.checkpoints)[0] == 0
+    assert "40" in kempner("status", run.record.path)[1]
 
     sidecar = run.checkpoints / "step-00000030" / "sums-00000.json"
     shutil.copy(sidecar, tmp_path)
     sidecar.write_bytes(sidecar.read_bytes()[:-2])
-    damaged = kempner("checkpoint", "verify", run.record.path)
-    assert damaged.returncode == 65
-    assert "step-00000030: damaged" in damaged.stdout
-    assert "sums-00000.json" in damaged.stdout
-    assert kempner("checkpoint", "verify", tmp_path).returncode == 2
+    code, damaged = kempner("checkpoint", "verify", run.record.path)
+    assert code == 65
+    assert "step-00000030: damaged" in damaged
+    assert "sums-00000.json" in damaged
+    assert kempner("checkpoint", "verify", tmp_path)[0] == 2

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import warm
 from harness import KEMPNER, Run, wait_until, write_tokens
 
 from kempner.data.files.token_file import Corpus
@@ -74,9 +74,7 @@ def test_data_that_is_away_is_waited_for_in_a_run_and_at_a_restart(
     moving.rename(away)
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: len(waits(run, 2)) == WORLD, "both ranks to wait", job=job)
-    shown = subprocess.run(
-        [*KEMPNER, "status", run.record.path], capture_output=True, text=True, check=True
-    ).stdout
+    _, shown = warm.complete(*KEMPNER, "status", run.record.path)
     assert f"waiting for storage: {moving}/index.json: No such file or directory" in shown
     stay_away()
     away.rename(moving)

@@ -23,6 +23,7 @@ COMMANDS = (
         "sample",
         "prune",
         "prepare",
+        "download",
         "train",
         "supervise",
         "status",

@@ -104,6 +104,7 @@ def test_uneven_shards_exceed_the_estimate_by_a_row_at_most(grid: DeviceMesh) ->
     [
         ModelSection(dim=64, n_layers=3, n_heads=4, ffn_dim=160),
         ModelSection(dim=64, n_layers=1, n_heads=4, n_kv_heads=1, head_dim=24, ffn_dim=160),
+        ModelSection(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=160, qk_norm=True),
     ],
 )
 def test_activations_are_counted_to_the_byte(section: ModelSection) -> None:
@@ -111,7 +112,8 @@ def test_activations_are_counted_to_the_byte(section: ModelSection) -> None:
     rows, length = 2, 32
     model = build_model(Config(model=section, train=TrainSection(seq_len=length)), 257, CPU, None)
     fused = activation_bytes_per_token(model.shape, compute_bytes=4)
-    unfused = fused + (2 * section.n_layers + 1) * 4 * section.dim
+    in_heads = (model.shape.q_dim + model.shape.kv_dim) if section.qk_norm else 0
+    unfused = fused + 4 * ((2 * section.n_layers + 1) * section.dim + section.n_layers * in_heads)
     assert (
         saved_bytes(model, torch.zeros(rows, length, dtype=torch.int64)) == rows * length * unfused
     )

@@ -374,10 +374,10 @@ def test_a_latest_that_dangles_or_points_outside_is_not_followed(store: Store, t
         ({}, [], "", ""),
         ({"data_fingerprint": "d2"}, [], "data.dataset_path", ""),
         ({"data_fingerprint": "d2"}, ["data"], "", "another data"),
-        ({"seed": 8}, [], "train.seed", ""),
         ({"seed": 8}, ["data"], "train.seed", ""),
+        ({"model": {**IDENTITY.model, "qk_norm": True}}, [], "made with the default", ""),
         ({"seed": 8}, ["seed"], "", "another seed"),
-        ({"model": {"dim": 65, "n_layers": 2}}, ["data", "seed"], "model.dim is 65", ""),
+        ({"model": {**IDENTITY.model, "dim": 65}}, ["data", "seed"], "model.dim is 65", ""),
         ({"optimizer": "sgd"}, ["data", "seed"], "optimizer.name is 'sgd'", ""),
         ({"world": 3}, [], "", "written by 2 ranks, now there are 3"),
         (

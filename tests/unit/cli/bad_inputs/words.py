@@ -25,7 +25,7 @@ COMMANDS = [
     Row("schema", "did you mean kempner config schema?"),
     Row(
         "frobnicate",
-        "there is no kempner frobnicate; the commands are init, prepare, train, supervise",
+        "there is no kempner frobnicate; the commands are init, prepare, download",
     ),
     Row("x.toml", "there is no kempner x.toml; the commands are"),
     Row("TRAIN x.toml", "there is no kempner TRAIN"),
@@ -61,9 +61,11 @@ MISSING = [
     Row("checkpoint verify", "RUN_DIR|DIR is missing"),
     Row("checkpoint prune run", "--keep-last is missing: number of newest checkpoints to keep"),
     Row("checkpoint prune --keep-last 1", "RUN_DIR|DIR is missing"),
-    Row("checkpoint export run --format dcp", "--out is missing: file or folder to create"),
+    Row("checkpoint export run --format dcp", "give --out or --to-hf"),
+    Row("checkpoint export run --out a --to-hf b", "give --out or --to-hf, not both"),
+    Row("checkpoint export run --to-hf a --format dcp", "--to-hf has no effect with --format dcp"),
     Row("checkpoint import folder", "--into is missing: a run without checkpoints"),
-    Row("checkpoint import --into out", "SRC is missing"),
+    Row("checkpoint import --into out", "give SRC or --from-hf"),
     Row("config check", "CONFIG is missing: configuration in TOML (see kempner config check -h)"),
     Row("config show", "CONFIG is missing"),
 ]

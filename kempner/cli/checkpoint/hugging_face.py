@@ -1,0 +1,201 @@
+"""What `kempner checkpoint export` and `import` have to do with Hugging Face's files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+
+from kempner.checkpoint.format.names import MANIFEST, METADATA
+from kempner.cli.checkpoint.trained_on import TrainedOn, find_text
+from kempner.config.model import ModelSection
+from kempner.model.spec.huggingface import (
+    generation_config,
+    is_unneeded,
+    model_config,
+    model_section,
+    text_config,
+    weight_name,
+    weight_shapes,
+)
+from kempner.model.spec.shape import Shape
+from kempner.run.process.exit_codes import DataError, UsageError, cannot_read
+
+if TYPE_CHECKING:
+    from kempner.checkpoint.convert.export import Form
+    from kempner.checkpoint.convert.import_safetensors import Weights
+    from kempner.checkpoint.convert.safetensors_reader import Located
+    from kempner.checkpoint.convert.tensor_copy import Source
+
+CONFIG = "config.json"
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+    "generation_config.json",
+)
+"""What a folder of Hugging Face may have for its text."""
+
+_OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+"""What its config.json says of the text."""
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder is a model of Hugging Face, and no checkpoint."""
+    checkpoint = any((folder / name).exists() for name in (MANIFEST, METADATA))
+    return (folder / CONFIG).is_file() and not checkpoint
+
+
+def read_model(folder: Path, vocab_multiple: int) -> tuple[ModelSection, Weights]:
+    """The configuration and the weights of a model of Hugging Face.
+
+    Raises `DataError` if it is another model than kempner's, or its files do not fit each other.
+    """
+    from kempner.checkpoint.convert.import_safetensors import Weights
+    from kempner.checkpoint.convert.safetensors_reader import find_tensors
+
+    try:
+        section = model_section(_read_config(folder))
+    except DataError as error:
+        raise DataError(f"{folder} cannot be imported: {error}") from error
+    section = section.model_copy(update={"vocab_multiple": vocab_multiple})
+    shape = Shape.of(section, section.vocab_size or 0)
+    located = _pick(folder, shape, find_tensors(folder))
+    tables = ("embed.weight", "output.weight")
+    rows = {n: shape.vocab_rows if n in tables else t.shape[0] for n, t in located.items()}
+    return section, Weights(located, rows, shape.fixed())
+
+
+def described(section: ModelSection) -> str:
+    """The section as TOML."""
+    table = section.model_dump(exclude_defaults=True, exclude_none=True)
+    return tomli_w.dumps({"model": table}).rstrip()
+
+
+def exported_form(
+    source: Source, directory: Path, dtype: str | None, data: Path | None, tokenizer: Path | None
+) -> tuple[Form, str]:
+    """All that Hugging Face needs if the model is kempner's own, otherwise its own names.
+
+    With what is missing, in a clause. Raises `DataError` if `data` or `tokenizer` is given and
+    cannot be used.
+    """
+    from kempner.checkpoint.convert.export import MODEL, Form, model_tensors
+
+    saved = model_tensors(source)
+    written = {
+        key: replace(s, dtype=dtype) if dtype and "float" in s.dtype else s
+        for key, s in saved.items()
+    }
+    record = source.manifest.identity.model
+    own = {key: key.removeprefix(MODEL) for key in saved}
+    theirs = {key: name for key, ours in own.items() if (name := weight_name(ours)) is not None}
+    of_first = next((s.dtype for s in written.values()), "float32")
+    config = model_config(record, of_first)
+    if len(theirs) < len(own) or config is None:
+        for option, value in (("--data", data), ("--tokenizer", tokenizer)):
+            if value is not None:
+                raise UsageError(
+                    f"{option} has no effect: {source.path.name} is not of kempner's own model"
+                )
+        return Form(written, own, {}), "config.json: it is not kempner's own model"
+    rows = record["vocab_size"]
+    for key in (f"{MODEL}embed.weight", f"{MODEL}output.weight"):
+        if key in written:  # without rows of no token
+            written[key] = replace(written[key], shape=(rows, *written[key].shape[1:]))
+    files, missing = _text_files(source, directory, config, data, tokenizer)
+    return Form(written, theirs, files), missing
+
+
+def _text_files(
+    source: Source,
+    directory: Path,
+    config: dict[str, Any],
+    data: Path | None,
+    tokenizer: Path | None,
+) -> tuple[dict[str, bytes], str]:
+    """`config.json`, and the tokenizer's files; with what is missing."""
+    if tokenizer is not None:
+        return _copied(tokenizer, config), ""
+    try:
+        text = find_text(directory, source.path, source.manifest, data)
+    except DataError as error:
+        if data is not None:
+            raise
+        return _files(config, None), f"tokenizer: {error}"
+    return _files(config, text), ""
+
+
+def _files(config: dict[str, Any], text: TrainedOn | None) -> dict[str, bytes]:
+    if text is None:
+        return {CONFIG: _json({**config, **text_config(None, None)})}
+    eot, longest = text.tokenizer.eot, text.seq_len
+    return {
+        CONFIG: _json({**config, **text_config(eot, longest)}),
+        "generation_config.json": _json(generation_config(eot)),
+        **text.tokenizer.hugging_face_files(longest),
+    }
+
+
+def _copied(tokenizer: Path, config: dict[str, Any]) -> dict[str, bytes]:
+    """The files of another folder, as they are. Raises `DataError` if it has no tokenizer."""
+    there = _read_config(tokenizer)
+    if there.get("vocab_size") != config["vocab_size"]:
+        raise DataError(
+            f"{tokenizer} is of a model with {there.get('vocab_size')} token ids, this one has "
+            f"{config['vocab_size']}"
+        )
+    of_text = {key: there[key] for key in _OF_TEXT if key in there}
+    found = [name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
+    if not any(name.startswith("tokenizer") for name in found):
+        raise DataError(f"{tokenizer} has no tokenizer.json, and no other tokenizer either")
+    try:
+        copied = {name: (tokenizer / name).read_bytes() for name in found}
+    except OSError as error:
+        raise cannot_read(str(error.filename), error) from error
+    return {CONFIG: _json({**config, **of_text}), **copied}
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise cannot_read(path, error, "name a folder of Hugging Face") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: it is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{path} is damaged: it is not a table")
+    return config
+
+
+def _pick(folder: Path, shape: Shape, found: Mapping[str, Located]) -> dict[str, Located]:
+    """The tensors of a model of this shape, by our names; refuses what is missing or too much."""
+    from kempner.checkpoint.convert.import_safetensors import EXACT
+
+    picked: dict[str, Located] = {}
+    for name, size in weight_shapes(shape).items():
+        theirs = str(weight_name(name))
+        tensor = found.get(theirs)
+        if tensor is None:
+            raise DataError(f"{folder} has no {theirs}, which its {CONFIG} asks for")
+        if tensor.shape != size:
+            raise DataError(
+                f"{tensor.path}: {theirs} is {list(tensor.shape)}, and by {CONFIG} it must be "
+                f"{list(size)}"
+            )
+        if tensor.dtype not in EXACT:
+            raise DataError(f"{tensor.path}: {theirs} is {tensor.dtype}; import {', '.join(EXACT)}")
+        picked[name] = tensor
+    known = {str(weight_name(name)) for name in picked}
+    if more := [name for name in found if name not in known and not is_unneeded(name, shape)]:
+        raise DataError(f"{folder} has {more[0]}, which kempner's transformer does not have")
+    return picked
+
+
+def _json(content: object) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

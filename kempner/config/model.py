@@ -1,0 +1,124 @@
+"""The configuration of the model: a transformer by its sizes or its name, or one of your own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from kempner.config.presets import Preset, with_preset
+from kempner.config.section import PositiveFloat, PositiveInt, Section
+
+_SIZES_BEYOND = ("vocab_size", "max_seq_len")
+"""What of `[model]` holds for a model of your own as well."""
+
+
+def _names_function(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", text):
+        raise ValueError(f'"{text}" names no function; write "package.module:function"')
+    return text
+
+
+class RopeScalingSection(Section):
+    """Rotary positions stretched for longer texts, as in Llama 3.1."""
+
+    factor: PositiveFloat | None = None
+    """How far low frequencies are stretched, such as 8; 1 is not at all, as by default."""
+    low_freq_factor: PositiveFloat | None = None
+    """Wavelengths above original_max_position_embeddings / this are stretched in full; 1 by
+    default."""
+    high_freq_factor: PositiveFloat | None = None
+    """Wavelengths below original_max_position_embeddings / this are not; 4 by default."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """Length of the texts before; 8192 by default."""
+
+    @model_validator(mode="after")
+    def _obeys_what_is_set(self) -> Self:
+        if self.factor is None:
+            for option, value in self:
+                if value is not None:
+                    raise ValueError(f"{option} has no effect without factor")
+        if (self.low_freq_factor or 1.0) >= (self.high_freq_factor or 4.0):
+            raise ValueError("low_freq_factor must be below high_freq_factor")
+        return self
+
+
+class ModelSection(Section):
+    """Sizes of a decoder-only transformer of the Llama family, or a model of your own."""
+
+    preset: Preset | None = None
+    """A published model, whose sizes are taken for all keys that are not given themselves. They
+    are what is shown and kept, and not its name."""
+    factory: Annotated[str, AfterValidator(_names_function)] | None = None
+    """A model of your own instead: "package.module:function", called with options and vocab_size.
+    Then no key but options, vocab_size and max_seq_len has an effect."""
+    options: dict[str, Any] | None = None
+    """Any table for factory; empty by default."""
+    dim: PositiveInt = 256
+    """Width of the residual stream."""
+    n_layers: PositiveInt = 4
+    """Number of transformer blocks."""
+    n_heads: PositiveInt = 4
+    """Number of query heads."""
+    n_kv_heads: PositiveInt | None = None
+    """Number of key and value heads (grouped-query attention); n_heads by default."""
+    head_dim: PositiveInt | None = None
+    """Width of one head; dim / n_heads by default."""
+    ffn_dim: PositiveInt | None = None
+    """Width of the SwiGLU layer; by default 8/3 of dim rounded up to a multiple of 256."""
+    vocab_size: PositiveInt | None = None
+    """Number of token ids; by default the vocabulary of data.dataset_path's index."""
+    vocab_multiple: PositiveInt = 1
+    """Rows of embedding and output projection are padded to a multiple of this; a padding row is
+    no token, is never predicted, and is cut off by an export for Hugging Face."""
+    max_seq_len: PositiveInt = 4096
+    """Longest sequence that the rotary position table covers."""
+    rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary position frequencies."""
+    rope_scaling: RopeScalingSection = RopeScalingSection()
+    """Stretched rotary positions; none by default."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of RMSNorm."""
+    qk_norm: bool = False
+    """RMSNorm over each head of queries and keys before their rotation, as in Qwen3."""
+    tie_embeddings: bool = False
+    """Use the token embedding as the output projection as well."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability of dropping an element of each residual branch."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_preset(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        if {"preset", "factory"} <= given.keys():
+            raise ValueError("preset has no effect with factory; remove one of them")
+        return with_preset(given)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.n_heads % (self.n_kv_heads or self.n_heads):
+            raise ValueError(
+                f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}"
+            )
+        if self.head_dim is None and self.dim % self.n_heads:
+            raise ValueError(
+                f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or set head_dim"
+            )
+        if (self.head_dim or self.dim // self.n_heads) % 2:
+            raise ValueError("the head width must be even: rotary positions turn pairs")
+        return self
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        if self.factory is None:
+            if self.options is not None:
+                raise ValueError("options has no effect without factory; remove it")
+            return self
+        for name, field in type(self).model_fields.items():
+            ours = name in ("factory", "options", *_SIZES_BEYOND)
+            if not ours and getattr(self, name) != field.get_default():
+                raise ValueError(f"{name} has no effect with factory; put it into options")
+        return self

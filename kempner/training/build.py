@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import kempner
 from kempner.checkpoint.format.manifest import Identity, Origin
@@ -23,8 +24,10 @@ from kempner.data.files.requirements import check_held_out, vocabulary
 from kempner.data.files.token_file import Corpus
 from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
+from kempner.model.factory import create, place
+from kempner.model.factory import digest as weights_digest
 from kempner.model.sharding import build_model
-from kempner.model.spec.shape import Shape, flops_per_token
+from kempner.model.spec.shape import Shape, flops_per_token, model_record
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import empty, storage_waits
@@ -60,24 +63,24 @@ def build(
     run = rank_link.run
     corpus = _open_tokens(run, "data", config.data.dataset_path)
     vocab_size = vocabulary(config, corpus.index)
-    shape = Shape.of(config.model, vocab_size)
     evaluation = _open_evaluation(config, run, corpus)
     with rank_link.progress.waiting("what the others have read"):
         ranks.agree_on(_what_steps_depend_on(config, corpus, evaluation.corpus))
-    model = build_model(config, vocab_size, ranks.device, ranks.mesh)
+    model = _build_model(config, vocab_size, ranks, rank_link)
     if ranks.device.type == "cpu" and ranks.world.size > 1:
         from kempner.training.groups.collective_timer import time_collectives  # imports FSDP
 
         time_collectives(model, rank_link.progress.waiting)
     optimizer = build_optimizer(model, config.optimizer)
     _collect_garbage_again()
+    flops = _flops_per_token(config, vocab_size, model)
     record = partial(rank_link.record, attempt)
     history = read_history(run, attempt) if ranks.world.rank == 0 else RunHistory()
     section = config.checkpoint
     checkpoints = CheckpointManager(
         CheckpointContext(
             path=Path(section.dir) if section.dir else run.checkpoints,
-            identity=_identity(config, corpus, shape, ranks),
+            identity=_identity(config, corpus, vocab_size, ranks),
             fence=Fence(run.attempts, attempt),
             group=ranks.saves,
             record=record,
@@ -104,7 +107,7 @@ def build(
         checkpoints=checkpoints,
         tools=Tools(
             data=Data(partial(_open_feed, config, corpus, ranks), train_state),
-            step_metrics=_open_telemetry(config, run, ranks, attempt, shape, train_state, history),
+            step_metrics=_open_telemetry(config, run, ranks, attempt, flops, train_state, history),
             evaluation=evaluation,
             faults=faults,
             progress=rank_link.progress,
@@ -112,6 +115,24 @@ def build(
         ),
         state=LoopState(train_state, Health(train_state.losses)),
     )
+
+
+def _build_model(config: Config, vocab_size: int, ranks: Ranks, rank_link: RankLink) -> nn.Module:
+    """The model, ready to train. Raises `UsageError` for one of the user's own that is none."""
+    if config.model.factory is None:
+        return build_model(config, vocab_size, ranks.device, ranks.mesh)
+    model = create(config, vocab_size)
+    with rank_link.progress.waiting("the others' initial weights"):
+        fact = f"what model.factory={config.model.factory} made (the digest of its weights)"
+        ranks.agree_on({fact: weights_digest(model)})
+    return place(model, config, vocab_size, ranks.device, ranks.mesh)
+
+
+def _flops_per_token(config: Config, vocab_size: int, model: nn.Module) -> float:
+    """As `flops_per_token`; of a model of the user's own, 6 for each parameter."""
+    if config.model.factory is None:
+        return flops_per_token(Shape.of(config.model, vocab_size), config.train.seq_len)
+    return 6.0 * sum(parameter.numel() for parameter in model.parameters())
 
 
 def _what_steps_depend_on(
@@ -158,13 +179,13 @@ def _resume(
     return dataclasses.replace(train_state, rollbacks=(*train_state.rollbacks, *later))
 
 
-def _identity(config: Config, corpus: Corpus, shape: Shape, ranks: Ranks) -> Identity:
+def _identity(config: Config, corpus: Corpus, vocab_size: int, ranks: Ranks) -> Identity:
     return Identity(
         world=ranks.world.size,
         mesh=dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True)),
         seed=config.train.seed,
         data_fingerprint=fingerprint(corpus.index, config.train.seq_len),
-        model=shape.fixed(),
+        model=model_record(config.model, vocab_size),
         optimizer=config.optimizer.name,
         origin=Origin(
             config_hash=digest(config),
@@ -281,7 +302,7 @@ def _open_telemetry(
     run: RunDirectory,
     ranks: Ranks,
     attempt: Attempt,
-    shape: Shape,
+    flops: float,
     train_state: TrainState,
     history: RunHistory,
 ) -> StepMetrics:
@@ -295,7 +316,7 @@ def _open_telemetry(
         attempt=attempt.number,
         rank=ranks.world.rank,
         flops_per_second_at_peak=peak_flops(ranks.device, ranks.world.size),
-        flops_per_token=flops_per_token(shape, config.train.seq_len),
+        flops_per_token=flops,
         display=display,
     )
     step_metrics.start(train_state)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
+from torch import nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint.format.train_state import Rollback, TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.config.sections import Config
 from kempner.data.serve.loader import Feed, MicroBatch, StepBatch
-from kempner.model.transformer import Transformer
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Phase
 from kempner.run.output.logs import logger
@@ -92,7 +92,7 @@ class Training:
 
     config: Config
     ranks: Ranks
-    model: Transformer
+    model: nn.Module
     optimizer: Optimizer
     shutdown: ShutdownHandler
     checkpoints: CheckpointManager

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import AdamW, Muon
+from torch.optim import Muon
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from kempner.checkpoint.tensors.state import is_sharded, local_part
+from kempner.training.compute.adamw import GuardedAdamW
 from kempner.training.compute.uncompiled import Uncompiled
 
 
@@ -30,7 +31,7 @@ class MuonAndAdamW(Uncompiled):
 
     found_inf: Tensor | None = None
 
-    def __init__(self, muon: GuardedMuon, adamw: AdamW) -> None:
+    def __init__(self, muon: GuardedMuon, adamw: GuardedAdamW) -> None:
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self._parts = (muon, adamw)
         self.state = muon.state = adamw.state = defaultdict(dict)
@@ -40,7 +41,7 @@ class MuonAndAdamW(Uncompiled):
         if closure is not None:
             raise ValueError("MuonAndAdamW takes no closure")
         for part in self._parts:
-            part.found_inf = self.found_inf  # type: ignore[union-attr]  # AdamW looks for it
+            part.found_inf = self.found_inf
             part.step()
 
 

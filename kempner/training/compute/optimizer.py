@@ -6,15 +6,17 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
-from kempner.checkpoint.tensors.state import is_sharded
+from kempner.checkpoint.tensors.state import is_sharded, local_part
 from kempner.config.sections import OptimizerSection
 from kempner.run.control.heartbeat import Waiting, untimed
+from kempner.run.process.exit_codes import UsageError
+from kempner.training.compute.adamw import GuardedAdamW
 from kempner.training.compute.muon import GuardedMuon, MuonAndAdamW
 from kempner.training.compute.sgd import GuardedSGD
-from kempner.training.compute.uncompiled import UncompiledAdamW
 
 T = TypeVar("T")
 
@@ -35,9 +37,9 @@ def build_optimizer(model: nn.Module, section: OptimizerSection) -> Optimizer:
             )
 
 
-def _adamw(parameters: Iterable[Tensor], section: OptimizerSection) -> AdamW:
+def _adamw(parameters: Iterable[Tensor], section: OptimizerSection) -> GuardedAdamW:
     beta1, beta2 = section.betas or (0.9, 0.95)
-    return UncompiledAdamW(
+    return GuardedAdamW(
         _groups(parameters, _given(section.weight_decay, 0.1)),
         lr=section.lr,
         betas=(beta1, beta2),
@@ -57,6 +59,11 @@ def _muon(model: nn.Module, section: OptimizerSection) -> MuonAndAdamW:
     for name, parameter in model.named_parameters():
         inside = name.startswith("layers.") and parameter.ndim == 2
         (hidden if inside else others).append(parameter)
+    if not hidden:
+        raise UsageError(
+            'optimizer.name="muon" updates the matrices in the ModuleList `layers` of the model, '
+            "which has none"
+        )
     muon = GuardedMuon(
         hidden,
         lr=section.lr,
@@ -84,15 +91,18 @@ def clip_gradients(model: nn.Module, max_norm: float, waiting: Waiting = untimed
     """Scale the gradients to a global norm of at most `max_norm` (0: leave them); return the norm.
 
     The norm is over all ranks' shards, a scalar on the model's device. `waiting` is entered while
-    this rank waits for others.
+    this rank waits for others. As `torch.nn.utils.clip_grad_norm_`, on the shards that it has.
     """
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    with waiting("the gradient norm"):
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if is_sharded(norm):
-            norm = norm.full_tensor()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    own = [local_part(gradient) for gradient in gradients]
+    norm = nn.utils.get_total_norm(own)
+    if gradients and is_sharded(gradients[0]):
+        squared = norm.square_()
+        with waiting("the gradient norm"):
+            dist.all_reduce(squared, group=gradients[0].device_mesh.get_group())
+        norm = squared.sqrt_()
     if max_norm > 0:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        torch._foreach_mul_(own, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from inspect import unwrap
 
-import torch
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 
 class Uncompiled(Optimizer):
@@ -18,9 +17,3 @@ class Uncompiled(Optimizer):
 
     add_param_group = unwrap(Optimizer.add_param_group)
     zero_grad = unwrap(Optimizer.zero_grad)
-
-
-class UncompiledAdamW(Uncompiled, AdamW):
-    """`torch.optim.AdamW`, bit for bit."""
-
-    step = torch.no_grad()(unwrap(AdamW.step))

@@ -156,8 +156,10 @@ def _rendezvous(world: World, address: str, timeout: timedelta) -> Store:
     if world.launcher == "torchrun":  # its agent hosts the store
         found: Store = next(rendezvous("env://", world.rank, world.size, timeout=timeout))[0]
         return found
-    if world.launcher == "srun":
-        salt = job_salt(os.environ, os.environ.get("KEMPNER_ATTEMPT_NONCE", ""))
+    if world.launcher in ("srun", "agent"):
+        nonce = os.environ.get("KEMPNER_ATTEMPT_NONCE", "")
+        # The agents of some nodes may belong to another step.
+        salt = job_salt(os.environ if world.launcher == "srun" else {}, nonce)
         store = meet(world, address, salt, timeout)
         # For whatever else reads torch's variables, and instead of a login shell's.
         os.environ |= world.environment()

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from kempner.config.sections import Config
 from kempner.data.files.token_file import Corpus
 from kempner.data.serve.loader import IGNORE, eval_batches
-from kempner.model.transformer import Transformer
 from kempner.training.compute.forward_backward import sum_over_ranks, summed_loss
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
@@ -39,7 +39,7 @@ class Evaluation:
         return step % interval == 0 or step == self.config.train.max_steps
 
     def run(
-        self, model: Transformer, ranks: Ranks, vote_group: VoteGroup, vote: Callable[[], Vote]
+        self, model: nn.Module, ranks: Ranks, vote_group: VoteGroup, vote: Callable[[], Vote]
     ) -> Evaluated:
         """Evaluate, with a vote per batch: a stop does not wait for the end."""
         assert self.corpus is not None  # due() is false without held-out data

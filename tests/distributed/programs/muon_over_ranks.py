@@ -61,5 +61,5 @@ for options in OPTIONS:
     assert all(not torch.equal(alone, weight) for alone, weight in zip(plain, weights, strict=True))
 
 dist.barrier()
-print(f"rank {dist.get_rank()} agrees", flush=True)
+print(f"rank {dist.get_rank()} has seen it all", flush=True)
 os._exit(0)

@@ -14,7 +14,7 @@ from harness import KEMPNER, ROOT, Job, Run, wait_until
 
 from kempner.run.record.ledger import read_lines
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.cold("this is about the fork server")]
 
 LONG = ("--train.max_steps=200", "--checkpoint.interval=5")
 

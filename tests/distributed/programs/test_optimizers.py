@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from harness import ROOT, Run, drills
+from harness import Run, drills, launch
 
 pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.mark.parametrize("world", [3, *drills(2)])
 def test_muon_over_shards_is_muon(world: int) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = str(ROOT / "tests/distributed/programs/muon_over_ranks.py")
-    done = subprocess.run(
-        [*torchrun, f"--nproc-per-node={world}", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("agrees") == world
+    launch(Path(__file__).with_name("muon_over_ranks.py"), world)
 
 
 MUON = ['--optimizer.name="muon"']

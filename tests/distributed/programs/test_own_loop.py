@@ -6,7 +6,6 @@ import difflib
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import warm
 from harness import KEMPNER, ROOT, Job, assert_named, wait_until
 
 from kempner.run.process.stop_reason import StopReason
@@ -27,6 +27,11 @@ pytestmark = pytest.mark.timeout(300)
 
 EXAMPLES = ROOT / "docs" / "examples"
 STEPS = 200
+
+FORKED = ("--supervise.fork_imports=['torch', 'kempner.training.survive']",)
+"""As the documentation advises who finds the start of a rank too slow; without it, ranks are
+processes of their own.
+"""
 
 
 @dataclass
@@ -41,14 +46,7 @@ class Own:
         log = self.folder / f"job-{len(self.jobs)}.out"
         command = [*KEMPNER, "supervise", f"--nproc={nproc}", *options, "--", *map(str, program)]
         with open(log, "wb") as out:
-            process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            process = warm.start(command, os.environ, out, self.folder, spare=True)
         self.jobs.append(Job(process, log))
         return self.jobs[-1]
 
@@ -97,7 +95,7 @@ def test_the_example_survives_a_stop_and_a_kill_to_the_last_bit(own: Own, tmp_pa
     undisturbed = Own(tmp_path / "undisturbed")
     assert undisturbed.supervise(*example()).wait(200) == 0, undisturbed.jobs[0].output()
 
-    job = own.supervise(*example())
+    job = own.supervise(*example(), options=FORKED)
     own.reach(30, job)
     job.signal()
     assert job.wait() == 75, job.output()
@@ -106,7 +104,7 @@ def test_the_example_survives_a_stop_and_a_kill_to_the_last_bit(own: Own, tmp_pa
     assert_named(own.run("surviving"), StopReason.SIGNAL, 1, 2, job.output())
     assert not (own.folder / "curve.pt").exists()
 
-    job = own.supervise(*example())
+    job = own.supervise(*example(), options=FORKED)
     own.reach(stopped["step"] + 45, job)
     log = own.run("surviving").log(2, 1)
     (victim,) = [e["pid"] for e in read_lines(log) if e["event"] == "ready"]
@@ -137,7 +135,8 @@ def test_a_program_that_always_dies_at_step_30_is_given_up(own: Own) -> None:
 
 
 def test_a_state_that_no_checkpoint_holds_ends_the_run_after_the_first_step(own: Own) -> None:
-    job = own.supervise(sys.executable, Path(__file__).with_name("keeps_lists.py"))
+    program = Path(__file__).with_name("keeps_lists.py")
+    job = own.supervise(sys.executable, program, options=FORKED)
     assert job.wait(120) == 2, job.output()
     assert "is of type list; a checkpoint only holds tensors" in job.output()
     assert "Traceback" not in job.output()
@@ -157,7 +156,7 @@ def test_how_a_loop_in_a_thread_ends_is_how_its_process_ends(own: Own) -> None:
     (stopped,) = own.events("in_a_thread", "stopped")
     assert stopped["lost_steps"] == 0
 
-    once = ("--supervise.max_restarts_without_progress=0",)
+    once = ("--supervise.max_restarts_without_progress=0", *FORKED)
     job = own.supervise(sys.executable, program, "fails", nproc=1, options=once)
     assert job.wait() == 1, job.output()
     (verdict,) = own.events("in_a_thread", "gave_up")

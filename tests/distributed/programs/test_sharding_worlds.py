@@ -2,104 +2,27 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from harness import drills
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
+from harness import drills, launch
+from sharded_gradients import ASKED, CPU, VOCAB, Results, backward, batch
 
-from kempner.config.sections import Config, ModelSection, TrainSection
+from kempner.config.sections import Config
 from kempner.model.sharding import build_model
 from kempner.model.transformer import Transformer
 
-CPU = torch.device("cpu")
-VOCAB = 257
-ROWS, LENGTH = 6, 32
 TOLERANCE = 3e-6
 """Largest difference of a gradient, relative to its largest element: a few float32 roundings."""
-
-
-def config(dtype: str = "auto", **model: object) -> Config:
-    sizes = {"dim": 48, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 100, **model}
-    return Config(
-        model=ModelSection.model_validate(sizes),
-        train=TrainSection.model_validate({"seq_len": LENGTH, "seed": 5, "dtype": dtype}),
-    )
-
-
-ASKED = {
-    "grouped": config(),
-    "summed every time": config(),
-    "tied": config(tie_embeddings=True),
-    "bfloat16": config(dtype="bfloat16"),
-}
-Whole = tuple[dict[str, Tensor], dict[str, Tensor]]
-"""Weights and gradients of a model, put together from all ranks."""
-Results = dict[str, Whole]
-
-
-def batch() -> Tensor:
-    return torch.randint(0, VOCAB, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-
-
-def backward(model: Transformer, rows: Tensor) -> None:
-    """Add the gradient of these rows' share of the global batch's mean loss."""
-    logits = model(rows[:, :-1])
-    loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
-    torch.autograd.backward(loss / (ROWS * LENGTH))
-
-
-def rank_main(rank: int, world: int, folder: str) -> None:
-    """Every configuration in turn; rank 0 keeps the whole weights and gradients."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=store)
-    results = {
-        name: gradient_of_rank(rank, world, asked, every_time=name == "summed every time")
-        for name, asked in ASKED.items()
-    }
-    if rank == 0:
-        torch.save(results, f"{folder}/rank0.pt")
-    dist.barrier()
-    # Like every rank of kempner: a Gloo thread that drops its last tensor while the interpreter
-    # winds down would abort the process.
-    os._exit(0)
-
-
-def gradient_of_rank(rank: int, world: int, config: Config, every_time: bool) -> Whole:
-    """Two micro batches of this rank's rows, then an evaluation."""
-    model = build_model(config, VOCAB, CPU, init_device_mesh("cpu", (world,)))
-    assert isinstance(model, FSDPModule)
-    weights = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
-    mine = batch().tensor_split(world)[rank]
-    for number, rows in enumerate(mine.tensor_split(2)):
-        model.set_requires_gradient_sync(every_time or number == 1)
-        backward(model, rows)
-    with torch.no_grad():
-        model(mine[:, :-1])
-    # What an optimizer or a checkpoint lists after an evaluation is still this rank's shards.
-    return weights, {name: whole(p.grad) for name, p in model.named_parameters()}
-
-
-def whole(tensor: Tensor | None) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    assert tensor.dtype is torch.float32
-    return tensor.full_tensor()
 
 
 @pytest.fixture(scope="module", params=[3, *drills(2)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What a world of processes made of every configuration."""
-    folder = tmp_path_factory.mktemp("world")
-    spawn(rank_main, (request.param, str(folder)), nprocs=request.param)  # type: ignore[no-untyped-call]
-    results: Results = torch.load(folder / "rank0.pt")
+    out = tmp_path_factory.mktemp("world") / "rank0.pt"
+    launch(Path(__file__).with_name("sharded_gradients.py"), request.param, out)
+    results: Results = torch.load(out)
     return results
 
 
@@ -110,7 +33,7 @@ def alone(config: Config) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("name", ["grouped", "summed every time", "tied"])
+@pytest.mark.parametrize("name", ["grouped", "summed every time", "tied", "qwen"])
 def test_gradients_are_the_sum_over_ranks(ranks: Results, name: str) -> None:
     weights, gradients = ranks[name]
     model = alone(ASKED[name])

@@ -49,5 +49,6 @@ for name, parameter in training.model.named_parameters():
 if ranks.world.rank == 0:
     torch.save({"loss": loss, "gradient": gradient, "step": training.train_state.step}, sys.argv[1])
 training.tools.data.feed.close()
+print(f"rank {ranks.world.rank} has seen it all", flush=True)
 ranks.final_barrier()
 os._exit(0)

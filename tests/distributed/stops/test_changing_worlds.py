@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, Run, wait_until
+from harness import Run, launch, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -20,10 +19,7 @@ float32 roundings (1.2e-7 each), since only the order of the sums differs betwee
 
 def gradient(run: Run, world: int, out: Path) -> dict[str, torch.Tensor]:
     """The gradient of the run's next step, computed by this many ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = str(ROOT / "tests/distributed/stops/gradient_of_step.py")
-    job = run.start([*command, f"--nproc-per-node={world}", script, str(out)], PLAIN)
-    assert job.wait(120) == 0, job.output()
+    launch(Path(__file__).with_name("gradient_of_step.py"), world, out, run.config, PLAIN)
     found: dict[str, torch.Tensor] = torch.load(out, weights_only=True)["gradient"]
     return found
 

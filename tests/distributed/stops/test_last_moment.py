@@ -12,7 +12,7 @@ from harness import KEMPNER, Run
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.cold("Python itself is changed, as it starts")]
 
 AT_THE_LAST_MOMENT = """
 import os, signal, sys

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.timeout(300)
 GIANT = "--train.global_batch_size=100000000"
 
 
+@pytest.mark.cold("Ctrl-C at a rank, as people do it")
 def test_ctrl_c_in_a_giant_batch(run: Run) -> None:
     """No step of it ever ends: one Ctrl-C is answered at once, and obeyed while data is awaited."""
     job = run.train(GIANT)

@@ -143,6 +143,7 @@ def test_one_process_without_a_supervisor(run: Run, undisturbed: Callable[..., R
     assert_same(run, undisturbed(1, LONG))
 
 
+@pytest.mark.cold("as people do it where there is torchrun")
 def test_under_torchrun(run: Run, undisturbed: Callable[..., Run]) -> None:
     torchrun = [KEMPNER[0], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     job = run.start([*torchrun, "-m", "kempner", "train"], LONG)
@@ -155,6 +156,7 @@ def test_under_torchrun(run: Run, undisturbed: Callable[..., Run]) -> None:
     assert_same(run, undisturbed(2, LONG))
 
 
+@pytest.mark.cold("stopped and started again, as people do it")
 def test_a_second_ctrl_c_leaves_at_once_and_a_killed_supervisor_loses_nothing(
     run: Run, undisturbed: Callable[..., Run]
 ) -> None:

@@ -19,6 +19,7 @@ from kempner.cli.usage.words import check_paths
 _MODULES = {
     "init": ("init",),
     "prepare": ("prepare",),
+    "download": ("checkpoint.download",),
     "train": ("train",),
     "supervise": ("supervise",),
     "status": ("status",),

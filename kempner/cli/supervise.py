@@ -63,8 +63,8 @@ def supervise(
     launcher: Annotated[
         LauncherName | None,
         typer.Option(
-            help="Who starts the ranks: local, as children of this process; srun, as a Slurm step "
-            "with a task per GPU; torchrun, as a step with a torchrun per node. By default "
+            help="Who starts the ranks: local, as children of this process; srun, by a Slurm step "
+            "with an agent per node; torchrun, by a step with a torchrun per node. By default "
             "slurm.launcher: srun inside of a Slurm job, local elsewhere."
         ),
     ] = None,
@@ -159,6 +159,7 @@ def _in_a_job(
 ) -> ExitCode:
     """Find and print the resources of the Slurm job, then train in it."""
     from kempner.supervisor.daemon import supervise as follow
+    from kempner.supervisor.launchers.agents.launcher import AgentLauncher, why_no_agents
     from kempner.supervisor.launchers.srun import SrunLauncher
     from kempner.supervisor.launchers.torchrun import TorchrunLauncher
     from kempner.supervisor.slurm.job_monitor import JobMonitor
@@ -173,12 +174,18 @@ def _in_a_job(
     allocation, resources = enter(
         job, os.environ, config, given=jobid is not None, per_task=per_task
     )
-    step = (SrunLauncher if per_task else TorchrunLauncher)(allocation, config.supervise)
+    program = _program(command, given, config)
+    launcher: type[SrunLauncher] = SrunLauncher if per_task else TorchrunLauncher
+    if per_task and program.modules:
+        if why := why_no_agents(config.supervise, os.environ):
+            logger().warning(f"the ranks are not forked: {why}")
+        else:
+            launcher = AgentLauncher
+    step = launcher(allocation, config.supervise)
     refuse_absent_ranks(config.resilience.faults, step.size)
     restarts = restart_count(os.environ)
     say(introduction(allocation, resources, run, given, restarts))
     inbox().pause_within(_never_paused)
-    program = _program(command, given, config)
     around = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)
     return follow(run, step, program, config, inbox(), around)
 

@@ -14,6 +14,9 @@ from kempner.cluster.slurm.hostlist import expand_counts
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
+OF_AGENT = "KEMPNER_OF_AGENT"
+"""Is in the environment of a rank that was started by its node's agent."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -50,6 +53,8 @@ def discover(environ: Mapping[str, str]) -> World:
         return _placed(environ, "torchrun")
     if "KEMPNER_SUPERVISOR_PID" in environ:
         return _placed(environ, "kempner")
+    if OF_AGENT in environ:
+        return _placed(environ, "agent")
     if "SLURM_STEP_NUM_TASKS" in environ:
         return _task(environ)
     return World(0, 1, 0, 1, launcher="none", warning=_stale(environ, {}))

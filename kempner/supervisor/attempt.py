@@ -125,7 +125,7 @@ class AttemptFollower:
             StragglerMonitor(resilience, None if usual_step is None else usual_step.median),
             MemoryMonitor(resilience),
         )
-        self._evidence = HangEvidence(attempt.number, channel.tell, ledger, job.id)
+        self._evidence = HangEvidence(attempt.number, channel.tell, ledger, launcher.look)
         self._reporter = Reporter(attempt.number, ledger, resilience.straggler_is_suspect)
 
     @property

@@ -74,6 +74,21 @@ def supervise(
     raise_open_file_limit()
     check_run_directory(run)
     try:
+        return _supervise(run, launcher, program, config, signals, job)
+    finally:
+        launcher.close()
+
+
+def _supervise(
+    run: RunDirectory,
+    launcher: Launcher,
+    program: Program,
+    config: Config,
+    signals: SignalInbox,
+    job: JobMonitor | None,
+) -> ExitCode:
+    """As `supervise`, with a launcher that is closed afterwards."""
+    try:
         refuse_if_given_up(run)
         launcher.prepare(program)
         if program.ours:
@@ -81,6 +96,7 @@ def supervise(
                 logger().warning(warning)
         lease = Lease.acquire(run, config.supervise.lease, restart_count(os.environ))
     except STORAGE_FAILED as error:
+        launcher.close()
         end = Decision(error.code, str(error))
         return _leave(end, run, Ledger(run.ledger), RunHistory(), job, None, {})
     try:
@@ -101,6 +117,7 @@ def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
             end = restart_or_finish(context, follower, decision, earlier)
         except STORAGE_FAILED as error:
             end = Decision(error.code, str(error))
+    context.launcher.close()  # before the job goes: what is left of it would be killed
     # Read by now, or it cannot be read at all.
     history = context.history.refresh() if "history" in vars(context) else RunHistory()
     suspect = suspects(history, time.time(), context.config.resilience.suspect_for)

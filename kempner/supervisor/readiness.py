@@ -25,7 +25,7 @@ from kempner.config.sections import Config
 from kempner.data.files.index import Index, Shard, fingerprint, read_index
 from kempner.data.files.requirements import check_held_out, check_samples, vocabulary
 from kempner.model.spec.memory import moment_elements
-from kempner.model.spec.shape import Shape
+from kempner.model.spec.shape import Shape, model_record
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, UsageError
 from kempner.run.process.retry import describe, empty, is_passing, storage_waits
 from kempner.run.record.attempts import CURRENT
@@ -111,7 +111,6 @@ def check_ready(
     check_samples(config, index)
     if config.eval.interval is not None and config.eval.dataset_path is not None:
         check_held_out(config, index, _find_data(run, "eval", config.eval.dataset_path))
-    shape = Shape.of(config.model, vocab_size)
     folder = CheckpointFolder(
         Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
     )
@@ -119,15 +118,23 @@ def check_ready(
     committed = _look(folder.committed, folder.path, began_before) or []
     latest = _look(folder.latest, folder.path, began_before)
     if (step := choose(committed, latest)) is not None:
-        _check_resume(config, run, folder.step(step), index, shape)
-    size = _STATE_BYTES * (shape.parameters + moment_elements(shape, config.optimizer))
+        _check_resume(config, run, folder.step(step), index, vocab_size)
+    size = _checkpoint_bytes(config, vocab_size)
     free = _look(partial(_free_bytes, folder.path), folder.path)
-    if free is None:
+    if free is None or size is None:
         return Ready(vocab_size)
     room = judge_room(free, size, len(committed), config.checkpoint.keep_last)
     if room.refused and not (committed or began_before):
         raise CheckpointWriteError(f"{folder.path}: {room.sentence}")
     return Ready(vocab_size, (f"{folder.path}: {room.sentence}",) if room.sentence else ())
+
+
+def _checkpoint_bytes(config: Config, vocab_size: int) -> int | None:
+    """What one checkpoint takes; None for a model of the user's own, which only a rank creates."""
+    if config.model.factory is not None:
+        return None
+    shape = Shape.of(config.model, vocab_size)
+    return _STATE_BYTES * (shape.parameters + moment_elements(shape, config.optimizer))
 
 
 def _look(work: Callable[[], T], path: Path, worked: bool = False) -> T | None:
@@ -190,7 +197,7 @@ def _size(path: Path, expected: int) -> int:
 
 
 def _check_resume(
-    config: Config, run: RunDirectory, checkpoint: Path, index: Index, shape: Shape
+    config: Config, run: RunDirectory, checkpoint: Path, index: Index, vocab_size: int
 ) -> None:
     """Raise `DataError` if the run cannot go on from a checkpoint, configured so.
 
@@ -205,7 +212,7 @@ def _check_resume(
         mesh={},
         seed=config.train.seed,
         data_fingerprint=fingerprint(index, config.train.seq_len),
-        model=shape.fixed(),
+        model=model_record(config.model, vocab_size),
         optimizer=config.optimizer.name,
     )
     judgement = compare_identities(manifest.identity, now, config.checkpoint.accept_changes)

@@ -126,6 +126,16 @@ def _terms(environ: Mapping[str, str]) -> LaunchTerms:
     return LaunchTerms(Path(environ[_RUN]), *seconds)
 
 
+def with_token(variables: Mapping[str, str], token: str) -> dict[str, str]:
+    """`Launch.environment()` again, from what `without_token` left of it."""
+    return {**variables, _TOKEN: token}
+
+
+def without_token(variables: Mapping[str, str]) -> dict[str, str]:
+    """`Launch.environment()` without the secret."""
+    return {name: value for name, value in variables.items() if name != _TOKEN}
+
+
 def forget_secret(environ: MutableMapping[str, str] = os.environ) -> None:
     """Take the token out, so that neither a child nor a record of the environment gets it."""
     environ.pop(_TOKEN, None)

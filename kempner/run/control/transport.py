@@ -69,7 +69,11 @@ class Connection:
 
     def send(self, message: FromRank | FromSupervisor) -> None:
         """Send, now or as soon as the other side reads. Raises `MessageError` if it is too long."""
-        self._unsent += encode(message)
+        self.send_line(encode(message))
+
+    def send_line(self, line: bytes) -> None:
+        """As `send`; the line has its newline."""
+        self._unsent += line
         self.flush()
         if len(self._unsent) > BACKLOG_LIMIT:
             raise TimeoutError("it does not read its messages")

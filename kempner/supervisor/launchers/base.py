@@ -109,3 +109,10 @@ class Launcher(Protocol):
         Nor on a host where one of the `stuck` processes, which were killed, still runs. May take a
         minute. Returns why there can be no other start here, or None if there can.
         """
+
+    def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
+        """What can be seen from outside of processes on another node: a line each, or none if
+        nobody answers. From any thread."""
+
+    def close(self) -> None:
+        """No other ranks are started: end what was started to do so."""

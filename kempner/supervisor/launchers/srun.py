@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from kempner.cluster.network.interfaces import named
@@ -33,10 +34,10 @@ from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.helper_thread import keep_running, start_thread
 from kempner.supervisor.launchers.base import CannotRestart, Program
 from kempner.supervisor.launchers.srun_output import StepErrors
+from kempner.supervisor.nodes import srun_probe
 from kempner.supervisor.nodes.blame import lost_nodes, still_boots
 from kempner.supervisor.nodes.health_check import NO_ANSWER
 from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
-from kempner.supervisor.nodes.srun_probe import give_back, present, states, survey
 from kempner.supervisor.policy.outcome import RankExit
 
 START_WITHIN = 300.0
@@ -79,7 +80,9 @@ class SrunLauncher:
 
     def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
         """Start the step; once srun has ended, `post` how those ended that did not say it."""
-        command = [*self._step(launch), *self._rank(launch, program)]
+        name, nodes = f"kempner-{launch.attempt.number}", self._allocation.nodes
+        step = self._step(name, nodes, self._tasks_per_node())
+        command = [*step, *self._rank(launch, program)]
         job = self._allocation.job if self._allocation.batch else None
         environ = step_environment(os.environ) | replace(launch, job=job).environment()
         environ.pop("TORCHELASTIC_RUN_ID", None)
@@ -119,15 +122,17 @@ class SrunLauncher:
 
         Nodes of a cloud that still boot are waited for.
         """
-        told, began = survey(question, self.nodes, self._outside), self._clock.now()
+        told, began = self._survey(question, self.nodes), self._clock.now()
         while booting := [
-            n for n, flags in states(_unheard(self.nodes, told)).items() if still_boots(flags)
+            n
+            for n, flags in srun_probe.states(_unheard(self.nodes, told)).items()
+            if still_boots(flags)
         ]:
             if self._clock.now() - began > BOOT_WITHIN:
                 break
             logger().info("waiting for nodes that boot", nodes=booting)
             time.sleep(BOOT_LOOK)
-            told += survey(question, booting, self._outside)
+            told += self._survey(question, booting)
         self._unheard = _unheard(self.nodes, told)
         return told
 
@@ -161,7 +166,9 @@ class SrunLauncher:
                 f"{why}; {left} node{'' if left == 1 else 's'} remain{'s' * (left == 1)}"
             )
             if before.batch:
-                give_back(before.job, [node for node, why in bad.items() if why == NO_ANSWER])
+                srun_probe.give_back(
+                    before.job, [node for node, why in bad.items() if why == NO_ANSWER]
+                )
         if left < least:
             return CannotRestart(f"too few nodes: {why}", tuple(bad))
         self._starts, self._killed_at = self._starts + 1, None
@@ -174,9 +181,9 @@ class SrunLauncher:
         own = node_name(os.environ)
         if not stuck and not set(accused) - {own}:
             return {}
-        answers = present(self.nodes, stuck, self._outside)
+        answers = self._present(accused, stuck)
         silent = sorted(set(accused) - set(answers))
-        found = lost_nodes(accused, answers, states(silent), own)
+        found = lost_nodes(accused, answers, srun_probe.states(silent), own)
         for node in sorted(set(silent) - set(found)):
             logger().info("no answer, and no sign against it", node=node)
         return found
@@ -189,6 +196,23 @@ class SrunLauncher:
         """Whether srun could not start the ranks, and is to be started again."""
         return self.alive() and self._srun is not None and self._srun.returncode is not None
 
+    def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
+        """Look in a step of its own, which takes up to 15 s."""
+        return srun_probe.look(node, pids, self._outside)
+
+    def close(self) -> None:
+        """Nothing: each start has a step of its own."""
+
+    def _survey(self, question: ProbeQuestion, nodes: Sequence[str]) -> list[ProbeResult]:
+        """What these nodes say of themselves."""
+        return srun_probe.survey(question, nodes, self._outside)
+
+    def _present(
+        self, accused: Collection[str], stuck: Mapping[str, Sequence[int]]
+    ) -> dict[str, tuple[int, ...]]:
+        """The nodes that answer, each with those of the `stuck` processes that still run."""
+        return srun_probe.present(self.nodes, stuck, self._outside)
+
     @property
     def _outside(self) -> str | None:
         """The allocation, if this process is not its batch process."""
@@ -200,16 +224,15 @@ class SrunLauncher:
         used = len(self._allocation.nodes)
         return min(used, self._section.min_nodes or used)
 
-    def _step(self, launch: Launch) -> list[str]:
-        """srun and its options."""
+    def _step(self, name: str, nodes: Sequence[str], tasks: int) -> list[str]:
+        """srun and its options, for so many tasks per node."""
         allocation = self._allocation
-        tasks = self._tasks_per_node()
         command = [
             "srun",
-            f"--job-name=kempner-{launch.attempt.number}",
-            f"--nodes={len(allocation.nodes)}",
-            f"--nodelist={','.join(allocation.nodes)}",
-            f"--ntasks={len(allocation.nodes) * tasks}",
+            f"--job-name={name}",
+            f"--nodes={len(nodes)}",
+            f"--nodelist={','.join(nodes)}",
+            f"--ntasks={len(nodes) * tasks}",
             f"--ntasks-per-node={tasks}",
             "--kill-on-bad-exit=0",  # the supervisor ends the step, when it has seen why
             "--wait=0",
@@ -261,6 +284,10 @@ class SrunLauncher:
                 asking = not isinstance(error, SlurmRefusedError)
                 time.sleep(SIGNAL_AGAIN)
 
+    def _post_end(self, task: int, status: int, post: Callable[[RankExit], None]) -> None:
+        """A task is a rank; srun says at once how it ended, and itself goes on."""
+        post(RankExit(task, status, ended_by_us=self._was_killed()))
+
     def _was_killed(self) -> bool:
         return self._killed_at is not None
 
@@ -274,10 +301,6 @@ class SrunLauncher:
 
         first = [self._srun]
 
-        def post_end(task: int, status: int) -> None:
-            """A task is a rank; srun says at once how it ended, and itself goes on."""
-            post(RankExit(task, status, ended_by_us=self._was_killed()))
-
         def see() -> int:
             srun = first.pop() if first else None
             if srun is None:
@@ -286,7 +309,7 @@ class SrunLauncher:
                 srun = self._srun = start_step(command, environ)
                 if self._was_killed():  # meanwhile
                     srun.terminate()
-            return see_step_end(srun, StepErrors(post_end).hear)
+            return see_step_end(srun, StepErrors(partial(self._post_end, post=post)).hear)
 
         try:
             status = patiently(see, inf, _say_why)

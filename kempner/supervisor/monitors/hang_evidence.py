@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from kempner.run.control.protocol import DumpStacks, FromSupervisor, Report
@@ -22,8 +22,7 @@ EVIDENCE, NODES_ANSWER = 3.0, 12.0
 class HangEvidence:
     """Collects what ranks and nodes say of a hang of one attempt, and tells of it in the end.
 
-    `tell` sends a message to all ranks, `job` is the Slurm job through which other nodes are asked,
-    if there is one.
+    `tell` sends a message to all ranks, `look` asks another node about processes (`Launcher.look`).
     """
 
     def __init__(
@@ -31,10 +30,10 @@ class HangEvidence:
         attempt: int,
         tell: Callable[[FromSupervisor], None],
         ledger: Ledger,
-        job: str | None,
+        look: Callable[[str, Sequence[int]], Sequence[str]],
     ) -> None:
-        self._attempt, self._tell, self._ledger, self._job = attempt, tell, ledger, job
-        self._look, self._began = ProcessLook({}, None), 0.0
+        self._attempt, self._tell, self._ledger, self._ask = attempt, tell, ledger, look
+        self._look, self._began = ProcessLook({}, look), 0.0
         self._stalled: dict[int, tuple[tuple[str, str], ...]] = {}
         self.hang: Hang | None = None
         """What evidence is collected of; in the end, with what it has brought to light."""
@@ -43,7 +42,7 @@ class HangEvidence:
         """Ask the ranks for their stacks, and look at processes that may be stuck."""
         self.hang, self._began = hang, snapshot.now
         self._tell(DumpStacks())
-        self._look = ProcessLook(worth_a_look(hang, snapshot), self._job)
+        self._look = ProcessLook(worth_a_look(hang, snapshot), self._ask)
 
     def complete(self, now: float) -> bool:
         """Whether the ranks have had their time, and every node that was asked has answered."""

@@ -21,15 +21,16 @@ def explained(
 ) -> RankExit:
     """`end`, with the reason and the numbers if it was an out-of-memory kill.
 
-    The count of such kills comes from the control group where that is on this host, or else from
-    the ranks that lived on beside it: they measure once more when they lose a peer.
+    The count of such kills comes from its node's agent, from the control group where that is on
+    this host, or else from the ranks that lived on beside it: they measure once more when they lose
+    a peer.
     """
     last, there = usage.get(end.rank), joined.get(end.rank)
     by_force = end.status in (-signal.SIGKILL, None) and not end.ended_by_us
     if last is None or there is None or not by_force:
         return end
     beside = [rank for rank, other in joined.items() if other.host == there.host and rank in usage]
-    counts = [usage[rank].memory.oom_kills for rank in beside]
+    counts = [end.oom_kills, *(usage[rank].memory.oom_kills for rank in beside)]
     if is_here(there.host) and last.memory.group:
         with suppress(OSError):  # gone with its last process: what others have seen must do
             counts.append(MemoryGroup(Path(last.memory.group)).oom_kills())

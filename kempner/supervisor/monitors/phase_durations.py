@@ -49,11 +49,22 @@ def to_event(phase_durations: PhaseDurations, ranks: int) -> PhaseDurationsLearn
 
 
 def learned(history: RunHistory, ranks: int) -> dict[Phase, DurationStats]:
-    """The newest phase durations of so many ranks that a run's history tells of."""
-    ours = [event for event in history.events(PhaseDurationsLearned) if event.ranks == ranks]
-    newest = ours[-1].phases if ours else {}
-    known = [phase for phase in Phase if phase in newest]
-    return {phase: DurationStats(**asdict(newest[phase])) for phase in known}
+    """The newest phase durations of so many ranks that a run's history tells of.
+
+    Of starts, the longest: ranks that are forked start at once, and the next job imports anew.
+    """
+    ours = [
+        {
+            phase: DurationStats(**asdict(event.phases[phase]))
+            for phase in Phase
+            if phase in event.phases
+        }
+        for event in history.events(PhaseDurationsLearned)
+        if event.ranks == ranks
+    ]
+    starts = [each[Phase.START] for each in ours if Phase.START in each]
+    longest = {Phase.START: max(starts, key=lambda start: start.long)} if starts else {}
+    return {**ours[-1], **longest} if ours else {}
 
 
 def longer(some: PhaseDurations, others: PhaseDurations) -> dict[Phase, DurationStats]:

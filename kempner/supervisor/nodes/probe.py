@@ -76,6 +76,13 @@ def read_result(line: str) -> ProbeResult | None:
         return None
 
 
+def answer_text(question: str) -> str:
+    """The line that answers a question's text; nothing to none."""
+    if not question:
+        return ""
+    return _VITALS.dump_json(measure(_QUESTION.validate_json(question))).decode()
+
+
 def measure(question: ProbeQuestion) -> ProbeResult:
     """The vitals of this node. Whatever cannot be measured is one of the troubles."""
     troubles: dict[str, str] = {}
@@ -136,7 +143,6 @@ def _disk_free(troubles: dict[str, str]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    vitals = _VITALS.dump_json(measure(_QUESTION.validate_json(sys.argv[1]))).decode()
     # At one go, or it mixes with other nodes' where Python's output is unbuffered.
-    sys.stdout.write(vitals + "\n")
+    sys.stdout.write(answer_text(sys.argv[1]) + "\n")
     sys.stdout.flush()

@@ -14,7 +14,7 @@ from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError, probe_environment
 from kempner.cluster.slurm.job import parse_job
 from kempner.run.output.logs import logger
-from kempner.supervisor.nodes import presence, probe
+from kempner.supervisor.nodes import presence, probe, process_look
 from kempner.supervisor.nodes.blame import node_flags
 from kempner.supervisor.nodes.presence import read_answer
 from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
@@ -63,6 +63,17 @@ def survey(
     return [answer for line in told if (answer := probe.read_result(line))]
 
 
+def look(node: str, pids: Sequence[int], allocation: str | None) -> list[str]:
+    """What can be seen of processes on a node (`process_look`); nothing if it does not answer."""
+    task = [sys.executable, "-m", process_look.__name__, *map(str, pids)]
+    return _run([node], allocation, task, PROBE_WITHIN)
+
+
+def kill(node: str, pid: int, allocation: str | None) -> None:
+    """End a process of ours on a node, if a step can be started there."""
+    _run([node], allocation, ["kill", "-KILL", str(pid)], PROBE_WITHIN)
+
+
 def states(nodes: Sequence[str]) -> dict[str, frozenset[str]]:
     """What Slurm says of these nodes, in its own words; nothing if it does not answer."""
     if not nodes:
@@ -76,6 +87,13 @@ def states(nodes: Sequence[str]) -> dict[str, frozenset[str]]:
 
 def _ask(
     nodes: Sequence[str], allocation: str | None, module: str, question: str, within: float
+) -> list[str]:
+    """What a module says on each node, as far as it came in time."""
+    return _run(nodes, allocation, [sys.executable, "-m", module, question], within)
+
+
+def _run(
+    nodes: Sequence[str], allocation: str | None, task: Sequence[str], within: float
 ) -> list[str]:
     """What a task on each node prints, as far as it came in time."""
     if shutil.which("srun") is None:
@@ -93,7 +111,7 @@ def _ask(
         "--wait=0",
         "--mpi=none",
         "--export=ALL",
-        *(sys.executable, "-m", module, question),
+        *task,
     ]
     try:
         asked = subprocess.Popen(

@@ -16,13 +16,15 @@ class RankExit:
 
     None says that nobody saw it end: its connection broke off. `ended_by_us` says that the
     supervisor killed it, `sentence` is what the rank said last, or the launcher of one
-    that is gone.
+    that is gone. `oom_kills` counts the out-of-memory kills in the job's control group on its node
+    by then, where its launcher sees that; else it is 0.
     """
 
     rank: int
     status: int | None
     ended_by_us: bool = False
     sentence: str = ""
+    oom_kills: int = 0
 
     @property
     def raised(self) -> str:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import harness
 import psutil
 import pytest
 import torch
-from harness import drills
+import warm
+from harness import Job, drills
 
 from kempner.data.order.batch_slices import Slicing
 from kempner.data.prepare import sources
@@ -91,46 +93,53 @@ def stream(source: Feed, count: int) -> list[tuple[list[int], int, list[Any]]]:
 
 
 def worker_processes() -> list[psutil.Process]:
-    """All children but multiprocessing's resource tracker, which stays as long as Python."""
+    """All children but multiprocessing's resource tracker, which stays as long as Python, and the
+    template, which has a session of its own: tests/warm.
+    """
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
-    return [child for child in psutil.Process().children() if child.pid != tracker]
+    children = [child for child in psutil.Process().children() if child.pid != tracker]
+    return [child for child in children if os.getsid(child.pid) == os.getsid(0)]
 
 
-Start = Callable[[str], "subprocess.Popen[str]"]
+@dataclass
+class Rank(Job):
+    """A rank, and how many of its facts were heard."""
+
+    heard: int = 0
+
+    def hear(self) -> dict[str, Any]:
+        """The next of its facts."""
+        facts = lambda: [f for f in self.output().split("\n")[:-1] if f[:1] == "{"]  # noqa: E731
+        self.heard += 1
+        harness.wait_until(lambda: len(facts()) >= self.heard, "the rank to speak", PATIENCE, self)
+        return json.loads(facts()[self.heard - 1])  # type: ignore[no-any-return]
+
+    def errors(self) -> str:
+        """What else it printed."""
+        return "".join(line for line in self.output().splitlines(True) if line[:1] != "{")
+
+
+Start = Callable[[str], Rank]
 
 
 @pytest.fixture
 def start(tmp_path: Path, tokens: Path) -> Iterator[Start]:
     """Starts ranks; what a failed test leaves of them is killed."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Rank] = []
 
-    def start_one(body: str) -> subprocess.Popen[str]:
-        script = tmp_path / "rank.py"
+    def start_one(body: str) -> Rank:
+        script, log = tmp_path / "rank.py", tmp_path / "rank.out"
         script.write_text(RANK.replace("{body}", "\n    ".join(body.strip().splitlines())))
-        process = subprocess.Popen(
-            [sys.executable, script, tokens],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
+        with open(log, "wb") as output:
+            command = [sys.executable, str(script), str(tokens)]
+            started.append(Rank(warm.start(command, os.environ, output), log))
+        return started[-1]
 
     yield start_one
-    for process in started:
+    for rank in started:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        _, errors = process.communicate(timeout=PATIENCE)
-        pytest.fail(f"the rank ended with {process.returncode}: {errors}")
-    return json.loads(line)  # type: ignore[no-any-return]
+            os.killpg(rank.process.pid, signal.SIGKILL)
+        rank.wait()
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
@@ -245,23 +254,22 @@ say(left=len(psutil.wait_procs(left, timeout=60)[1]))
 
 
 def test_signals_to_the_whole_group_from_birth_on_kill_no_worker(start: Start) -> None:
-    process = start(SIGNALLED_FROM_BIRTH)
-    facts = heard(process)
+    rank = start(SIGNALLED_FROM_BIRTH)
+    facts = rank.hear()
     assert facts.pop("received") > 100
     assert facts == {"steps": [8, 16, 24], "same": True, "workers": 2}
-    assert heard(process) == {"left": 0}
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, errors) == (0, "")
+    assert rank.hear() == {"left": 0}
+    assert (rank.wait(PATIENCE), rank.errors()) == (0, "")
 
 
 def test_a_killed_rank_takes_its_stuck_workers_along(start: Start, tokens: Path) -> None:
     make_stuck(tokens)
-    process = start("feed = make()\nsay(workers=workers())\nsignal.pause()")
-    workers = heard(process)["workers"]
+    rank = start("feed = make()\nsay(workers=workers())\nsignal.pause()")
+    workers = rank.hear()["workers"]
     assert len(workers) == 2
     wait_until(lambda: all(map(blocked_in_open, workers)))
-    process.kill()
-    process.communicate(timeout=PATIENCE)
+    rank.signal(signal.SIGKILL)
+    rank.wait(PATIENCE)
     assert all_gone(with_ids(workers))
 
 
@@ -269,10 +277,10 @@ def test_workers_notice_that_their_rank_died_while_they_were_born(
     start: Start, tokens: Path
 ) -> None:
     make_stuck(tokens)
-    process = start("feed = make()\nsay(workers=workers())\nsignal.pause()")
-    workers = heard(process)["workers"]
-    process.kill()  # they still import torch
-    process.communicate(timeout=PATIENCE)
+    rank = start("feed = make()\nsay(workers=workers())\nsignal.pause()")
+    workers = rank.hear()["workers"]
+    rank.signal(signal.SIGKILL)  # they still import torch
+    rank.wait(PATIENCE)
     assert all_gone(with_ids(workers))
 
 
@@ -284,11 +292,10 @@ def test_a_rank_leaves_at_once_though_the_feed_is_open_and_stuck(
     start: Start, tokens: Path, ending: str, code: int
 ) -> None:
     make_stuck(tokens)
-    process = start(f"feed = make()\nsay(workers=workers())\n{ending}")
-    workers = heard(process)["workers"]
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == code, errors
-    assert errors.count("Traceback") == (code == 1)
+    rank = start(f"feed = make()\nsay(workers=workers())\n{ending}")
+    workers = rank.hear()["workers"]
+    assert rank.wait(PATIENCE) == code, rank.output()
+    assert rank.errors().count("Traceback") == (code == 1)
     assert all_gone(with_ids(workers))
 
 
@@ -308,10 +315,9 @@ except BlockingIOError:
 
 
 def test_workers_that_cannot_all_be_started_do_not_stay(start: Start) -> None:
-    process = start(HALF_STARTED)
-    assert heard(process) == {"workers": [], "blocked": 0}
-    process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0
+    rank = start(HALF_STARTED)
+    assert rank.hear() == {"workers": [], "blocked": 0}
+    assert rank.wait(PATIENCE) == 0
 
 
 def test_an_unkillable_child_is_waited_for_no_longer_than_agreed() -> None:

@@ -35,6 +35,7 @@ class Launcher:
     """Stands for the ranks' processes: they live."""
 
     nodes = ()
+    look = staticmethod(lambda node, pids: ())
 
     def alive(self) -> bool:
         return True

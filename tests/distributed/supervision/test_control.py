@@ -143,7 +143,7 @@ ELSEWHERE = [sys.executable, str(Path(__file__).with_name("told_by_channel_alone
 
 
 def test_a_stop_by_channel_alone_is_enough(run: Run) -> None:
-    job = run.start(ELSEWHERE, LONG, "--supervise.stop_grace=300")
+    job = run.start(ELSEWHERE, LONG, "--supervise.stop_grace=300", spare=True)
     run.reach(3, job)
     job.signal()
     assert job.wait() == 75, job.output()
@@ -157,7 +157,7 @@ def test_a_stop_by_channel_alone_is_enough(run: Run) -> None:
 @pytest.mark.drill
 def test_ranks_stopped_before_they_know_each_other_say_so(run: Run) -> None:
     """`make test` stops ranks before their first step in ../stops/test_stop_and_resume.py."""
-    job = run.start(ELSEWHERE, LONG)
+    job = run.start(ELSEWHERE, LONG, spare=True)
     log = run.record.supervisor_log(1)
     wait_until(
         lambda: [e for e in read_lines(log) if e["event"] == "rank connected"], "a rank", job=job
@@ -170,7 +170,7 @@ def test_ranks_stopped_before_they_know_each_other_say_so(run: Run) -> None:
 
 
 def test_a_death_that_no_launcher_sees_is_seen_by_the_channel(run: Run) -> None:
-    job = run.start(ELSEWHERE, LONG, ONCE)
+    job = run.start(ELSEWHERE, LONG, ONCE, spare=True)
     victim = run.ready_pid(1, 1, job)
     run.reach(3, job)
     os.kill(victim, signal.SIGKILL)

@@ -12,6 +12,7 @@ from kempner.cluster.machine.cgroup import MemoryGroup
 pytestmark = pytest.mark.timeout(200)
 
 
+@pytest.mark.cold("its group must have all processes, the fork server included")
 def test_an_out_of_memory_kill_is_named_with_the_numbers_and_healed(
     run: Run, limited: Callable[[int], MemoryGroup]
 ) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tomli
+import warm
 from harness import KEMPNER, Job, Run, wait_until
 
 from kempner.run.record.ledger import read_lines
@@ -67,7 +67,7 @@ def test_a_run_that_always_dies_at_the_same_step_is_given_up_for_good(
     _, sentence = again.output().splitlines()
     assert f"{run.record.gave_up} says why" in sentence
     assert run.attempt() == 2
-    status = subprocess.check_output([*KEMPNER, "status", run.record.path], text=True)
+    _, status = warm.complete(*KEMPNER, "status", run.record.path)
     assert f"given up, see {run.record.gave_up}" in status
     assert gave_up["raised"] in status
 
@@ -120,8 +120,8 @@ def test_what_a_restart_cannot_mend_is_not_tried_again(run: Run, tmp_path: Path)
 
 
 def test_a_wrong_configuration_leaves_no_mark(run: Run) -> None:
-    job = run.supervise(2, OMP_NUM_THREADS="none")
     run.config.write_text(run.config.read_text().replace("threads = 1\n", ""))
+    job = run.supervise(2, OMP_NUM_THREADS="none")
     assert job.wait() == 2
     assert not run.record.gave_up.exists()
 

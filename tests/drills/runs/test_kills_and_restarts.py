@@ -28,6 +28,7 @@ WORLD, INTERVAL, KILLS = (4, 3, 50) if ALL else (2, 3, 6)
 PATIENCE = 6000.0 if ALL else 180.0
 
 
+@pytest.mark.cold("killed and restarted, as people see it")
 @pytest.mark.parametrize("fork", ["true", *(["false"] if ALL else [])])
 def test_kills_at_any_moment_heal_in_place(
     run: Run, reference: Run, tmp_path: Path, corpus: Path, fork: str

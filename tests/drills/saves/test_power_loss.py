@@ -27,7 +27,7 @@ from tracer import Call, supported
 from kempner.checkpoint.format.names import CheckpointFolder, parse_step
 
 pytestmark = [
-    pytest.mark.timeout(1800 if ALL else 120),
+    pytest.mark.timeout(1800 if ALL else 300),  # the traced run is slow on a busy machine
     pytest.mark.skipif(not supported(), reason="the tracer knows the system calls of x86_64 only"),
 ]
 

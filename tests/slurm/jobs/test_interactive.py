@@ -71,7 +71,7 @@ def test_ctrl_c_ends_the_run_and_nothing_else(project: Project, busy: str) -> No
 
     second = at_a_terminal(project, command)
     project.reach(busy, project.run.latest() + 5)
-    project.cluster.machines["node2"].signal(signal.SIGSTOP, only="python")
+    project.signal_ranks("node2", signal.SIGSTOP)
     press(second, CTRL_C)
     wait_until(lambda: len(project.events("stop_requested")) == 2, "the first is heard")
     press(second, CTRL_C)

@@ -71,10 +71,10 @@ def test_a_controller_that_leaves_at_the_worst_moments_strands_nobody(
     project.warn(job)
     with bent.hold("requeue"):
         assert project.run.latest() == max(project.run.steps())
-        bent.expect("--job-name=kempner-2")
+        bent.expect("--job-name=kempner-agents")
         bookless.lose_controller()
     away(bookless, 15, bent)
-    with bent.hold("--job-name=kempner-2"):
+    with bent.hold("--job-name=kempner-agents"):
         bookless.lose_controller()
     away(bookless, 5, bent)
     project.hurry()
@@ -90,7 +90,7 @@ MINUTES = 180.0
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("moment", ["show", "--job-name=kempner-1", "requeue"])
+@pytest.mark.parametrize("moment", ["show", "--job-name=kempner-agents", "requeue"])
 def test_a_controller_may_be_away_for_minutes(
     bookless: Cluster, project: Project, undisturbed: Run, moment: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,17 +43,7 @@ class Moments:
 
     def warned_while(self, moment: str, attempt: int) -> None:
         """Warn the job while rank 1 is held in this moment."""
-        came = getattr(self, moment)
-
-        def held() -> bool:
-            if not came(attempt):
-                return False
-            self.project.signal_ranks("node2", signal.SIGSTOP)
-            if came(attempt):
-                return True
-            self.project.signal_ranks("node2", signal.SIGCONT)
-            return False
-
+        held = self.project.held("node2", partial(getattr(self, moment), attempt))
         self.project.wait_until(self.job, held, f"rank 1 {moment}")
         self.project.warn(self.job)
         asked = lambda: [  # noqa: E731

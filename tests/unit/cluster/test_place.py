@@ -32,7 +32,11 @@ def test_alone_without_a_launcher() -> None:
 
 @pytest.mark.parametrize(
     ("mark", "launcher"),
-    [("TORCHELASTIC_RUN_ID", "torchrun"), ("KEMPNER_SUPERVISOR_PID", "kempner")],
+    [
+        ("TORCHELASTIC_RUN_ID", "torchrun"),
+        ("KEMPNER_SUPERVISOR_PID", "kempner"),
+        ("KEMPNER_OF_AGENT", "agent"),
+    ],
 )
 def test_placed_by_a_launcher(mark: str, launcher: str) -> None:
     world = discover({**PLACED, mark: "1"})

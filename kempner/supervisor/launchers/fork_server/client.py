@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from typing import Protocol
 
@@ -142,7 +143,12 @@ class ForkServerClient:
                     logger().warning("cannot start a fork server", reason=error.strerror)
 
     def fork(
-        self, command: Sequence[str], environ: Mapping[str, str], output: int | None, ours: bool
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        output: int | None,
+        ours: bool,
+        cpus: tuple[int, ...] = (),
     ) -> Forked:
         """A new process of this command, in a session of its own, once the imports are done.
 
@@ -154,7 +160,12 @@ class ForkServerClient:
             raise CannotForkError("it is no Python program")
         if running is None or running.over:
             raise CannotForkError("there is no fork server")
-        return running.fork(arguments, environ, output, ours)
+        return running.fork(
+            partial(
+                Order, arguments=arguments, environ={**environ, **AS_FORKED}, ours=ours, cpus=cpus
+            ),
+            output,
+        )
 
     def give_up_orders(self) -> None:
         """Let all forks fail that are waited for; what was forked goes on."""
@@ -196,11 +207,9 @@ class _Running:
                 )
         return cls(process, ours)
 
-    def fork(
-        self, arguments: tuple[str, ...], environ: Mapping[str, str], output: int | None, ours: bool
-    ) -> Forked:
-        """As `ForkServerClient.fork`."""
-        order = Order(next(self._numbers), arguments, {**environ, **AS_FORKED}, ours)
+    def fork(self, make: Callable[[int], Order], output: int | None) -> Forked:
+        """As `ForkServerClient.fork`, what `make` returns for its number."""
+        order = make(next(self._numbers))
         answer: Future[Forked] = Future()
         with self._lock:
             if self.over:

@@ -23,13 +23,14 @@ class Order:
     """To the server: fork, and be `python ARGUMENTS...` in this environment.
 
     `ours` is a program that blocks the stop signals until it traps them; any other one gets
-    SIGTERM when the server ends.
+    SIGTERM when the server ends. It may use these `cpus`, all of the server's if none are given.
     """
 
     number: int
     arguments: tuple[str, ...]
     environ: Mapping[str, str]
     ours: bool
+    cpus: tuple[int, ...] = ()
     kind: ClassVar[str] = "order"
 
 
@@ -80,8 +81,8 @@ def encode(message: Message) -> bytes:
 def decode(packet: bytes) -> Message:
     """The message in a packet of the other side, which is trusted."""
     fields = json.loads(packet)
-    if "arguments" in fields:
-        fields["arguments"] = tuple(fields["arguments"])
+    for name in {"arguments", "cpus"} & fields.keys():
+        fields[name] = tuple(fields[name])
     return _KINDS[fields.pop("kind")](**fields)
 
 

@@ -133,6 +133,8 @@ def run(order: Order) -> None:
     os.environ.clear()
     os.environ.update(order.environ)
     set_name(f"rank {order.environ.get('RANK', '')}".rstrip())
+    if order.cpus:
+        os.sched_setaffinity(0, order.cpus)
     if not order.ours:
         signal_at_end_of(os.getppid(), signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -159,7 +161,8 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # a collection in a child would write to, and so copy, every page of this
-    channel.send(encode(Ready()))
+    with suppress(OSError):  # nobody is left: `serve` finds out
+        channel.send(encode(Ready()))
     order = ForkServer(channel).serve()
     if order is not None:
         run(order)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from harness import drills, wait_until
 
 from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.children import ChildRank, Children
 from kempner.supervisor.launchers.family import Family
 from kempner.supervisor.launchers.fork_server import client
 from kempner.supervisor.launchers.fork_server.client import CannotForkError, ForkServerClient
@@ -29,6 +30,7 @@ from kempner.supervisor.launchers.fork_server.messages import (
     encode,
 )
 from kempner.supervisor.launchers.fork_server.server import why_not_to_fork
+from kempner.supervisor.policy.outcome import RankExit
 
 PROGRAM = """
 import json, os, random, signal, sys
@@ -255,6 +257,29 @@ def test_a_stop_need_not_wait_for_the_imports(tmp_path: Path, server: Any) -> No
     forks.give_up_orders()
     waiting.join(20)
     assert refused == ["the fork server has ended"]
+
+
+@pytest.mark.parametrize(
+    ("ask", "status"), [(Children.ask_to_stop, 75), (Children.kill, -signal.SIGKILL)]
+)
+def test_a_rank_that_is_not_forked_yet_ends_as_it_was_told_to(
+    tmp_path: Path, server: Any, ask: Callable[[Children], None], status: int
+) -> None:
+    """One that is killed in a hang has not stopped: the run would be requeued for no reason."""
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(100)")
+    os.environ["PYTHONPATH"] += f":{tmp_path}"
+    program, ends = Program.of_user(sleeper(tmp_path), ["slow"]), list[RankExit]()
+    children = Children()
+    children.prepare(program)
+    children.start(ChildRank(0, dict(os.environ), None), program, ends.append)
+    forks = children._server
+    assert forks is not None
+    wait_until(lambda: forks._running.waited_for, "the order to be sent")  # type: ignore[union-attr]
+    ask(children)
+    wait_until(lambda: ends, "its end")
+    assert ends == [RankExit(0, status, ended_by_us=status < 0)]
+    assert children.forget(20)
+    children.close()
 
 
 @pytest.mark.parametrize("forks", [20, *drills(2000)])

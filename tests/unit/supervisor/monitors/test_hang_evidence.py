@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,7 +30,8 @@ from kempner.supervisor.monitors.hang_evidence import (
     cut_off_from_others,
     worth_a_look,
 )
-from kempner.supervisor.monitors.process_probe import ProcessLook, of_process
+from kempner.supervisor.monitors.process_probe import ProcessLook
+from kempner.supervisor.nodes.process_look import of_process
 
 HERE = platform.node()
 
@@ -43,9 +45,9 @@ def test_a_stopped_process_is_seen_from_outside() -> None:
     try:
         os.kill(child.pid, signal.SIGSTOP)
         wait_until(lambda: "State: T (stopped)" in of_process(child.pid), "it is stopped")
-        (here,) = ProcessLook({HERE: [child.pid], "elsewhere": [1]}, job=None).lines
+        (here,) = ProcessLook({HERE: [child.pid]}, lambda *_: []).lines
         assert "State: T (stopped)" in here
-        probe = [sys.executable, "-m", "kempner.supervisor.monitors.process_probe"]
+        probe = [sys.executable, "-m", "kempner.supervisor.nodes.process_look"]
         assert "T (stopped)" in subprocess.check_output([*probe, str(child.pid)], text=True)
     finally:
         child.kill()
@@ -54,12 +56,16 @@ def test_a_stopped_process_is_seen_from_outside() -> None:
 
 
 def test_the_kill_waits_for_ranks_and_for_nodes_that_have_not_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(ProcessLook, "_ask", lambda *arguments: go_on.wait(60))
+
+    def look(node: str, pids: Sequence[int]) -> list[str]:
+        assert (node, pids, go_on.wait(60)) == ("elsewhere", [10], True)
+        return []
+
     told: list[FromSupervisor] = []
-    evidence = HangEvidence(1, told.append, Ledger(tmp_path / "ledger.jsonl"), job="7")
+    evidence = HangEvidence(1, told.append, Ledger(tmp_path / "ledger.jsonl"), look)
     assert not evidence.complete(1e9)
     joined = {0: Connected(0, "elsewhere", 10)}
     snapshot = Snapshot.of(60.0, 1, {}, 100.0, {}, joined=joined)

@@ -143,6 +143,7 @@ def test_an_out_of_memory_kill_is_explained() -> None:
         (RankExit(2, -9), 1, True),
         (RankExit(2, None), 1, True),
         (RankExit(2, -9), 0, False),  # somebody else killed it
+        (RankExit(2, -9, oom_kills=1), 0, True),  # its node's agent has seen it
         (RankExit(2, -9, ended_by_us=True), 1, False),
         (RankExit(2, 1, sentence="KeyError"), 1, False),
         (RankExit(4, -9), 1, False),  # it never said where it is

@@ -95,6 +95,17 @@ def test_a_restart_knows_what_the_ledger_tells(tmp_path: Path) -> None:
     assert learned(RunHistory.read(path), ranks=3) == {}  # fewer ranks take longer
 
 
+def test_starts_that_were_forked_do_not_hide_what_the_next_one_of_a_job_takes(
+    tmp_path: Path,
+) -> None:
+    anew, forked = DurationStats(400.0, 0.0, 1), DurationStats(0.5, 0.0, 1)
+    for start in (anew, forked, forked):
+        took: PhaseDurations = {START: start, LOAD: start}
+        Ledger(tmp_path / "ledger.jsonl").record(to_event(took, ranks=4), attempt=1)
+    known = learned(RunHistory.read(tmp_path / "ledger.jsonl"), ranks=4)
+    assert known == {START: anew, LOAD: forked}
+
+
 def test_what_was_learned_is_told_every_ten_minutes_and_in_the_end() -> None:
     phase_stats, place = PhaseStats(), {0: Report(0, LOAD, 0.0, 0.0)}
     assert phase_stats.findings() == ()

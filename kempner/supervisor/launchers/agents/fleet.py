@@ -1,0 +1,161 @@
+"""The agents of all nodes: who is there, what they are to do, and what they answer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from kempner.run.control.protocol import Secret
+from kempner.run.output.logs import logger
+from kempner.supervisor.launchers.agents.messages import (
+    Answer,
+    Beat,
+    Cleared,
+    Ended,
+    KillRanks,
+    Question,
+    ToAgent,
+)
+from kempner.supervisor.launchers.agents.server import AgentNews, AgentServer, Came, Went
+
+_LOOK = 0.2
+"""Seconds between two looks whether an agent can still be expected to answer."""
+
+
+@dataclass
+class AgentSeen:
+    """What was last seen of an agent; times by `time.monotonic`.
+
+    `cleared` is the last attempt of which nothing is left there.
+    """
+
+    step: int
+    task: int
+    pid: int
+    linked: bool = True
+    heard_at: float = field(default_factory=time.monotonic)
+    went_at: float = 0.0
+    hung_up: bool = False
+    cleared: int = 0
+
+
+class Fleet:
+    """Talks to the agents of some nodes. `ended` is called for each rank that has ended, from the
+    server's thread."""
+
+    def __init__(
+        self, listener: socket.socket, nodes: int, ended: Callable[[str, Ended], None]
+    ) -> None:
+        self.secret = Secret.new()
+        self._ended = ended
+        self._changed = threading.Condition()
+        self._seen: dict[str, AgentSeen] = {}
+        self._standing: dict[str, list[ToAgent]] = defaultdict(list)
+        self._pending: dict[int, Mapping[str, Question]] = {}
+        self._answers: dict[int, dict[str, Answer]] = {}
+        self._numbers = count(1)
+        self._server = AgentServer(listener, self.secret, nodes, self._hear)
+
+    @property
+    def port(self) -> int:
+        """Where agents are listened to."""
+        return self._server.port
+
+    def seen(self, node: str) -> AgentSeen | None:
+        """What was last seen of a node's agent."""
+        return self._seen.get(node)
+
+    def order(self, node: str, message: ToAgent) -> None:
+        """Tell an agent, now or when it comes, and again whenever it comes back."""
+        with self._changed:
+            if isinstance(message, KillRanks):
+                self._standing[node].clear()  # who comes later need not start anything first
+            self._standing[node].append(message)
+        self._server.tell(node, message)
+
+    def forget_orders(self) -> None:
+        """What was ordered is done."""
+        with self._changed:
+            self._standing.clear()
+
+    def ask(
+        self,
+        asked: Mapping[str, Question],
+        within: float,
+        hopeless: Callable[[str], bool],
+    ) -> dict[str, Answer]:
+        """Ask the agents of these nodes; the answers that came in so many seconds.
+
+        Nodes that are `hopeless` are not waited for. From any thread.
+        """
+        number = next(self._numbers)
+        questions = {node: replace(question, number=number) for node, question in asked.items()}
+        end = time.monotonic() + within
+        with self._changed:
+            self._pending[number], self._answers[number] = questions, {}
+        for node, question in questions.items():
+            self._server.tell(node, question)
+        with self._changed:
+            answers = self._answers[number]
+            while not all(map(hopeless, questions.keys() - answers.keys())):
+                if (left := end - time.monotonic()) <= 0:
+                    break
+                self._changed.wait(min(left, _LOOK))
+            del self._pending[number], self._answers[number]
+            return dict(answers)
+
+    def wait_until(self, condition: Callable[[], bool], within: float) -> bool:
+        """Wait until something is so, with or without news of agents; whether it is."""
+        end = time.monotonic() + within
+        with self._changed:
+            while not condition():
+                if time.monotonic() > end:
+                    return False
+                self._changed.wait(_LOOK)
+        return True
+
+    def close(self) -> None:
+        """Send all agents away."""
+        self._server.close()
+
+    def _hear(self, node: str, news: AgentNews) -> list[ToAgent]:
+        with self._changed:
+            orders = self._take_in(node, news)
+            self._changed.notify_all()
+        if isinstance(news, Ended):
+            self._ended(node, news)
+        return orders
+
+    def _take_in(self, node: str, news: AgentNews) -> list[ToAgent]:
+        if isinstance(news, Came):
+            return self._welcome(node, news)
+        if (seen := self._seen.get(node)) is None:
+            return []
+        match news:
+            case Went(reason, hung_up):
+                seen.linked, seen.hung_up, seen.went_at = False, hung_up, time.monotonic()
+                logger().info("link to an agent is over", node=node, reason=reason)
+                return []
+            case Cleared():
+                seen.cleared = max(seen.cleared, news.attempt) if news.clean else seen.cleared
+            case Answer(number) if number in self._answers:
+                self._answers[number][node] = news
+            case Beat():
+                pass
+        seen.heard_at = time.monotonic()
+        return []
+
+    def _welcome(self, node: str, news: Came) -> list[ToAgent]:
+        before = self._seen.get(node)
+        seen = AgentSeen(news.step, news.task, news.pid)
+        if before is not None and before.pid == news.pid and before.step == news.step:
+            seen.cleared = before.cleared
+        self._seen[node] = seen
+        logger().info("agent connected", node=node, step=news.step, pid=news.pid)
+        asked = [questions[node] for questions in self._pending.values() if node in questions]
+        return [*self._standing[node], *asked]

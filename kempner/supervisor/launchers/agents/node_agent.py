@@ -1,0 +1,228 @@
+"""The agent of a node: starts its ranks by forking, tells how they end, and answers for the node.
+
+    python -m kempner.supervisor.launchers.agents.node_agent PROGRAM
+
+is the one task of a Slurm step on each node. It imports no torch, so that it always answers; its
+fork server does. Slurm signals only a step's direct children, so it passes stop signals on to the
+ranks. It outlives them: what is left of a step on a node dies with its task there. It ends when the
+supervisor says so, or when that is gone and no rank is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import asdict
+from functools import partial
+from queue import Empty, SimpleQueue
+from signal import SIGKILL, SIGTERM
+from typing import TypeAlias
+
+from kempner.cluster.machine.cgroup import memory_group
+from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.slurm.hostlist import node_name
+from kempner.cluster.world import OF_AGENT, World
+from kempner.run.control.launch_env import Control, Launch, with_token
+from kempner.run.control.protocol import Secret
+from kempner.run.output import logs
+from kempner.run.output.logs import logger
+from kempner.run.process.helper_thread import start_thread
+from kempner.run.process.signals import Received, inbox
+from kempner.run.record.attempts import Attempt
+from kempner.supervisor.launchers.agents.affinity import shares
+from kempner.supervisor.launchers.agents.link import AgentLink
+from kempner.supervisor.launchers.agents.messages import (
+    ADDRESS,
+    PORT,
+    STEP,
+    TOKEN,
+    Answer,
+    Cleared,
+    Ended,
+    Here,
+    KillRanks,
+    Leave,
+    Question,
+    StartRanks,
+    StopRanks,
+    ToAgent,
+    unseal,
+)
+from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.children import ChildRank, Children
+from kempner.supervisor.nodes.presence import still_runs
+from kempner.supervisor.nodes.probe import answer_text
+from kempner.supervisor.nodes.process_look import of_process
+from kempner.supervisor.policy.outcome import RankExit
+
+LOOK = 0.5
+"""Seconds between two looks whether there is still something to do."""
+
+GONE_WITHIN = 10.0
+"""Seconds within which ranks that were killed are gone, unless one is stuck in the kernel."""
+
+ALONE = 30.0
+"""Seconds without a supervisor, and without ranks, after which an agent ends."""
+
+ALONE_CODE = 1
+"""Exit code of an agent that has left unasked: srun tells of it, and it is replaced."""
+
+_Event: TypeAlias = ToAgent | Received
+
+
+class NodeAgent:
+    """Acts on what the supervisor says, and on signals, in the main thread."""
+
+    def __init__(self, launch: Launch, task: int, program: Program) -> None:
+        self._program, self._secret = program, launch.control.secret
+        self._children = Children()
+        self._incoming: SimpleQueue[_Event] = SimpleQueue()
+        here = Here(node_name(os.environ), os.getpid())
+        self._link = AgentLink(launch, task, here, self._hear)
+        self._attempt = 0
+        self._cleared = 0
+
+    def run(self) -> int:
+        """Until the supervisor says so, or is gone for good; the exit code."""
+        self._link.start()
+        self._children.prepare(self._program)
+        inbox().react_with(self._incoming.put)
+        while True:
+            try:
+                event = self._incoming.get(timeout=LOOK)
+            except Empty:
+                if not self._children.alive() and self._link.alone_for() > ALONE:
+                    logger().warning("the supervisor is gone, and no rank is left")
+                    return self._leave(ALONE_CODE)
+                continue
+            if isinstance(event, Leave):
+                return self._leave(0)
+            self._act_on(event)
+
+    def _leave(self, code: int) -> int:
+        self._children.kill()
+        self._children.close()
+        return code
+
+    def _hear(self, message: ToAgent) -> None:
+        """Questions are answered at once, whatever else is going on."""
+        if isinstance(message, Question):
+            start_thread("answer", partial(self._answer, message))
+        else:
+            self._incoming.put(message)
+
+    def _answer(self, question: Question) -> None:
+        left = tuple(pid for pid in question.pids if still_runs(pid))
+        seen = tuple(map(of_process, question.look))
+        self._link.say(Answer(question.number, answer_text(question.about), left, seen))
+
+    def _act_on(self, event: _Event) -> None:
+        match event:
+            case StartRanks(attempt) if attempt > self._attempt:
+                self._attempt = attempt
+                self._start(event)
+            case StopRanks(attempt) if attempt == self._attempt:
+                self._children.ask_to_stop()
+            case KillRanks(attempt) if attempt >= self._attempt and attempt > self._cleared:
+                self._attempt = self._cleared = attempt
+                self._clear(attempt)
+            case Received(number) if number == SIGTERM:
+                self._children.ask_to_stop()
+            case Received(number):
+                self._children.signal(number)
+
+    def _start(self, order: StartRanks) -> None:
+        self._children.forget(GONE_WITHIN)
+        self._children.prepare(self._program)
+        common = self._environment(order)
+        post = partial(self._post, order.attempt)
+        for local, cpus in enumerate(shares(os.sched_getaffinity(0), order.count)):
+            world = World(order.first + local, order.size, local, order.count, "agent")
+            environ = {**common, **world.environment(), **_as_task(world)}
+            self._children.start(ChildRank(world.rank, environ, None, cpus), self._program, post)
+
+    def _environment(self, order: StartRanks) -> dict[str, str]:
+        """What all ranks here have in common."""
+        address, port = order.master
+        token = unseal(self._secret, order.sealed)
+        return {
+            **os.environ,
+            **with_token(order.variables, token),
+            OF_AGENT: "1",
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+
+    def _post(self, attempt: int, end: RankExit) -> None:
+        kills = 0 if end.ended_by_us or end.status != -SIGKILL else _oom_kills()
+        self._link.post(
+            lambda number: Ended(
+                number, attempt, end.rank, end.status, end.ended_by_us, end.sentence, kills
+            )
+        )
+
+    def _clear(self, attempt: int) -> None:
+        self._children.kill()
+        clean = self._children.forget(GONE_WITHIN)
+        if not clean:
+            logger().warning("a rank cannot be killed")
+        self._children.prepare(self._program)  # so that a fork server that has died is back soon
+        self._link.post(lambda number: Cleared(number, attempt, clean))
+
+
+def _oom_kills() -> int:
+    """Processes of the job on this node that the kernel has killed for want of memory."""
+    try:
+        group = memory_group()
+        return 0 if group is None else group.oom_kills()
+    except OSError as error:
+        logger().warning("the control group cannot be read", reason=str(error))
+        return 0
+
+
+def _as_task(world: World) -> dict[str, str]:
+    """What Slurm's variables would say of a rank that was a task of its own."""
+    return {
+        "SLURM_PROCID": str(world.rank),
+        "SLURM_LOCALID": str(world.local_rank),
+        "SLURM_NTASKS": str(world.size),
+        "SLURM_NPROCS": str(world.size),
+    }
+
+
+def program_text(program: Program) -> str:
+    """A program as an argument for this module's command."""
+    return json.dumps(asdict(program))
+
+
+def _program(text: str) -> Program:
+    told = json.loads(text)
+    return Program(tuple(told["command"]), bool(told["ours"]), tuple(told["modules"]))
+
+
+def _launch(environ: MutableMapping[str, str]) -> Launch:
+    """Where the supervisor is, and this agent's secret, which is taken out of the environment."""
+    step, port = int(environ.pop(STEP)), int(environ.pop(PORT))
+    control = Control(environ.pop(ADDRESS), port, Secret(environ.pop(TOKEN)))
+    return Launch(Attempt(step, ""), control)
+
+
+def main(text: str, environ: MutableMapping[str, str]) -> None:
+    """Be the agent of this node."""
+    inbox().install()
+    logs.configure()
+    raise_open_file_limit()
+    launch = _launch(environ)
+    code = NodeAgent(launch, _task(environ), _program(text)).run()
+    sys.stdout.flush()
+    os._exit(code)  # threads may still wait for ranks that are stuck
+
+
+def _task(environ: Mapping[str, str]) -> int:
+    return int(environ["SLURM_PROCID"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], os.environ)

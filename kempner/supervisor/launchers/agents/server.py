@@ -1,0 +1,288 @@
+"""The supervisor's side of the links to its agents: one thread, for as long as it lives."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from kempner.run.control.protocol import (
+    OPENING_LIMIT,
+    Challenge,
+    Hello,
+    MessageError,
+    Secret,
+    Welcome,
+    decode_from_rank,
+)
+from kempner.run.control.transport import Connection
+from kempner.run.output.logs import logger
+from kempner.run.process.helper_thread import helper_thread
+from kempner.supervisor.control.auth import Membership
+from kempner.supervisor.control.peers import Peer, Strangers
+from kempner.supervisor.launchers.agents.messages import (
+    Confirmed,
+    FromAgent,
+    Here,
+    Leave,
+    Numbered,
+    ToAgent,
+    decode_from_agent,
+    encode,
+)
+
+TICK = 1.0
+"""Seconds between two looks at connections that do not say whose they are."""
+
+GOODBYE = 2.0
+"""Seconds that agents get to take in the last message."""
+
+
+@dataclass(frozen=True)
+class Came:
+    """An agent has connected, perhaps again: its step, its task there, its process."""
+
+    step: int
+    task: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Went:
+    """The link of an agent is over; `hung_up` says that its process has ended, as a rule."""
+
+    reason: str
+    hung_up: bool
+
+
+AgentNews = Came | Went | FromAgent
+
+
+@dataclass(eq=False)
+class _Agent:
+    """A connection that has proved that it belongs to an agent; `node` once it has said whose."""
+
+    peer: Peer
+    step: int
+    task: int
+    node: str = ""
+
+
+@dataclass
+class _Heard:
+    """The last number heard of an agent's process."""
+
+    pid: int
+    number: int = 0
+
+
+@dataclass
+class _State:
+    """What other threads hand to the server's."""
+
+    orders: list[tuple[str, ToAgent]] = field(default_factory=list)
+    leaving: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class AgentServer:
+    """Listens to agents. `hear` is called from its thread with a node and what is new of it.
+
+    What `hear` returns for an agent that came is said to it first.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: Secret,
+        nodes: int,
+        hear: Callable[[str, AgentNews], list[ToAgent]],
+    ) -> None:
+        listener.setblocking(False)
+        self._listener, self._secret, self._size, self._hear = listener, secret, nodes, hear
+        self._strangers = Strangers(nodes)
+        self._agents: dict[str, _Agent] = {}
+        self._numbers: dict[str, _Heard] = {}
+        self._state = _State()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._alarm, selectors.EVENT_READ, self._wake_up)
+        self._thread = helper_thread(self._serve, "agents")
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._listener.getsockname()[1])
+
+    def tell(self, node: str, message: ToAgent) -> None:
+        """Send to the agent of a node, if there is one; from any thread, at once. After `close`
+        nobody is left to hear it."""
+        with self._state.lock:
+            if self._state.leaving:
+                return
+            self._state.orders.append((node, message))
+            os.eventfd_write(self._alarm, 1)
+
+    def close(self) -> None:
+        """Send all agents away, and hang up."""
+        with self._state.lock:
+            if self._state.leaving:
+                return
+            self._state.leaving = True
+            os.eventfd_write(self._alarm, 1)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._state.leaving:
+            for key, events in self._selector.select(TICK):
+                key.data(events)
+            self._carry_out_orders()
+            for peer in self._strangers.too_slow():
+                self._refuse(peer, "it did not authenticate in time")
+        self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        self._carry_out_orders()
+        for agent in list(self._agents.values()):
+            self._send(agent, Leave())
+        end = time.monotonic() + GOODBYE
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        while self._agents and time.monotonic() < end:
+            for key, events in self._selector.select(0.1):
+                key.data(events)
+        for peer in (*self._strangers, *(agent.peer for agent in self._agents.values())):
+            peer.wire.close()
+        self._selector.close()
+        os.close(self._alarm)
+        self._strangers.sum_up()
+
+    def _wake_up(self, events: int) -> None:
+        os.eventfd_read(self._alarm)
+
+    def _carry_out_orders(self) -> None:
+        with self._state.lock:
+            orders, self._state.orders = self._state.orders, []
+        for node, message in orders:
+            if (agent := self._agents.get(node)) is not None:
+                self._send(agent, message)
+
+    def _accept(self, events: int) -> None:
+        try:
+            connection, (address, *_) = self._listener.accept()
+            peer = Peer(Connection(connection, OPENING_LIMIT), address, time.monotonic())
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            logger().warning("cannot accept a connection", error=error.strerror)
+            return
+        if (oldest := self._strangers.one_too_many()) is not None:
+            self._refuse(oldest, "too many connections")
+        self._strangers.add(peer)
+        self._selector.register(peer.wire, selectors.EVENT_READ, partial(self._open, peer))
+        try:
+            peer.wire.send(Challenge(peer.nonce))
+        except OSError as error:
+            self._refuse(peer, str(error))
+
+    def _open(self, peer: Peer, events: int) -> None:
+        """Somebody who has not proved anything yet says something."""
+        if peer.wire.closed:
+            return
+        try:
+            for line in peer.wire.lines():
+                hello = decode_from_rank(line)
+                if not isinstance(hello, Hello):
+                    raise MessageError("it did not authenticate")
+                members = Membership(self._secret, hello.attempt, self._size)
+                if refusal := members.refusal(hello, peer.nonce):
+                    raise MessageError(refusal)
+                self._admit(peer, hello)
+                return
+        except (OSError, MessageError) as error:
+            self._refuse(peer, str(error))
+
+    def _admit(self, peer: Peer, hello: Hello) -> None:
+        peer.wire.send(Welcome(self._secret.proof_of_supervisor(peer.nonce, hello.nonce)))
+        peer.wire.trust()
+        self._strangers.remove(peer)
+        agent = _Agent(peer, hello.attempt, hello.rank)
+        self._selector.modify(peer.wire, selectors.EVENT_READ, partial(self._attend, agent))
+
+    def _refuse(self, peer: Peer, reason: str) -> None:
+        self._selector.unregister(peer.wire)
+        peer.wire.close()
+        self._strangers.refuse(peer, reason)
+
+    def _attend(self, agent: _Agent, events: int) -> None:
+        """An agent says something, or takes something again."""
+        if agent.peer.wire.closed:
+            return
+        try:
+            if events & selectors.EVENT_READ:
+                for line in agent.peer.wire.lines():
+                    self._take_in(agent, decode_from_agent(line))
+            agent.peer.wire.flush()
+        except (OSError, MessageError) as error:
+            # Reset, if it had not read everything; an agent that lives is back at once.
+            self._drop(agent, str(error), isinstance(error, ConnectionError))
+            return
+        self._watch(agent)
+
+    def _take_in(self, agent: _Agent, message: FromAgent) -> None:
+        if isinstance(message, Here):
+            self._welcome(agent, message)
+        elif not agent.node:
+            raise MessageError("it did not say whose agent it is")
+        elif isinstance(message, Numbered):
+            heard = self._numbers[agent.node]
+            if message.number > heard.number:
+                heard.number = message.number
+                self._hear(agent.node, message)
+            self._send(agent, Confirmed(message.number))
+        else:
+            self._hear(agent.node, message)
+
+    def _welcome(self, agent: _Agent, here: Here) -> None:
+        if (older := self._agents.get(here.node)) is not None:
+            if older.step > agent.step:  # it was given up, and has a successor
+                self._send(agent, Leave())
+                return
+            self._drop(older, "there is a newer connection", hung_up=False)
+        agent.node = here.node
+        self._agents[here.node] = agent
+        if here.node not in self._numbers or self._numbers[here.node].pid != here.pid:
+            self._numbers[here.node] = _Heard(here.pid)
+        for message in self._hear(here.node, Came(agent.step, agent.task, here.pid)):
+            self._send(agent, message)
+
+    def _send(self, agent: _Agent, message: ToAgent) -> None:
+        if agent.peer.wire.closed:
+            return
+        try:
+            agent.peer.wire.send_line(encode(message))
+        except OSError:
+            return  # the reading side finds out why
+        self._watch(agent)
+
+    def _watch(self, agent: _Agent) -> None:
+        wire = agent.peer.wire
+        if wire.closed:
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.sending else 0)
+        if self._selector.get_key(wire).events != events:
+            self._selector.modify(wire, events, partial(self._attend, agent))
+
+    def _drop(self, agent: _Agent, reason: str, hung_up: bool) -> None:
+        self._selector.unregister(agent.peer.wire)
+        agent.peer.wire.close()
+        if self._agents.get(agent.node) is agent:
+            del self._agents[agent.node]
+            self._hear(agent.node, Went(reason, hung_up))

@@ -1,0 +1,259 @@
+"""Agents over a real connection on this machine, without Slurm."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from harness import wait_until
+
+from kempner.cluster.world import OF_AGENT
+from kempner.run.control.protocol import Secret
+from kempner.supervisor.launchers.agents import node_agent
+from kempner.supervisor.launchers.agents.affinity import shares
+from kempner.supervisor.launchers.agents.fleet import Fleet
+from kempner.supervisor.launchers.agents.messages import (
+    ADDRESS,
+    PORT,
+    STEP,
+    TOKEN,
+    Ended,
+    KillRanks,
+    Question,
+    StartRanks,
+    StopRanks,
+    seal,
+    unseal,
+)
+from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.nodes.probe import ProbeQuestion, question_text, read_result
+
+LOOPBACK, NODE = "127.0.0.1", "node1"
+
+
+class Relay:
+    """Stands between an agent and its supervisor, and can cut the two off."""
+
+    def __init__(self, port: int) -> None:
+        self._listener, self._to = socket.create_server((LOOPBACK, 0)), port
+        self.port = self._listener.getsockname()[1]
+        self._open: list[socket.socket] = []
+        self.whole = True
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Both sides see their connection end, and no new one lasts."""
+        self.whole = False
+        for end in self._open:
+            with suppress(OSError):  # over already
+                end.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._listener.accept()
+            if not self.whole:
+                near.close()
+                continue
+            try:
+                far = socket.create_connection((LOOPBACK, self._to))
+            except OSError:  # the supervisor's side is closed
+                near.close()
+                continue
+            self._open += [near, far]
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(one: socket.socket, other: socket.socket) -> None:
+        try:
+            while received := one.recv(65536):
+                other.sendall(received)
+        except OSError:
+            pass
+        finally:
+            with suppress(OSError):  # to close it would not wake up who reads from it
+                other.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass
+class Place:
+    """A supervisor's side, and what it has heard."""
+
+    fleet: Fleet
+    relay: Relay
+    ends: list[Ended] = field(default_factory=list)
+    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def agent(self, program: Program, secret: Secret | None = None) -> subprocess.Popen[bytes]:
+        """Start an agent of this node, as srun would."""
+        environ = {
+            **os.environ,
+            ADDRESS: LOOPBACK,
+            PORT: str(self.relay.port),
+            TOKEN: (secret or self.fleet.secret).token,
+            STEP: str(len(self.agents)),
+            "SLURM_PROCID": "0",
+            "SLURMD_NODENAME": NODE,
+        }
+        command = [sys.executable, "-m", node_agent.__name__, node_agent.program_text(program)]
+        self.agents.append(subprocess.Popen(command, env=environ))
+        return self.agents[-1]
+
+    def start(self, attempt: int, count: int, **variables: str) -> None:
+        """Order ranks."""
+        sealed = seal(self.fleet.secret, "ab" * 32)
+        order = StartRanks(attempt, variables, sealed, 0, count, count, ("node1", 1))
+        self.fleet.order(NODE, order)
+
+    def statuses(self) -> dict[int, int | None]:
+        """How ranks have ended."""
+        return {end.rank: end.status for end in self.ends}
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    ends: list[Ended] = []
+    fleet = Fleet(socket.create_server((LOOPBACK, 0)), 1, lambda node, end: ends.append(end))
+    place = Place(fleet, Relay(fleet.port), ends)
+    yield place
+    fleet.close()
+    for agent in place.agents:
+        agent.kill()
+        agent.wait()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[[str], Program]:
+    """A script of the user's, forked after an import."""
+
+    def make(text: str) -> Program:
+        file = tmp_path / "program.py"
+        file.write_text(text)
+        return Program.of_user([sys.executable, str(file)], ["json"])
+
+    return make
+
+
+def test_ranks_are_forked_with_their_place_and_their_ends_are_told(
+    place: Place, program: Callable[[str], Program]
+) -> None:
+    agent = place.agent(
+        program(
+            "import os, sys\n"
+            f"assert '{OF_AGENT}' in os.environ and '{TOKEN}' not in os.environ\n"
+            "assert os.environ['KEMPNER_CONTROL_TOKEN'] == 'ab' * 32\n"
+            "assert os.environ['KEMPNER_FORKED'] and os.environ['WORLD_SIZE'] == '2'\n"
+            "assert os.environ['SLURM_PROCID'] == os.environ['LOCAL_RANK']\n"
+            "sys.exit(40 + int(os.environ['RANK']))\n"
+        )
+    )
+    place.start(1, 2)
+    wait_until(lambda: place.statuses() == {0: 40, 1: 41}, "both have ended", 30)
+    place.fleet.close()
+    assert agent.wait(10) == 0
+
+
+def test_what_happens_while_the_link_is_broken_is_told_once_it_is_back(
+    place: Place, program: Callable[[str], Program], tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    place.agent(program(f"open({str(gate)!r}).read(); raise SystemExit(3)"))
+    place.start(1, 1)
+    writer = gate.open("w")  # returns once the rank reads
+    place.relay.cut()
+    gone = lambda: (seen := place.fleet.seen(NODE)) is not None and not seen.linked  # noqa: E731
+    wait_until(gone, "the link is over", 10)
+    writer.close()
+    place.fleet.order(NODE, KillRanks(1))
+    place.relay.whole = True
+    cleared = lambda: (seen := place.fleet.seen(NODE)) is not None and seen.cleared == 1  # noqa: E731
+    wait_until(cleared, "the agent has cleared up", 10)
+    assert len(place.ends) == 1
+    assert place.agents[0].poll() is None
+
+
+def test_a_stop_and_a_kill_reach_the_ranks(
+    place: Place, program: Callable[[str], Program], tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+    place.agent(
+        program(
+            "import os, signal\n"
+            "def stop(*_):\n"
+            f"    if os.environ['RANK'] == '0': os._exit(75)\n"
+            "signal.signal(signal.SIGTERM, stop)\n"
+            f"open({str(ready)!r}, 'w').write('x')\n"
+            "while True: signal.pause()\n"
+        )
+    )
+    place.start(1, 2)
+    said = ""
+    while len(said) < 2:
+        said += ready.read_text()
+    place.fleet.order(NODE, StopRanks(1))
+    wait_until(lambda: place.statuses() == {0: 75}, "rank 0 stops", 10)
+    place.fleet.order(NODE, KillRanks(1))
+    wait_until(lambda: place.statuses() == {0: 75, 1: -9}, "rank 1 is killed", 10)
+    assert [end.killed for end in place.ends] == [False, True]
+
+
+def test_an_agent_answers_for_its_node_while_its_ranks_work(
+    place: Place, program: Callable[[str], Program], tmp_path: Path
+) -> None:
+    agent = place.agent(program("import time; time.sleep(600)"))
+    place.start(1, 1)
+    (tmp_path / "health").mkdir()
+    (tmp_path / "health" / "supervisor").write_text("n")
+    about = question_text(ProbeQuestion("n", (str(tmp_path / "health"),), None, True))
+    asked = {NODE: Question(about=about, pids=(agent.pid, 2**22), look=(agent.pid, 2**22))}
+    answers = place.fleet.ask(asked, 30, lambda node: False)
+    vitals = read_result(answers[NODE].vitals)
+    assert vitals is not None
+    assert (vitals.node, vitals.troubles) == (NODE, {})
+    assert answers[NODE].left == (agent.pid,)
+    there, gone = answers[NODE].seen
+    assert f"process {agent.pid}: State: " in there
+    assert "No such file" in gone
+
+
+def test_who_does_not_know_the_secret_is_no_agent(
+    place: Place, program: Callable[[str], Program]
+) -> None:
+    place.agent(program(""), secret=Secret.new())
+    right = place.agent(program(""))
+    wait_until(lambda: place.fleet.seen(NODE) is not None, "the right one is there", 30)
+    seen = place.fleet.seen(NODE)
+    assert seen is not None
+    assert seen.pid == right.pid
+
+
+def test_a_token_travels_under_a_pad() -> None:
+    secret, token = Secret.new(), Secret.new().token
+    sealed = seal(secret, token)
+    assert unseal(secret, sealed) == token
+    assert token not in sealed
+    assert sealed != seal(secret, token)
+    assert unseal(Secret.new(), sealed) != token
+
+
+@pytest.mark.parametrize(("cpus", "ranks"), [(range(8), 4), (range(7), 3), ((1, 5, 9), 2)])
+def test_each_rank_gets_cpus_of_its_own(cpus: range | tuple[int, ...], ranks: int) -> None:
+    dealt = shares(cpus, ranks)
+    assert sorted(cpu for share in dealt for cpu in share) == sorted(cpus)
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    assert len(dealt) == ranks
+
+
+def test_too_few_cpus_are_shared() -> None:
+    assert shares({3}, 2) == [(), ()]

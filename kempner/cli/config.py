@@ -14,6 +14,7 @@ from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import dumps, load
 from kempner.config.sections import Config
 from kempner.model.spec.memory import estimate_memory
+from kempner.model.spec.mesh import resolve_mesh
 from kempner.model.spec.shape import Shape, count_parameters
 from kempner.run.record.run_dir import RunDirectory
 
@@ -46,7 +47,10 @@ def check(
     context: typer.Context,
     file: ConfigFile,
     world: Annotated[
-        int | None, typer.Option(min=1, help="Estimate the memory of one of this many ranks.")
+        int | None,
+        typer.Option(
+            min=1, help="Say how this many ranks are divided, and what memory each needs."
+        ),
     ] = None,
 ) -> None:
     """Check a configuration and what it needs: data, run directory, disk space.
@@ -56,6 +60,7 @@ def check(
     config = load(file, overrides(context, file))
     if world is not None:
         refuse_absent_ranks(config.resilience.faults, world)
+        resolve_mesh(config, world)
     from kempner.supervisor.readiness import check_ready, check_run_directory
 
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
@@ -68,6 +73,8 @@ def check(
         typer.echo(f"kempner: {warning}", err=True)
     if world is not None and vocab_size is None:
         typer.echo(memory(config, ready.vocab_size, world))
+    if world is not None:
+        typer.echo(f"mesh of {world} ranks: {resolve_mesh(config, world)}")
     typer.echo(f"ok: {file}: {summary(config, ready.vocab_size)}")
 
 
@@ -96,9 +103,12 @@ def memory(config: Config, vocab_size: int, world: int) -> str:
     train = config.train
     if config.model.factory is not None:
         return f"what model.factory={config.model.factory} needs is not known before it is called"
+    degrees = resolve_mesh(config, world)
     estimate = estimate_memory(
         Shape.of(config.model, vocab_size),
         world=world,
+        replicate=degrees.replicate,
+        tensor=degrees.tensor,
         micro_batch_size=train.micro_batch_size,
         seq_len=train.seq_len,
         compute_bytes=4 if train.dtype == "float32" else 2,

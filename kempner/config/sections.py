@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from kempner.config.model import ModelSection
+from kempner.config.parallelism import ParallelismSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     Beta,
@@ -304,6 +305,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     scheduler: SchedulerSection = SchedulerSection()
     data: DataSection = DataSection()
+    parallelism: ParallelismSection = ParallelismSection()
     distributed: DistributedSection = DistributedSection()
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()
@@ -318,5 +320,23 @@ class Config(Section):
             raise ValueError(
                 f"train.seq_len={self.train.seq_len} exceeds "
                 f"model.max_seq_len={self.model.max_seq_len}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tensor_parallel_has_a_plan(self) -> Self:
+        degree = self.parallelism.tensor_parallel_degree
+        if degree == 1:
+            return self
+        if self.model.factory is not None:
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree={degree} is for kempner's own transformer: a "
+                "model of model.factory is sharded and replicated only; set it to 1"
+            )
+        if self.optimizer.name == "muon":
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree={degree} does not work with "
+                'optimizer.name="muon", which needs whole rows of each matrix; set it to 1, or '
+                "take adamw"
             )
         return self

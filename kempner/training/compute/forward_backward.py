@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kempner.data.serve.loader import IGNORE, MicroBatch
+from kempner.model.loss import cross_entropy
+from kempner.model.transformer import Transformer
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.training.compute.seeds import set_rng
 
@@ -21,7 +22,8 @@ def accumulate(
     device: torch.device,
     seed: int,
     step: int,
-    data_rank: int,
+    rank: int,
+    copies: int = 1,
     waiting: Waiting = untimed,
 ) -> Tensor:
     """Add the step's gradient to the parameters; return its loss, a scalar on `device`.
@@ -30,19 +32,21 @@ def accumulate(
     loss nor gradient depends on how the batch is split. Every rank passes the same number of micro
     batches; rows without a valid token weigh nothing. Gradients are reduced after every micro
     batch: kept whole until the last one, they would not fit for the models that need sharding.
-    `waiting` is entered while this rank waits for others.
+    `copies` ranks at a time, those of a tensor group, pass the same samples, of which each computes
+    a part: they count once. What dropout draws follows from `rank`, of the world, since each drops
+    from its own part of the sequence. `waiting` is entered while this rank waits for others.
     """
     valid = _valid_tokens(micro_batches).to(device)
     with waiting("the count of tokens"):
-        valid = sum_over_ranks(valid).clamp(min=1)
+        valid = (sum_over_ranks(valid) / copies).clamp(min=1)
     total = torch.zeros((), device=device)
     for micro_step, micro_batch in enumerate(micro_batches):
-        set_rng(seed, step, micro_step, data_rank)
+        set_rng(seed, step, micro_step, rank)
         loss = summed_loss(model, micro_batch, device)
         (loss / valid).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     with waiting("the sum of losses"):
-        return sum_over_ranks(total) / valid
+        return sum_over_ranks(total) / copies / valid
 
 
 def weightless(micro_steps: int, micro_batch_size: int, seq_len: int) -> list[MicroBatch]:
@@ -54,11 +58,12 @@ def weightless(micro_steps: int, micro_batch_size: int, seq_len: int) -> list[Mi
 
 def summed_loss(model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
     """Cross-entropy in nats, summed over the valid tokens of one micro batch; a float32 scalar."""
-    logits = model(micro_batch.inputs.to(device, non_blocking=True))
+    tokens = micro_batch.inputs.to(device, non_blocking=True)
     targets = micro_batch.targets.to(device, non_blocking=True)
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    if isinstance(model, Transformer):
+        loss: Tensor = model(tokens, targets)
+        return loss
+    return cross_entropy(model(tokens), targets)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

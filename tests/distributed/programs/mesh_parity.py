@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from managers import open_manager
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+sys.path.append(str(Path(__file__).parents[2]))
+from managers import open_manager
 
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.config.sections import Config, ModelSection, OptimizerSection, TrainSection
@@ -165,7 +167,7 @@ def main(folder: Path, meshes: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     made = {
-        (name, text): on_mesh(name, asked, text, folder)
+        (name, text): vars(on_mesh(name, asked, text, folder))
         for name, asked in ASKED.items()
         for text in meshes
     }

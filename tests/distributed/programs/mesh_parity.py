@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from managers import open_manager
 
 from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.tensors.state import capture
 from kempner.config.sections import Config, ModelSection, OptimizerSection, TrainSection
 from kempner.data.order.batch_slices import PADDING, Slicing
 from kempner.data.serve.loader import IGNORE, MicroBatch
@@ -102,12 +103,8 @@ def step(
 
 
 def state(model: Transformer, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Weights and what the optimizer keeps."""
-    found = {name: whole(p).clone() for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        entries: Mapping[str, Tensor] = optimizer.state[parameter]
-        found |= {f"{name}.{entry}": whole(value).clone() for entry, value in entries.items()}
-    return found
+    """Weights and what the optimizer keeps, by the keys of a checkpoint."""
+    return {key: whole(tensor).clone() for key, tensor in capture(model, optimizer).items()}
 
 
 def whole(tensor: Tensor | None) -> Tensor:

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness import drills, launch
 from mesh_parity import ASKED, CPU, VOCAB, Made, step
 from torch import Tensor
 from torch.distributed import HashStore
 
+from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.model.sharding import build_model
 from kempner.model.spec.mesh import MeshDegrees
+from kempner.run.record.run_dir import RunDirectory
 from kempner.training.compute.optimizer import build_optimizer
 
 TOLERANCE = 3e-6
@@ -46,7 +49,8 @@ def test_a_step_is_that_of_one_process(
     meshes: list[str], alone: dict[str, Made], tmp_path: Path
 ) -> None:
     """And each mesh goes on from the checkpoint of the one before it, with the same bits; twice
-    on one mesh a step has the same bits: `mesh_parity.py` makes sure of both.
+    on one mesh a step has the same bits: `mesh_parity.py` makes sure of both. What the last mesh
+    has saved the stock reader reads, too.
     """
     replicate, shard, tensor = map(int, meshes[0].split("x"))
     script = Path(__file__).with_name("mesh_parity.py")
@@ -64,6 +68,13 @@ def test_a_step_is_that_of_one_process(
             assert torch.equal(found.weights[key], weight), f"{where}: {key}"
         for key, gradient in expected.gradients.items():
             assert difference(found.gradients[key], gradient) <= TOLERANCE, f"{where}: {key}"
+    for name in ASKED:
+        committed = CheckpointFolder(RunDirectory(tmp_path / name).checkpoints)
+        expected_state = made[name, meshes[-1]].updated
+        loaded = {key: torch.empty_like(tensor) for key, tensor in expected_state.items()}
+        dcp.load(loaded, checkpoint_id=committed.step(len(meshes)), no_dist=True)
+        for key, tensor in expected_state.items():
+            assert torch.equal(loaded[key], tensor), f"{key} for the stock reader"
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

@@ -380,13 +380,6 @@ def test_a_latest_that_dangles_or_points_outside_is_not_followed(store: Store, t
         ({"model": {**IDENTITY.model, "dim": 65}}, ["data", "seed"], "model.dim is 65", ""),
         ({"optimizer": "sgd"}, ["data", "seed"], "optimizer.name is 'sgd'", ""),
         ({"world": 3}, [], "", "written by 2 ranks, now there are 3"),
-        ({"mesh": {"shard": 2}}, [], "", ""),  # the "fsdp" of old checkpoints
-        (
-            {"mesh": {"replicate": 2, "shard": 1}},
-            [],
-            "",
-            "a mesh of shard 2, now it is replicate 2",
-        ),
         (
             {"origin": dataclasses.replace(IDENTITY.origin, host={"threads": 2})},
             [],

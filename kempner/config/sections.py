@@ -53,6 +53,9 @@ class TrainSection(Section):
     """Largest global gradient norm; 0 turns clipping off."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; auto is bfloat16 on CUDA and float32 on CPU. Master weights are float32."""
+    loss_chunk: NonNegativeInt = 1024
+    """Most tokens of a micro batch whose logits exist at once; fewer need less memory, very few are
+    slow. 0 computes those of a whole micro batch. Not for a model of your own."""
     deterministic: bool = False
     """Allow only deterministic kernels (CUDA; on CPU they are deterministic anyway)."""
     log_samples: bool = False

@@ -27,7 +27,8 @@ def build_model(
     divide the loss by the global number of tokens. A single rank keeps plain tensors.
 
     Args:
-        config: the run's configuration; reads `model`, `train.seed` and `train.dtype`.
+        config: the run's configuration; reads `model`, `train.seed`, `train.dtype` and
+            `train.loss_chunk`.
         vocab_size: number of token ids.
         device: where the parameters live.
         mesh: the data-parallel ranks, one-dimensional, on `device`'s type (Gloo for CPU, NCCL
@@ -36,6 +37,7 @@ def build_model(
     dtype = compute_dtype(config.train.dtype, device)
     with torch.device("meta"):
         model = Transformer(Shape.of(config.model, vocab_size))
+    model.loss_chunk = config.train.loss_chunk
     if mesh is not None and mesh.size() > 1:
         shard(model, mesh, dtype)
         model.to_empty(device=device)

@@ -46,6 +46,7 @@ def estimate_memory(
     seq_len: int,
     compute_bytes: int,
     optimizer: OptimizerSection,
+    loss_chunk: int = 0,
 ) -> Estimate:
     """Memory of one rank while it trains.
 
@@ -64,6 +65,7 @@ def estimate_memory(
         seq_len: tokens per sequence.
         compute_bytes: 2 for bfloat16, 4 for float32.
         optimizer: which one, and with what.
+        loss_chunk: tokens whose logits exist at once; 0 is all.
     """
     shard = MASTER_BYTES * -(-shape.parameters // world)
     tokens = micro_batch_size * seq_len
@@ -81,7 +83,7 @@ def estimate_memory(
         gathered=gathered,
         gradient_buffers=gradient_buffers,
         activations=tokens * activation_bytes_per_token(shape, compute_bytes),
-        logits=tokens * logit_bytes_per_token(shape),
+        logits=loss_bytes(shape, tokens, loss_chunk, compute_bytes),
     )
 
 
@@ -121,10 +123,17 @@ def activation_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
     return shape.n_layers * block + root
 
 
-def logit_bytes_per_token(shape: Shape) -> int:
-    """Bytes per token of four float32 vectors over the vocabulary.
+def loss_bytes(shape: Shape, tokens: int, chunk: int, compute_bytes: int) -> int:
+    """Bytes of the logits and of what the loss makes of them, at the end of the forward.
 
-    Logits, their log-softmax, and the gradients of both, which exist together when the backward
-    of the cross entropy begins.
+    Whole: four float32 vectors over the vocabulary for each token: logits, their log-softmax, and
+    the gradients of both, which exist together when the backward of the cross entropy begins. In
+    chunks: for each of their tokens, the logits in the compute type and as float32, and their
+    log-softmax; and the gradient of the output projection in float32, which is summed over the
+    chunks before the backward.
     """
-    return 4 * 4 * shape.vocab_rows
+    if chunk == 0:
+        return tokens * 4 * MASTER_BYTES * shape.vocab_rows
+    cast = 0 if compute_bytes == MASTER_BYTES else compute_bytes
+    per_token = (2 * MASTER_BYTES + cast) * shape.vocab_size
+    return min(tokens, chunk) * per_token + MASTER_BYTES * shape.vocab_rows * shape.dim

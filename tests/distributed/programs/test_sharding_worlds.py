@@ -27,8 +27,9 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def alone(config: Config) -> Transformer:
-    """The model of a single process, with the gradient of the whole batch."""
+    """The model of a single process, with the gradient of the whole batch and of all logits."""
     model = build_model(config, VOCAB, CPU, None)
+    model.loss_chunk = 0
     backward(model, batch())
     return model
 

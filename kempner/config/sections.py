@@ -56,6 +56,11 @@ class TrainSection(Section):
     loss_chunk: NonNegativeInt = 1024
     """Most tokens of a micro batch whose logits exist at once; fewer need less memory, very few are
     slow. 0 computes those of a whole micro batch. Not for a model of your own."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What a block computes again in the backward instead of keeping it: nothing, all but its
+    matrix products and attention, or everything. Not for a model of your own."""
+    activation_checkpointing_every: PositiveInt | None = None
+    """Only every n-th block does so, the first one included; all by default."""
     deterministic: bool = False
     """Allow only deterministic kernels (CUDA; on CPU they are deterministic anyway)."""
     log_samples: bool = False
@@ -63,6 +68,16 @@ class TrainSection(Section):
     threads: PositiveInt | None = None
     """Threads for one rank's CPU kernels; results are bit-identical only for the same number.
     Default: OMP_NUM_THREADS, or the rank's share of the machine's cores."""
+
+    @model_validator(mode="after")
+    def _obeys_what_is_set(self) -> Self:
+        every = self.activation_checkpointing_every
+        if every is not None and self.activation_checkpointing == "none":
+            raise ValueError(
+                f"activation_checkpointing_every={every} has no effect with "
+                'activation_checkpointing="none"; remove it'
+            )
+        return self
 
     @model_validator(mode="after")
     def _batches_fit(self) -> Self:
@@ -322,4 +337,6 @@ class Config(Section):
                 f"train.seq_len={self.train.seq_len} exceeds "
                 f"model.max_seq_len={self.model.max_seq_len}"
             )
+        if self.model.factory is not None and self.train.activation_checkpointing != "none":
+            raise ValueError("train.activation_checkpointing has no effect with model.factory")
         return self

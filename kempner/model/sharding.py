@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from kempner.config.sections import Config
+from kempner.config.sections import Config, TrainSection
 from kempner.model.init import fill_rotary, initialise
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
@@ -27,8 +27,8 @@ def build_model(
     divide the loss by the global number of tokens. A single rank keeps plain tensors.
 
     Args:
-        config: the run's configuration; reads `model`, `train.seed`, `train.dtype` and
-            `train.loss_chunk`.
+        config: the run's configuration; reads `model` and, of `train`, the seed, the
+            compute type and what saves memory.
         vocab_size: number of token ids.
         device: where the parameters live.
         mesh: the data-parallel ranks, one-dimensional, on `device`'s type (Gloo for CPU, NCCL
@@ -37,7 +37,7 @@ def build_model(
     dtype = compute_dtype(config.train.dtype, device)
     with torch.device("meta"):
         model = Transformer(Shape.of(config.model, vocab_size))
-    model.loss_chunk = config.train.loss_chunk
+    _choose_memory(model, config.train)
     if mesh is not None and mesh.size() > 1:
         shard(model, mesh, dtype)
         model.to_empty(device=device)
@@ -46,6 +46,14 @@ def build_model(
         allocate(model, device)
     initialise(model, config.train.seed)
     return model
+
+
+def _choose_memory(model: Transformer, train: TrainSection) -> None:
+    """What the model keeps for its backward, and how much of its logits exists at once."""
+    model.loss_chunk = train.loss_chunk
+    if train.activation_checkpointing != "none":
+        for block in model.blocks[:: train.activation_checkpointing_every or 1]:
+            block.checkpointing = train.activation_checkpointing
 
 
 def build_to_load(shape: Shape, dtype: torch.dtype, device: torch.device) -> Transformer:

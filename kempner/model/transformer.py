@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kempner.model.activation_checkpointing import Mode, checkpointed
 from kempner.model.loss import cross_entropy, linear_cross_entropy
 from kempner.model.spec.shape import RopeScaling, Shape
 
@@ -113,10 +114,15 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each added to the residual stream behind dropout."""
+    """Attention and feed-forward, each added to the residual stream behind dropout.
+
+    Attributes:
+        checkpointing: what the backward computes again; None keeps everything.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.checkpointing: Mode | None = None
         self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.attention = Attention(shape)
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
@@ -124,6 +130,12 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.checkpointing is None or not torch.is_grad_enabled():
+            return self._computed(x, cos, sin)
+        draws = self.dropout.p > 0
+        return checkpointed(self.checkpointing, self._computed, x, cos, sin, draws=draws)
+
+    def _computed(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
         deeper: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return deeper
@@ -163,6 +175,11 @@ class Transformer(nn.Module):
         )
         empty = torch.empty(2, shape.max_seq_len, shape.head_dim, dtype=torch.float32)
         self.register_buffer("rotary", empty, persistent=False)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """`layers`, by their type."""
+        return [layer for layer in self.layers if isinstance(layer, Block)]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits of the next token at every position; with targets, what they cost.

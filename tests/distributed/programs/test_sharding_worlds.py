@@ -34,7 +34,9 @@ def alone(config: Config) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("name", ["grouped", "summed every time", "tied", "qwen"])
+@pytest.mark.parametrize(
+    "name", ["grouped", "summed every time", "tied", "qwen", "full", "selective"]
+)
 def test_gradients_are_the_sum_over_ranks(ranks: Results, name: str) -> None:
     weights, gradients = ranks[name]
     model = alone(ASKED[name])
@@ -45,6 +47,12 @@ def test_gradients_are_the_sum_over_ranks(ranks: Results, name: str) -> None:
         scale = parameter.grad.abs().max().item()
         difference = (gradients[key] - parameter.grad).abs().max().item()
         assert difference <= TOLERANCE * scale, key
+
+
+@pytest.mark.parametrize(("name", "kept"), [("full", "grouped"), ("selective", "tied")])
+def test_blocks_that_compute_again_change_no_bit(ranks: Results, name: str, kept: str) -> None:
+    gradients, expected = ranks[name][1], ranks[kept][1]
+    assert all(torch.equal(gradients[key], expected[key]) for key in expected)
 
 
 def test_bfloat16_ranks_keep_float32_weights_and_sums(ranks: Results) -> None:

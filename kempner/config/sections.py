@@ -61,6 +61,9 @@ class TrainSection(Section):
     matrix products and attention, or everything. Not for a model of your own."""
     activation_checkpointing_every: PositiveInt | None = None
     """Only every n-th block does so, the first one included; all by default."""
+    compile: bool = False
+    """Compile each block with torch.compile: the first step takes longer, all others less. What was
+    compiled stays in the run's directory, for its next start. Not for a model of your own."""
     deterministic: bool = False
     """Allow only deterministic kernels (CUDA; on CPU they are deterministic anyway)."""
     log_samples: bool = False
@@ -143,6 +146,9 @@ class DataSection(Section):
 
     dataset_path: PathText = "data/train"
     """Directory with index.json and its token files."""
+    document_mask: bool = False
+    """Tokens attend only to those before them in the same document, and not to all of the sequence.
+    Not for a model of your own."""
     num_dataloader_workers: NonNegativeInt = 0
     """Loader processes per rank; 0 reads in the rank itself."""
     num_shards_per_rank: PositiveInt | None = None
@@ -337,6 +343,10 @@ class Config(Section):
                 f"train.seq_len={self.train.seq_len} exceeds "
                 f"model.max_seq_len={self.model.max_seq_len}"
             )
-        if self.model.factory is not None and self.train.activation_checkpointing != "none":
-            raise ValueError("train.activation_checkpointing has no effect with model.factory")
+        if self.model.factory is not None:
+            for key in ("activation_checkpointing", "compile"):
+                if getattr(self.train, key) != TrainSection.model_fields[key].default:
+                    raise ValueError(f"train.{key} has no effect with model.factory; remove it")
+            if self.data.document_mask:
+                raise ValueError("data.document_mask has no effect with model.factory; remove it")
         return self

@@ -33,7 +33,7 @@ _KEPT = frozenset(
 
 
 def checkpointed(
-    mode: Mode, function: Callable[..., Tensor], *inputs: Tensor | None, draws: bool
+    mode: Mode, function: Callable[..., Tensor], *inputs: object, draws: bool
 ) -> Tensor:
     """`function` of these inputs, which alone are kept, or what `mode` says.
 

@@ -1,0 +1,57 @@
+"""A compiled run, stopped and killed, is the run that was never disturbed, and compiles once.
+
+`make test` has the graph without its kernels: tests/unit/model/test_compilation.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+from harness import Run
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(900)]
+
+STEPS = 40
+OPTIONS = (
+    f"--train.max_steps={STEPS}",
+    "--train.compile=true",
+    '--train.activation_checkpointing="full"',
+    "--train.loss_chunk=24",
+    "--checkpoint.interval=5",
+)
+
+
+def kernels(run: Run) -> dict[str, float]:
+    """What was compiled, and when."""
+    files = run.record.compiled.rglob("*.so")
+    return {file.name: file.stat().st_mtime for file in files}
+
+
+def test_a_compiled_run_resumes_to_the_bit_and_compiles_nothing_again(
+    run: Run, undisturbed: Callable[..., Run]
+) -> None:
+    reference = undisturbed(2, *OPTIONS)
+    job = run.supervise(2, *OPTIONS)
+    run.reach(8, job)
+    made = kernels(run)
+    assert made
+    os.kill(run.ready_pid(1, 1, job), signal.SIGKILL)
+    run.reach(20, job)
+    job.signal()
+    assert job.wait(300) == 75, job.output()
+    run.complete(2, *OPTIONS)
+    assert kernels(run) == made
+    assert run.steps() == reference.steps()
+    assert [s for step in run.samples().values() for s in step] == list(range(8 * STEPS))
+
+
+def test_kernels_compute_what_they_were_compiled_from(undisturbed: Callable[..., Run]) -> None:
+    options = ("--train.max_steps=3", "--model.dropout=0", "--optimizer.lr=1e-5")
+    written = undisturbed(2, *options).steps()
+    compiled = undisturbed(2, *options, "--train.compile=true").steps()
+    assert compiled != written
+    for step, numbers in written.items():
+        assert compiled[step] == pytest.approx(numbers, rel=3e-6)

@@ -61,6 +61,9 @@ class TrainSection(Section):
     matrix products and attention, or everything. Not for a model of your own."""
     activation_checkpointing_every: PositiveInt | None = None
     """Only every n-th block does so, the first one included; all by default."""
+    fp8: bool = False
+    """Multiply the matrices of the blocks in float8, with torchao; needs a GPU that can, and
+    compile. Not for a model of your own."""
     compile: bool = False
     """Compile each block with torch.compile: the first step takes longer, all others less. What was
     compiled stays in the run's directory, for its next start. Not for a model of your own."""
@@ -74,6 +77,8 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _obeys_what_is_set(self) -> Self:
+        if self.fp8 and not self.compile:
+            raise ValueError("fp8=true needs compile=true: uncompiled, it is slower than bfloat16")
         every = self.activation_checkpointing_every
         if every is not None and self.activation_checkpointing == "none":
             raise ValueError(
@@ -344,7 +349,7 @@ class Config(Section):
                 f"model.max_seq_len={self.model.max_seq_len}"
             )
         if self.model.factory is not None:
-            for key in ("activation_checkpointing", "compile"):
+            for key in ("activation_checkpointing", "compile", "fp8"):
                 if getattr(self.train, key) != TrainSection.model_fields[key].default:
                     raise ValueError(f"train.{key} has no effect with model.factory; remove it")
             if self.data.document_mask:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from kempner.config.sections import Config, TrainSection
+from kempner.model.float8 import use_float8
 from kempner.model.init import fill_rotary, initialise
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
@@ -33,11 +34,15 @@ def build_model(
         device: where the parameters live.
         mesh: the data-parallel ranks, one-dimensional, on `device`'s type (Gloo for CPU, NCCL
             for CUDA); None for a process that is alone.
+
+    Raises `UsageError` if `train.fp8` is asked for in vain.
     """
     dtype = compute_dtype(config.train.dtype, device)
     with torch.device("meta"):
         model = Transformer(Shape.of(config.model, vocab_size))
     _choose_memory(model, config.train)
+    if config.train.fp8:
+        use_float8(model, device, config.train.micro_batch_size * config.train.seq_len)
     if mesh is not None and mesh.size() > 1:
         shard(model, mesh, dtype)
         model.to_empty(device=device)

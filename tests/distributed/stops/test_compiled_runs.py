@@ -9,8 +9,9 @@ import os
 import signal
 from collections.abc import Callable
 
+import psutil
 import pytest
-from harness import Run
+from harness import Run, wait_until
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(900)]
 
@@ -46,6 +47,17 @@ def test_a_compiled_run_resumes_to_the_bit_and_compiles_nothing_again(
     assert kernels(run) == made
     assert run.steps() == reference.steps()
     assert [s for step in run.samples().values() for s in step] == list(range(8 * STEPS))
+
+
+def test_ranks_that_compile_leave_with_their_supervisor(run: Run) -> None:
+    """The first step is made by none of them: each would compile for minutes before."""
+    job = run.supervise(2, *OPTIONS, KEMPNER_FAULTS="strand rank 1 at step 1")
+    pids = [run.ready_pid(1, rank, job) for rank in range(2)]
+    job.signal(signal.SIGKILL)
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), "the ranks' end", deadline=60)
+    assert run.steps() == {}
+    assert "the supervisor has ended before the first step" in run.record.log(1, 0).read_text()
+    run.complete(2, "--train.max_steps=2", *OPTIONS[1:])
 
 
 def test_kernels_compute_what_they_were_compiled_from(undisturbed: Callable[..., Run]) -> None:

@@ -3,7 +3,7 @@
 The logits of a micro batch are the largest tensor of a step: tokens x vocabulary in float32, of
 which the loss and its backward make four. Here they exist for a chunk of the tokens at a time, and
 the gradients are computed beside the loss, while the chunk's logits are there, as Liger does
-("Liger Kernel", arXiv:2410.10989, section 3.2).
+("Liger Kernel", arXiv:2410.10989).
 
 `torch.nn.functional.linear_cross_entropy` does the same from torch 2.13, but rounds the sum of a
 bfloat16 loss to bfloat16, wants one type for inputs and weights, and imports torch's compiler.

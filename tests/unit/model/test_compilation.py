@@ -22,11 +22,13 @@ TOLERANCE = 3e-6
 """Largest difference of a gradient, relative to its largest element: a few float32 roundings."""
 
 
-def build(checkpointing: str) -> Transformer:
+def build(checkpointing: str, document_end: int | None = None) -> Transformer:
     sizes = ModelSection(dim=16, n_layers=9, n_heads=2, n_kv_heads=1, ffn_dim=24, qk_norm=True)
     train = {"seq_len": 16, "activation_checkpointing": checkpointing}
     config = Config(model=sizes, train=TrainSection.model_validate(train))
-    return build_model(config, 61, torch.device("cpu"), None)
+    model = build_model(config, 61, torch.device("cpu"), None)
+    model.document_end = document_end
+    return model
 
 
 def step(model: Transformer) -> dict[str, Tensor]:
@@ -34,16 +36,22 @@ def step(model: Transformer) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("checkpointing", "document_end"),
+    [("none", None), ("selective", None), ("full", None), ("selective", 5)],
+)
 def test_one_graph_is_compiled_for_all_blocks(
-    checkpointing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpointing: str,
+    document_end: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
     backend = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
-    model = build(checkpointing)
-    expected = step(build(checkpointing))
+    model = build(checkpointing, document_end)
+    expected = step(build(checkpointing, document_end))
     compile_blocks(model, tmp_path / "compiled")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
     assert list(model.state_dict()) == list(build("none").state_dict())

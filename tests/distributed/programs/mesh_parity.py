@@ -45,7 +45,11 @@ def config(seed: int = 5, dropout: float = 0.0, **model: object) -> Config:
             {**SIZES, "head_dim": 6, "vocab_multiple": 4, "dropout": dropout, **model}
         ),
         train=TrainSection(
-            seq_len=LENGTH, seed=seed, global_batch_size=ROWS, micro_batch_size=MICRO
+            seq_len=LENGTH,
+            seed=seed,
+            global_batch_size=ROWS,
+            micro_batch_size=MICRO,
+            loss_chunk=20,
         ),
         optimizer=OptimizerSection(lr=1e-2),
     )

@@ -38,7 +38,10 @@ class VocabularyParallel:
         """float32, [batch, seq, vocab_size], whole on every rank of the group."""
         own = F.linear(hidden, _rows(weight)).float()
         spread = DTensor.from_local(own, self._mesh, (Shard(own.ndim - 1),), run_check=False)
-        return spread.full_tensor()[..., : self._vocab_size].contiguous()
+        whole = spread.full_tensor()
+        if whole.shape[-1] == self._vocab_size:
+            return whole
+        return whole[..., : self._vocab_size].contiguous()  # FSDP must not be given a view
 
     def loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy in nats, summed over all targets but `IGNORE`, the same on every rank.

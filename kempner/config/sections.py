@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from kempner.config.model import ModelSection
+from kempner.config.parallelism import ParallelismSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     Beta,
@@ -304,6 +305,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     scheduler: SchedulerSection = SchedulerSection()
     data: DataSection = DataSection()
+    parallelism: ParallelismSection = ParallelismSection()
     distributed: DistributedSection = DistributedSection()
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()

@@ -180,8 +180,9 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)
+        x = self.norm(x)  # first: where sharded, it gathers the output projection, too
         weight = self.embed.weight if self.output is None else self.output.weight
-        return F.linear(self.norm(x), weight)
+        return F.linear(x, weight)
 
     def _of_tokens(self, logits: Tensor) -> Tensor:
         """Without the rows of no token, which are never predicted so, and get no gradient."""

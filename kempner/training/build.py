@@ -27,6 +27,7 @@ from kempner.data.serve.loader import Feed
 from kempner.model.factory import create, place
 from kempner.model.factory import digest as weights_digest
 from kempner.model.sharding import build_model
+from kempner.model.spec.communication import Choice
 from kempner.model.spec.shape import Shape, flops_per_token, model_record
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError
@@ -39,6 +40,7 @@ from kempner.run.record.ledger import Recorder
 from kempner.run.record.recorded_config import changes_since, describe_changes
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.used_before import used_before
+from kempner.training.compute.communication import choose_communication
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
@@ -66,7 +68,8 @@ def build(
     evaluation = _open_evaluation(config, run, corpus)
     with rank_link.progress.waiting("what the others have read"):
         ranks.agree_on(_what_steps_depend_on(config, corpus, evaluation.corpus))
-    model = _build_model(config, vocab_size, ranks, rank_link)
+    choice = choose_communication(config, vocab_size, ranks)
+    model = _build_model(config, vocab_size, ranks, rank_link, choice)
     if ranks.device.type == "cpu" and ranks.world.size > 1:
         from kempner.training.groups.collective_timer import time_collectives  # imports FSDP
 
@@ -114,18 +117,21 @@ def build(
             record=record,
         ),
         state=LoopState(train_state, Health(train_state.losses)),
+        choice=choice,
     )
 
 
-def _build_model(config: Config, vocab_size: int, ranks: Ranks, rank_link: RankLink) -> nn.Module:
+def _build_model(
+    config: Config, vocab_size: int, ranks: Ranks, rank_link: RankLink, choice: Choice
+) -> nn.Module:
     """The model, ready to train. Raises `UsageError` for one of the user's own that is none."""
     if config.model.factory is None:
-        return build_model(config, vocab_size, ranks.device, ranks.mesh)
+        return build_model(config, vocab_size, ranks.device, ranks.mesh, choice)
     model = create(config, vocab_size)
     with rank_link.progress.waiting("the others' initial weights"):
         fact = f"what model.factory={config.model.factory} made (the digest of its weights)"
         ranks.agree_on({fact: weights_digest(model)})
-    return place(model, config, vocab_size, ranks.device, ranks.mesh)
+    return place(model, config, vocab_size, ranks.device, ranks.mesh, choice)
 
 
 def _flops_per_token(config: Config, vocab_size: int, model: nn.Module) -> float:

@@ -14,6 +14,7 @@ from kempner.checkpoint.format.train_state import Rollback, TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.config.sections import Config
 from kempner.data.serve.loader import Feed, MicroBatch, StepBatch
+from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Phase
 from kempner.run.output.logs import logger
@@ -98,6 +99,7 @@ class Training:
     checkpoints: CheckpointManager
     tools: Tools
     state: LoopState
+    choice: Choice = EACH_MICRO_BATCH
 
     @cached_property
     def vote_group(self) -> VoteGroup:
@@ -166,6 +168,7 @@ def train(run: Training) -> ExitCode:
                 seed=run.config.train.seed,
                 step=step,
                 data_rank=run.ranks.world.rank,
+                choice=run.choice,
                 waiting=run.progress.waiting,
             )
         run.checkpoints.release_staging()

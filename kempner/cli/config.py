@@ -15,8 +15,12 @@ from kempner.config.loading import dumps, load
 from kempner.config.sections import Config
 from kempner.data.order.batch_slices import micro_steps
 from kempner.model.spec.communication import node_traffic, step_buffers
-from kempner.model.spec.communication_choice import USUAL_GPU, Situation, choose
-from kempner.model.spec.memory import estimate_memory
+from kempner.model.spec.communication_choice import (
+    USUAL_GPU,
+    Situation,
+    choose,
+    needed_memory,
+)
 from kempner.model.spec.mesh import resolve_mesh
 from kempner.model.spec.shape import Shape, count_parameters
 from kempner.run.process.exit_codes import UsageError
@@ -137,29 +141,28 @@ def needs(config: Config, vocab_size: int, job: Job) -> str:
         return f"what model.factory={config.model.factory} needs is not known before it is called"
     train, shape = config.train, Shape.of(config.model, vocab_size)
     mesh = resolve_mesh(config, job.world)
-    sizes = {
-        "micro_batches": micro_steps(
-            train.global_batch_size, mesh.data_world, train.micro_batch_size
-        ),
-        "compute_bytes": 4 if train.dtype == "float32" else 2,
-    }
-    choice = choose(
-        config,
-        Situation(shape, mesh, job.ranks_per_node, gpu_memory=job.gpu_memory, **sizes),
-    )
-    memory = estimate_memory(
+    micro_batches = micro_steps(train.global_batch_size, mesh.data_world, train.micro_batch_size)
+    situation = Situation(
         shape,
-        world=mesh.shard,
-        micro_batch_size=train.micro_batch_size,
-        seq_len=train.seq_len,
-        compute_bytes=sizes["compute_bytes"],
-        optimizer=config.optimizer,
-        choice=choice,
+        mesh,
+        job.ranks_per_node,
+        micro_batches,
+        compute_bytes=4 if train.dtype == "float32" else 2,
+        gpu_memory=job.gpu_memory,
     )
+    choice = choose(config, situation)
+    memory = needed_memory(config, situation, shape, choice)
     parts = ", ".join(f"{name} {_gb(size)}" for name, size in asdict(memory).items() if size)
     lines = [f"one of {job.world} ranks needs about {_gb(memory.total)} on its device: {parts}"]
     if mesh.world > 1:
-        traffic = node_traffic(step_buffers(shape, mesh, choice, **sizes), mesh, job.ranks_per_node)
+        buffers = step_buffers(
+            shape,
+            mesh,
+            choice,
+            micro_batches=micro_batches,
+            compute_bytes=situation.compute_bytes,
+        )
+        traffic = node_traffic(buffers, mesh, job.ranks_per_node)
         among = f"{_gb(traffic.within)} among its {job.ranks_per_node} ranks"
         if job.world > job.ranks_per_node:
             among = f"{_gb(traffic.between)} to other nodes and {among}"

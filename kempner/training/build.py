@@ -115,9 +115,9 @@ def build(
             faults=faults,
             progress=rank_link.progress,
             record=record,
+            communication=choice,
         ),
         state=LoopState(train_state, Health(train_state.losses)),
-        choice=choice,
     )
 
 

@@ -77,7 +77,9 @@ class Data:
 
 @dataclass(frozen=True)
 class Tools:
-    """What feeds and measures the steps, tells of them, and disturbs them on demand."""
+    """What feeds and measures the steps, tells of them, and disturbs them on demand; and when the
+    ranks communicate in one.
+    """
 
     data: Data
     step_metrics: StepMetrics
@@ -85,6 +87,7 @@ class Tools:
     faults: FaultInjector
     progress: Progress
     record: Recorder
+    communication: Choice = EACH_MICRO_BATCH
 
 
 @dataclass
@@ -99,7 +102,6 @@ class Training:
     checkpoints: CheckpointManager
     tools: Tools
     state: LoopState
-    choice: Choice = EACH_MICRO_BATCH
 
     @cached_property
     def vote_group(self) -> VoteGroup:
@@ -168,7 +170,7 @@ def train(run: Training) -> ExitCode:
                 seed=run.config.train.seed,
                 step=step,
                 data_rank=run.ranks.world.rank,
-                choice=run.choice,
+                choice=run.tools.communication,
                 waiting=run.progress.waiting,
             )
         run.checkpoints.release_staging()

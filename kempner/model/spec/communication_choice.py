@@ -12,7 +12,7 @@ from kempner.model.spec.communication import (
     node_traffic,
     step_buffers,
 )
-from kempner.model.spec.memory import estimate_memory
+from kempner.model.spec.memory import Estimate, estimate_memory
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 
@@ -86,6 +86,19 @@ def choose(config: Config, situation: Situation) -> Choice:
     return _because(best.choice, f"of what fits it sends least; it {fits}")
 
 
+def needed_memory(config: Config, situation: Situation, shape: Shape, choice: Choice) -> Estimate:
+    """What one rank needs, with this choice."""
+    return estimate_memory(
+        shape,
+        world=situation.mesh.shard,
+        micro_batch_size=config.train.micro_batch_size,
+        seq_len=config.train.seq_len,
+        compute_bytes=situation.compute_bytes,
+        optimizer=config.optimizer,
+        choice=choice,
+    )
+
+
 def _allowed(config: Config, situation: Situation) -> Iterator[Choice]:
     """What the configuration leaves open, what takes least memory first."""
     section = config.parallelism
@@ -107,17 +120,9 @@ def _counted(config: Config, situation: Situation, shape: Shape, choice: Choice)
         micro_batches=situation.micro_batches,
         compute_bytes=situation.compute_bytes,
     )
-    estimate = estimate_memory(
-        shape,
-        world=situation.mesh.shard,
-        micro_batch_size=config.train.micro_batch_size,
-        seq_len=config.train.seq_len,
-        compute_bytes=situation.compute_bytes,
-        optimizer=config.optimizer,
-        choice=choice,
-    )
     traffic = node_traffic(buffers, situation.mesh, situation.ranks_per_node)
-    return _Option(choice, traffic, estimate.total)
+    memory = needed_memory(config, situation, shape, choice).total
+    return _Option(choice, traffic, memory)
 
 
 def _cost(option: _Option) -> tuple[int, int, int]:

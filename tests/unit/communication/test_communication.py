@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,11 @@ from kempner.model.spec.communication_choice import (
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 
-CONFIG = load(Path(__file__).parents[3] / "configs/train/7b.toml")
+ROOT = Path(__file__).parents[3]
+sys.path.append(str(ROOT / "scripts" / "docs"))
+import communication_page  # noqa: E402 - a script
+
+CONFIG = load(ROOT / "configs/train/7b.toml")
 SHAPE = Shape.of(CONFIG.model, 32000)
 PARAMETERS, TABLE, BLOCK = 6_738_415_616, 32000 * 4096, 202_383_360
 GPUS = 4
@@ -140,3 +145,9 @@ def test_one_micro_batch_needs_no_memory_to_reduce_once() -> None:
 def test_another_driver_changes_nothing() -> None:
     assert usable_memory(85_029_158_912) == usable_memory(84_900_000_000) == 80 * 10**9
     assert usable_memory(6 * 10**9) == 6 * 10**9
+
+
+def test_the_page_has_the_table_of_today() -> None:
+    text = communication_page.PAGE.read_text()
+    hint = "run `python scripts/docs/communication_page.py`"
+    assert text == communication_page.page(text), hint

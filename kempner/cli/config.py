@@ -56,7 +56,9 @@ def check(
     file: ConfigFile,
     world: Annotated[
         int | None,
-        typer.Option(min=1, help="Estimate memory and communication of this many ranks."),
+        typer.Option(
+            min=1, help="Say how this many ranks are divided, what each needs and what they send."
+        ),
     ] = None,
     nodes: Annotated[
         int | None,
@@ -74,6 +76,7 @@ def check(
     config = load(file, overrides(context, file))
     if world is not None:
         refuse_absent_ranks(config.resilience.faults, world)
+        resolve_mesh(config, world)
     from kempner.supervisor.readiness import check_ready, check_run_directory
 
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
@@ -88,6 +91,8 @@ def check(
         typer.echo(f"kempner: {warning}", err=True)
     if job is not None and not known:
         typer.echo(needs(config, ready.vocab_size, job))
+    if world is not None:
+        typer.echo(f"mesh of {world} ranks: {resolve_mesh(config, world)}")
     typer.echo(f"ok: {file}: {summary(config, ready.vocab_size)}")
 
 

@@ -322,3 +322,21 @@ class Config(Section):
                 f"model.max_seq_len={self.model.max_seq_len}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _tensor_parallel_has_a_plan(self) -> Self:
+        degree = self.parallelism.tensor_parallel_degree
+        if degree == 1:
+            return self
+        if self.model.factory is not None:
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree={degree} is for kempner's own transformer: a "
+                "model of model.factory is sharded and replicated only; set it to 1"
+            )
+        if self.optimizer.name == "muon":
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree={degree} does not work with "
+                'optimizer.name="muon", which needs whole rows of each matrix; set it to 1, or '
+                "take adamw"
+            )
+        return self

@@ -30,23 +30,29 @@ def build_model(
 ) -> Transformer:
     """The model of a run, with float32 weights drawn from `train.seed`.
 
-    Weights are the same bits for every world. In a world of more than one rank, parameters are
-    `DTensor` shards over `mesh` and gradients come out as the sum, not the mean, over its ranks:
-    divide the loss by the global number of tokens. A single rank keeps plain tensors.
+    Weights are the same bits for every mesh. In a world of more than one rank, parameters are
+    `DTensor` shards over `mesh` and gradients come out as the sum, not the mean, over the ranks
+    that have samples of their own: divide the loss by the global number of tokens. A single rank
+    keeps plain tensors.
 
     Args:
         config: the run's configuration; reads `model`, `train.seed` and `train.dtype`.
         vocab_size: number of token ids.
         device: where the parameters live.
-        mesh: the data-parallel ranks, as for `shard`, on `device`'s type (Gloo for CPU, NCCL for
-            CUDA); None for a process that is alone.
+        mesh: all ranks, on `device`'s type (Gloo for CPU, NCCL for CUDA): one dimension to shard
+            over, or the named ones of `MeshDegrees`; None for a process that is alone.
         choice: whether parameters are kept between forward and backward.
     """
     dtype = compute_dtype(config.train.dtype, device)
     with torch.device("meta"):
         model = Transformer(Shape.of(config.model, vocab_size))
     if mesh is not None and mesh.size() > 1:
-        shard(model, mesh, dtype, choice)
+        if "tensor" in (mesh.mesh_dim_names or ()):
+            # A run without tensor parallelism is spared the import.
+            from kempner.model.parallel.tensor import parallelize
+
+            parallelize(model, mesh["tensor"])
+        shard(model, data_parallel(mesh), dtype, choice)
         model.to_empty(device=device)
     else:
         model.autocast_dtype = None if dtype is torch.float32 else dtype
@@ -89,6 +95,15 @@ def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "auto":
         wanted = "bfloat16" if device.type == "cuda" else "float32"
     return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+
+
+def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
+    """What of a mesh `shard` takes: ranks with samples of their own."""
+    names = mesh.mesh_dim_names or ()
+    if "tensor" not in names:
+        return mesh
+    # Also where it is a single rank: FSDP casts, and adds up what tensor ranks know of a norm.
+    return mesh["replicate", "shard"] if "replicate" in names else mesh["shard"]
 
 
 def shard(

@@ -11,11 +11,13 @@ exchanged with Hugging Face by renaming alone.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kempner.model.loss import cross_entropy
 from kempner.model.spec.shape import RopeScaling, Shape
 
 
@@ -128,8 +130,20 @@ class Block(nn.Module):
         return deeper
 
 
+class ShardedVocabulary(Protocol):
+    """Stands for the output projection where its rows are spread over a tensor group."""
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """float32, [batch, seq, vocab_size], whole on every rank of the group."""
+        ...
+
+    def loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """The cross entropy in nats, summed over all targets that count, on every rank."""
+        ...
+
+
 class Transformer(nn.Module):
-    """Tokens to logits.
+    """Tokens to logits, or with targets to their loss.
 
     Parameters: `embed.weight`, `layers.<i>.attention_norm.weight`,
     `layers.<i>.attention.{wq,wk,wv,wo}.weight`, `layers.<i>.ffn_norm.weight`,
@@ -142,6 +156,7 @@ class Transformer(nn.Module):
     Attributes:
         autocast_dtype: type in which matrices multiply while the parameters stay as they are;
             None multiplies in the parameters' own type.
+        vocabulary: computes logits and loss under tensor parallelism; None without it.
     """
 
     rotary: Tensor
@@ -150,6 +165,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape = shape
         self.autocast_dtype: torch.dtype | None = None
+        self.vocabulary: ShardedVocabulary | None = None
         # Its own initial values, on the meta device, would import torch's compiler.
         rows = torch.empty(shape.vocab_rows, shape.dim)
         self.embed = nn.Embedding.from_pretrained(rows, freeze=False)  # type: ignore[no-untyped-call]
@@ -161,28 +177,43 @@ class Transformer(nn.Module):
         empty = torch.empty(2, shape.max_seq_len, shape.head_dim, dtype=torch.float32)
         self.register_buffer("rotary", empty, persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token at every position.
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits of the next token at every position; with targets, what they cost.
+
+        The loss is computed here, where a sharded output projection is gathered.
 
         Args:
             tokens: int64, [batch, seq], seq at most `shape.max_seq_len`.
+            targets: int64, [batch, seq], `IGNORE` where there is none.
 
         Returns:
-            float32, [batch, seq, vocab_size].
+            float32, [batch, seq, vocab_size]; with targets a scalar, the cross entropy in nats
+            summed over all that have one.
         """
         if self.autocast_dtype is None:
-            return self._of_tokens(self._logits(tokens).float())
+            return self._computed(tokens, targets)
         with torch.autocast(tokens.device.type, self.autocast_dtype):
-            return self._of_tokens(self._logits(tokens).float())
+            return self._computed(tokens, targets)
 
-    def _logits(self, tokens: Tensor) -> Tensor:
+    def _computed(self, tokens: Tensor, targets: Tensor | None) -> Tensor:
+        hidden = self._hidden(tokens)
+        weight = self.embed.weight if self.output is None else self.output.weight
+        if self.vocabulary is not None:
+            if targets is None:
+                return self.vocabulary.logits(hidden, weight)
+            return self.vocabulary.loss(hidden, weight, targets)
+        logits = self._of_tokens(F.linear(hidden, weight).float())
+        return logits if targets is None else cross_entropy(logits, targets)
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
+        """What the output projection gets: [batch, seq, dim]."""
         cos, sin = self.rotary[:, : tokens.shape[1]]
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        x = self.norm(x)  # first: where sharded, it gathers the output projection, too
-        weight = self.embed.weight if self.output is None else self.output.weight
-        return F.linear(x, weight)
+        # Before the output projection is used: where sharded, this gathers it, too.
+        normed: Tensor = self.norm(x)
+        return normed
 
     def _of_tokens(self, logits: Tensor) -> Tensor:
         """Without the rows of no token, which are never predicted so, and get no gradient."""

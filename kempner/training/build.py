@@ -28,6 +28,7 @@ from kempner.model.factory import create, place
 from kempner.model.factory import digest as weights_digest
 from kempner.model.sharding import build_model
 from kempner.model.spec.communication import Choice
+from kempner.model.spec.mesh import check_tensor_degree
 from kempner.model.spec.shape import Shape, flops_per_token, model_record
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError
@@ -65,6 +66,7 @@ def build(
     run = rank_link.run
     corpus = _open_tokens(run, "data", config.data.dataset_path)
     vocab_size = vocabulary(config, corpus.index)
+    check_tensor_degree(config, vocab_size)
     evaluation = _open_evaluation(config, run, corpus)
     with rank_link.progress.waiting("what the others have read"):
         ranks.agree_on(_what_steps_depend_on(config, corpus, evaluation.corpus))
@@ -188,7 +190,7 @@ def _resume(
 def _identity(config: Config, corpus: Corpus, vocab_size: int, ranks: Ranks) -> Identity:
     return Identity(
         world=ranks.world.size,
-        mesh=dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True)),
+        mesh=ranks.degrees.dimensions(),
         seed=config.train.seed,
         data_fingerprint=fingerprint(corpus.index, config.train.seq_len),
         model=model_record(config.model, vocab_size),
@@ -237,8 +239,8 @@ def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainS
     slicing = Slicing(
         config.train.global_batch_size,
         config.train.micro_batch_size,
-        ranks.world.rank,
-        ranks.world.size,
+        ranks.data_rank,
+        ranks.degrees.data_world,
         skips=tuple((rollback.start, rollback.end) for rollback in train_state.rollbacks),
     )
     return Feed(
@@ -321,6 +323,7 @@ def _open_telemetry(
         run,
         attempt=attempt.number,
         rank=ranks.world.rank,
+        log_samples=config.train.log_samples and ranks.degrees.tensor_rank(ranks.world.rank) == 0,
         flops_per_second_at_peak=peak_flops(ranks.device, ranks.world.size),
         flops_per_token=flops,
         display=display,

@@ -169,7 +169,8 @@ def train(run: Training) -> ExitCode:
                 device=run.ranks.device,
                 seed=run.config.train.seed,
                 step=step,
-                data_rank=run.ranks.world.rank,
+                rank=run.ranks.world.rank,
+                copies=run.ranks.degrees.tensor,
                 choice=run.tools.communication,
                 waiting=run.progress.waiting,
             )

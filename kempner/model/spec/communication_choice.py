@@ -90,7 +90,9 @@ def needed_memory(config: Config, situation: Situation, shape: Shape, choice: Ch
     """What one rank needs, with this choice."""
     return estimate_memory(
         shape,
-        world=situation.mesh.shard,
+        world=situation.mesh.world,
+        replicate=situation.mesh.replicate,
+        tensor=situation.mesh.tensor,
         micro_batch_size=config.train.micro_batch_size,
         seq_len=config.train.seq_len,
         compute_bytes=situation.compute_bytes,

@@ -44,6 +44,8 @@ def estimate_memory(
     shape: Shape,
     *,
     world: int,
+    replicate: int = 1,
+    tensor: int = 1,
     micro_batch_size: int,
     seq_len: int,
     compute_bytes: int,
@@ -52,45 +54,48 @@ def estimate_memory(
 ) -> Estimate:
     """Memory of one rank while it trains.
 
-    With P parameters, W ranks, T tokens in a micro batch and c bytes per element of the compute
-    type: 4 P / W for each of weights, gradients and the moments that the optimizer has; in a world
-    of more than one, c (output + 2 blocks) for gathered weights and (c + 4) max(output, block) for
-    gradients on their way; alone, c P for autocast's copies unless c = 4. Gradients that are
-    reduced once a step take 4 P, and weights that are kept c (P + block). Activations and logits as
-    their own functions say.
-    Nothing is recomputed in the backward. Shards of a matrix whose rows W does not divide are up
-    to one row larger on some ranks.
+    With P parameters, W ranks that shard them, of which t make a tensor group, T tokens in a micro
+    batch and c bytes per element of the compute type: 4 P / W for each of weights, gradients and
+    the moments that the optimizer has; in a world of more than one, c (output + 2 blocks) / t for
+    gathered weights and (c + 4) max(output, block) / t for gradients on their way; alone, c P for
+    autocast's copies unless c = 4. Gradients that are reduced once a step take 4 P / t, and weights
+    that are kept c (P + block) / t. Activations and logits as their own functions say. Nothing is
+    recomputed in the backward. Shards of a matrix whose rows W does not divide are up to one row
+    larger on some ranks.
 
     Args:
         shape: sizes of the model.
-        world: number of ranks that the parameters are sharded over.
+        world: number of ranks.
+        replicate: groups of ranks that each hold all parameters.
+        tensor: ranks that compute each layer together; each has 1 / tensor of what is gathered.
         micro_batch_size: sequences per forward.
         seq_len: tokens per sequence.
         compute_bytes: 2 for bfloat16, 4 for float32.
         optimizer: which one, and with what.
         choice: when gradients are reduced, and whether weights are kept; of no effect alone.
     """
-    shard = MASTER_BYTES * -(-shape.parameters // world)
+    shards = world // replicate
+    shard = MASTER_BYTES * -(-shape.parameters // shards)
     tokens = micro_batch_size * seq_len
     head, block = shape.head_parameters, shape.block_parameters
     gradients = shard
     if world > 1:
         whole = shape.parameters + block if choice.keep_parameters else head + 2 * block
-        gathered = compute_bytes * whole
-        gradient_buffers = (compute_bytes + MASTER_BYTES) * max(head, block)
+        gathered = compute_bytes * whole // tensor
+        gradient_buffers = (compute_bytes + MASTER_BYTES) * max(head, block) // tensor
         if choice.reduce_once:
-            gradients = MASTER_BYTES * shape.parameters
+            gradients = MASTER_BYTES * shape.parameters // tensor
     else:
         gathered = 0 if compute_bytes == MASTER_BYTES else compute_bytes * shape.parameters
         gradient_buffers = 0
     return Estimate(
         parameters=shard,
         gradients=gradients,
-        moments=MASTER_BYTES * -(-moment_elements(shape, optimizer) // world),
+        moments=MASTER_BYTES * -(-moment_elements(shape, optimizer) // shards),
         gathered=gathered,
         gradient_buffers=gradient_buffers,
-        activations=tokens * activation_bytes_per_token(shape, compute_bytes),
-        logits=tokens * logit_bytes_per_token(shape),
+        activations=tokens * activation_bytes_per_token(shape, compute_bytes, tensor),
+        logits=tokens * logit_bytes_per_token(shape) // tensor,
     )
 
 
@@ -109,7 +114,7 @@ def moment_elements(shape: Shape, optimizer: OptimizerSection) -> int:
             return 2 * shape.parameters - hidden
 
 
-def activation_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
+def activation_bytes_per_token(shape: Shape, compute_bytes: int, tensor: int = 1) -> int:
     """Bytes per token that a forward keeps for the backward, without the logits.
 
     Counted tensor by tensor, with fused RMSNorm and attention as on CUDA. A block keeps the input
@@ -117,7 +122,8 @@ def activation_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
     attended and, per head, a float32 sum; four tensors of SwiGLU; with dropout, two byte masks;
     where queries and keys are normalised, both before that, and a float32 scale for each head.
     Outside the blocks: the token id and the last norm. On CPU, where RMSNorm is not fused, each
-    norm keeps one more float32 tensor.
+    norm keeps one more float32 tensor. Each of `tensor` ranks has its part of all but the outputs
+    of the norms, which are gathered along the sequence.
     """
     elements = 4 * shape.dim + 2 * shape.q_dim + 2 * shape.kv_dim + 4 * shape.ffn_dim
     masks = 2 * shape.dim if shape.dropout else 0
@@ -127,7 +133,8 @@ def activation_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
         scales += shape.n_heads + shape.n_kv_heads
     block = compute_bytes * elements + 4 * scales + masks
     root = 8 + compute_bytes * 2 * shape.dim + 4
-    return shape.n_layers * block + root
+    gathered = compute_bytes * (2 * shape.n_layers + 1) * shape.dim
+    return -(-(shape.n_layers * block + root - gathered) // tensor) + gathered
 
 
 def logit_bytes_per_token(shape: Shape) -> int:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from kempner.config.sections import Config
 from kempner.data.order.batch_slices import micro_steps
 from kempner.model.sharding import compute_dtype
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.communication_choice import Situation, choose, usable_memory
-from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 from kempner.run.output.logs import logger
 from kempner.training.groups.process_groups import Ranks
@@ -19,7 +17,7 @@ from kempner.training.groups.process_groups import Ranks
 
 def choose_communication(config: Config, vocab_size: int, ranks: Ranks) -> Choice:
     """What `[parallelism]` comes to in this world; rank 0 logs it, with its reason."""
-    train, mesh = config.train, _degrees(ranks.mesh)
+    train, mesh = config.train, ranks.degrees
     ranks_per_node, gpu_memory = _smallest_node(ranks)
     situation = Situation(
         shape=None if config.model.factory is not None else Shape.of(config.model, vocab_size),
@@ -33,13 +31,6 @@ def choose_communication(config: Config, vocab_size: int, ranks: Ranks) -> Choic
     if ranks.world.rank == 0 and ranks.world.size > 1:
         logger().info("communication", choice=choice.describe(), reason=choice.reason)
     return choice
-
-
-def _degrees(mesh: DeviceMesh) -> MeshDegrees:
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    return MeshDegrees(
-        sizes.get("replicate", 1), sizes.get("shard", sizes.get("fsdp", 1)), sizes.get("tensor", 1)
-    )
 
 
 def _smallest_node(ranks: Ranks) -> tuple[int, int | None]:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kempner.data.serve.loader import IGNORE, MicroBatch
+from kempner.model.loss import cross_entropy
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
+from kempner.model.transformer import Transformer
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.training.compute.seeds import set_rng
 
@@ -22,7 +23,8 @@ def accumulate(
     device: torch.device,
     seed: int,
     step: int,
-    data_rank: int,
+    rank: int,
+    copies: int = 1,
     choice: Choice = EACH_MICRO_BATCH,
     waiting: Waiting = untimed,
 ) -> Tensor:
@@ -32,21 +34,23 @@ def accumulate(
     loss nor gradient depends on how the batch is split. Every rank passes the same number of micro
     batches; rows without a valid token weigh nothing. Gradients are reduced, and parameters freed,
     as `choice` says; after the last micro batch all are reduced, and nothing stays gathered.
-    `waiting` is entered while this rank waits for others.
+    `copies` ranks at a time, those of a tensor group, pass the same samples, of which each computes
+    a part: they count once. What dropout draws follows from `rank`, of the world, since each drops
+    from its own part of the sequence. `waiting` is entered while this rank waits for others.
     """
     valid = _valid_tokens(micro_batches).to(device)
     with waiting("the count of tokens"):
-        valid = sum_over_ranks(valid).clamp(min=1)
+        valid = (sum_over_ranks(valid) / copies).clamp(min=1)
     total = torch.zeros((), device=device)
     for micro_step, micro_batch in enumerate(micro_batches):
-        set_rng(seed, step, micro_step, data_rank)
+        set_rng(seed, step, micro_step, rank)
         if micro_step == 0 or micro_step + 1 == len(micro_batches):
             _communicate(model, choice, last=micro_step + 1 == len(micro_batches))
         loss = summed_loss(model, micro_batch, device)
         (loss / valid).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     with waiting("the sum of losses"):
-        return sum_over_ranks(total) / valid
+        return sum_over_ranks(total) / copies / valid
 
 
 def _communicate(model: nn.Module, choice: Choice, last: bool) -> None:
@@ -71,11 +75,12 @@ def weightless(micro_steps: int, micro_batch_size: int, seq_len: int) -> list[Mi
 
 def summed_loss(model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
     """Cross-entropy in nats, summed over the valid tokens of one micro batch; a float32 scalar."""
-    logits = model(micro_batch.inputs.to(device, non_blocking=True))
+    tokens = micro_batch.inputs.to(device, non_blocking=True)
     targets = micro_batch.targets.to(device, non_blocking=True)
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    if isinstance(model, Transformer):
+        loss: Tensor = model(tokens, targets)
+        return loss
+    return cross_entropy(model(tokens), targets)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from kempner.config.sections import Config, ModelSection, TrainSection
@@ -20,21 +20,39 @@ from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.factory import place
 from kempner.model.sharding import build_model
 from kempner.model.spec.communication import Choice
+from kempner.model.spec.mesh import MeshDegrees
 from kempner.training.compute.forward_backward import accumulate, summed_loss
 
 CPU = torch.device("cpu")
 VOCAB, LENGTH, MICRO_BATCHES, WORLD = 257, 16, 3, 4
 CHOICES = [Choice(once, keep) for once, keep in product((False, True), repeat=2)]
-MESHES = {"shards": (4,), "replicas of shards": (2, 2), "replicas": (4, 1)}
+MESHES = {
+    "shards": MeshDegrees(shard=4),
+    "replicas of shards": MeshDegrees(replicate=2, shard=2),
+    "replicas": MeshDegrees(replicate=4),
+    "shards of tensor groups": MeshDegrees(shard=2, tensor=2),
+}
 
 
 def config(**model: object) -> Config:
-    sizes = {"dim": 48, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 100, **model}
+    sizes: dict[str, object] = {
+        "dim": 48,
+        "n_layers": 3,
+        "n_heads": 6,
+        "n_kv_heads": 2,
+        "ffn_dim": 100,
+    }
+    sizes |= {"vocab_multiple": 2, **model}
     train = TrainSection(seq_len=LENGTH, seed=5)
     return Config(model=ModelSection.model_validate(sizes), train=train)
 
 
 MODELS = {"untied": config(), "tied": config(tie_embeddings=True), "own": config()}
+CASES = [
+    (model, mesh)
+    for model, mesh in product(MODELS, MESHES)
+    if model != "own" or MESHES[mesh].tensor == 1
+]
 WIDE = config(dim=192, ffn_dim=512)
 """Wide enough for what a message is wrapped in to be little beside it."""
 
@@ -77,21 +95,29 @@ def micro_batches(rank: int, world: int) -> list[MicroBatch]:
     return [*batches, empty]
 
 
-def step(model: nn.Module, choice: Choice, rank: int, world: int) -> Tensor:
-    batches = micro_batches(rank, world)
-    return accumulate(model, batches, device=CPU, seed=1, step=1, data_rank=rank, choice=choice)
+def step(model: nn.Module, choice: Choice, rank: int, degrees: MeshDegrees) -> Tensor:
+    return accumulate(
+        model,
+        micro_batches(degrees.data_rank(rank), degrees.data_world),
+        device=CPU,
+        seed=1,
+        step=1,
+        rank=rank,
+        copies=degrees.tensor,
+        choice=choice,
+    )
 
 
-def outcome(name: str, mesh: object, choice: Choice, rank: int, world: int) -> Outcome:
+def outcome(name: str, mesh: object, choice: Choice, rank: int, degrees: MeshDegrees) -> Outcome:
     """The second of two steps: the first leaves nothing behind."""
     model = build(name, mesh, choice)
     for _ in range(2):
         model.zero_grad()
-        loss = step(model, choice, rank, world)
+        loss = step(model, choice, rank, degrees)
     with torch.no_grad():
         held_out = summed_loss(model, micro_batches(0, 1)[0], CPU)
     # What an optimizer or a checkpoint lists after a step, or an evaluation, is this rank's shards.
-    gradients = {name: whole(p.grad, world) for name, p in model.named_parameters()}
+    gradients = {name: whole(p.grad, degrees.world) for name, p in model.named_parameters()}
     return loss.item(), held_out.item(), gradients
 
 
@@ -126,13 +152,18 @@ def carried(rank: int, world: int) -> dict[str, int]:
     found = {}
     for choice in CHOICES:
         model = build("wide", init_device_mesh("cpu", (world,)), choice)
-        step(model, choice, rank, world)
+        step(model, choice, rank, MeshDegrees(shard=world))
         dist.barrier()
         before = sent()
-        step(model, choice, rank, world)
+        step(model, choice, rank, MeshDegrees(shard=world))
         dist.barrier()
         found[choice.describe()] = sent() - before
     return found
+
+
+def device_mesh(degrees: MeshDegrees) -> DeviceMesh:
+    sizes = degrees.dimensions()
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def main(out: str) -> None:
@@ -142,14 +173,12 @@ def main(out: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     results: object
     if world == WORLD:
-        names = ("replicate", "shard")
-        meshes = {
-            name: init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape) :])
-            for name, shape in MESHES.items()
-        }
+        meshes = {name: device_mesh(degrees) for name, degrees in MESHES.items()}
         results = {
-            (model, mesh, choice.describe()): outcome(model, meshes[mesh], choice, rank, world)
-            for model, mesh, choice in product(MODELS, MESHES, CHOICES)
+            (model, mesh, choice.describe()): outcome(
+                model, meshes[mesh], choice, rank, MESHES[mesh]
+            )
+            for (model, mesh), choice in product(CASES, CHOICES)
         }
     else:
         results = carried(rank, world)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from communication_ranks import (
+    CASES,
     CHOICES,
-    MESHES,
     MICRO_BATCHES,
     MODELS,
     VOCAB,
@@ -49,12 +48,12 @@ def alone() -> Iterator[dict[str, Outcome]]:
     """What a single process comes to, by model."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
-        yield {model: outcome(model, None, Choice(), 0, 1) for model in MODELS}
+        yield {model: outcome(model, None, Choice(), 0, MeshDegrees()) for model in MODELS}
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("model", "mesh"), [*product(MODELS, MESHES)])
+@pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_gradients_do_not_depend_on_what_is_sent_when(
     outcomes: Outcomes, alone: dict[str, Outcome], model: str, mesh: str
 ) -> None:
@@ -69,7 +68,7 @@ def test_gradients_do_not_depend_on_what_is_sent_when(
             assert difference <= TOLERANCE, (choice, name)
 
 
-@pytest.mark.parametrize(("model", "mesh"), [*product(MODELS, MESHES)])
+@pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_keeping_parameters_changes_no_bit(outcomes: Outcomes, model: str, mesh: str) -> None:
     for once in (False, True):
         freed, kept = (

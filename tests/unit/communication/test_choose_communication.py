@@ -10,14 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kempner.cluster.world import World
 from kempner.config.parallelism import ParallelismSection
 from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.model.spec.communication import Choice
-from kempner.training.compute import communication
 from kempner.training.compute.communication import choose_communication
 from kempner.training.groups.process_groups import Ranks, adopt
 
@@ -74,13 +72,6 @@ def test_the_smallest_gpu_of_any_rank_counts(ranks: Ranks, monkeypatch: pytest.M
     monkeypatch.setattr(dist, "all_reduce", with_a_smaller_one)
     choice = choose_communication(CONFIG, 32000, replace(ranks, device=GPU))
     assert "7.2 GB (0.9 of the GPU)" in choice.reason
-
-
-def test_replicas_are_known_by_their_dimension(ranks: Ranks) -> None:
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-    degrees = communication._degrees(mesh)
-    assert (degrees.replicate, degrees.shard, degrees.tensor) == (2, 4, 1)
-    assert communication._degrees(ranks.mesh).shard == 8
 
 
 def test_what_is_configured_is_obeyed_on_any_device(ranks: Ranks) -> None:

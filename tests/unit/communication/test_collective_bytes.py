@@ -112,7 +112,7 @@ def counted(config: Config, mesh: MeshDegrees, choice: Choice, micro_batches: in
 def sent(model: nn.Module, batches: list[MicroBatch], choice: Choice) -> Buffers:
     """What the collectives of a step are given."""
     with Collectives() as collectives:
-        accumulate(model, batches, device=CPU, seed=1, step=1, data_rank=0, choice=choice)
+        accumulate(model, batches, device=CPU, seed=1, step=1, rank=0, choice=choice)
     found = collectives.bytes
     buffers = Buffers(
         all_gather=found.pop("_allgather_base_", 0),

@@ -48,6 +48,10 @@ def config(**model: object) -> Config:
 
 
 MODELS = {"untied": config(), "tied": config(tie_embeddings=True), "own": config()}
+MODELS["checkpointed"] = Config(
+    model=MODELS["untied"].model,
+    train=TrainSection(seq_len=LENGTH, seed=5, activation_checkpointing="full", loss_chunk=5),
+)
 CASES = [
     (model, mesh)
     for model, mesh in product(MODELS, MESHES)

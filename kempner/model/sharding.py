@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from kempner.config.sections import Config
+from kempner.config.sections import Config, TrainSection
+from kempner.model.float8 import use_float8
 from kempner.model.init import fill_rotary, initialise
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.model.spec.shape import Shape
@@ -35,16 +36,22 @@ def build_model(
     divide the loss by the global number of tokens. A single rank keeps plain tensors.
 
     Args:
-        config: the run's configuration; reads `model`, `train.seed` and `train.dtype`.
+        config: the run's configuration; reads `model` and, of `train`, the seed, the
+            compute type and what saves memory.
         vocab_size: number of token ids.
         device: where the parameters live.
         mesh: the data-parallel ranks, as for `shard`, on `device`'s type (Gloo for CPU, NCCL for
             CUDA); None for a process that is alone.
         choice: whether parameters are kept between forward and backward.
+
+    Raises `UsageError` if `train.fp8` is asked for in vain.
     """
     dtype = compute_dtype(config.train.dtype, device)
     with torch.device("meta"):
         model = Transformer(Shape.of(config.model, vocab_size))
+    _choose_memory(model, config.train)
+    if config.train.fp8:
+        use_float8(model, device, config.train.micro_batch_size * config.train.seq_len)
     if mesh is not None and mesh.size() > 1:
         shard(model, mesh, dtype, choice)
         model.to_empty(device=device)
@@ -53,6 +60,14 @@ def build_model(
         allocate(model, device)
     initialise(model, config.train.seed)
     return model
+
+
+def _choose_memory(model: Transformer, train: TrainSection) -> None:
+    """What the model keeps for its backward, and how much of its logits exists at once."""
+    model.loss_chunk = train.loss_chunk
+    if train.activation_checkpointing != "none":
+        for block in model.blocks[:: train.activation_checkpointing_every or 1]:
+            block.checkpointing = train.activation_checkpointing
 
 
 def build_to_load(shape: Shape, dtype: torch.dtype, device: torch.device) -> Transformer:

@@ -24,6 +24,7 @@ from kempner.data.files.requirements import check_held_out, vocabulary
 from kempner.data.files.token_file import Corpus
 from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
+from kempner.model.compilation import compile_blocks
 from kempner.model.factory import create, place
 from kempner.model.factory import digest as weights_digest
 from kempner.model.sharding import build_model
@@ -69,7 +70,7 @@ def build(
     with rank_link.progress.waiting("what the others have read"):
         ranks.agree_on(_what_steps_depend_on(config, corpus, evaluation.corpus))
     choice = choose_communication(config, vocab_size, ranks)
-    model = _build_model(config, vocab_size, ranks, rank_link, choice)
+    model = _build_model(config, corpus, ranks, rank_link, choice)
     if ranks.device.type == "cpu" and ranks.world.size > 1:
         from kempner.training.groups.collective_timer import time_collectives  # imports FSDP
 
@@ -122,11 +123,16 @@ def build(
 
 
 def _build_model(
-    config: Config, vocab_size: int, ranks: Ranks, rank_link: RankLink, choice: Choice
+    config: Config, corpus: Corpus, ranks: Ranks, rank_link: RankLink, choice: Choice
 ) -> nn.Module:
     """The model, ready to train. Raises `UsageError` for one of the user's own that is none."""
+    vocab_size = vocabulary(config, corpus.index)
     if config.model.factory is None:
-        return build_model(config, vocab_size, ranks.device, ranks.mesh, choice)
+        transformer = build_model(config, vocab_size, ranks.device, ranks.mesh, choice)
+        transformer.document_end = corpus.index.eot if config.data.document_mask else None
+        if config.train.compile:
+            compile_blocks(transformer, rank_link.run.compiled)
+        return transformer
     model = create(config, vocab_size)
     with rank_link.progress.waiting("the others' initial weights"):
         fact = f"what model.factory={config.model.factory} made (the digest of its weights)"

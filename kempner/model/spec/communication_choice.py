@@ -96,6 +96,9 @@ def needed_memory(config: Config, situation: Situation, shape: Shape, choice: Ch
         compute_bytes=situation.compute_bytes,
         optimizer=config.optimizer,
         choice=choice,
+        loss_chunk=config.train.loss_chunk,
+        checkpointing=config.train.activation_checkpointing,
+        checkpointing_every=config.train.activation_checkpointing_every or 1,
     )
 
 

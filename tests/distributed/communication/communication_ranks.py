@@ -35,6 +35,10 @@ def config(**model: object) -> Config:
 
 
 MODELS = {"untied": config(), "tied": config(tie_embeddings=True), "own": config()}
+MODELS["checkpointed"] = Config(
+    model=MODELS["untied"].model,
+    train=TrainSection(seq_len=LENGTH, seed=5, activation_checkpointing="full", loss_chunk=5),
+)
 WIDE = config(dim=192, ffn_dim=512)
 """Wide enough for what a message is wrapped in to be little beside it."""
 

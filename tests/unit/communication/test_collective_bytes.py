@@ -127,7 +127,14 @@ def sent(model: nn.Module, batches: list[MicroBatch], choice: Choice) -> Buffers
 def test_a_step_sends_what_is_counted(model: str, dtype: str, mesh: MeshDegrees) -> None:
     config = Config(
         model=ModelSection.model_validate(MODELS[model]),
-        train=TrainSection.model_validate({"seq_len": LENGTH, "dtype": dtype}),
+        train=TrainSection.model_validate(
+            {
+                "seq_len": LENGTH,
+                "dtype": dtype,
+                "loss_chunk": 5,
+                "activation_checkpointing": "full" if model == "qwen" else "none",
+            }
+        ),
     )
     for choice, micro_batches in [*product(CHOICES, (3,)), (CHOICES[0], 1)]:
         found = counted(config, mesh, choice, micro_batches)

@@ -163,3 +163,5 @@ def test_parts_follow_their_formulas() -> None:
         shape, world=1, compute_bytes=2, choice=Choice(True, True), **sizes
     )
     assert pair.logits == 2 * 32 * 16 * 257
+    chunked = estimate_memory(shape, world=2, compute_bytes=2, loss_chunk=10, **sizes)
+    assert chunked.logits == 10 * 257 * (2 + 4 + 4) + 4 * 257 * 64

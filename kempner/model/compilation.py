@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -24,11 +26,21 @@ def compile_blocks(model: Transformer, cache: Path) -> None:
     """
     import torch._inductor.config as inductor  # imports torch's compiler
 
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute()))
-    # In this process: a pool of compiling processes would outlive a rank that is killed, and the
-    # one kernel of a CPU block needs none.
+    # Kernels are compiled for the processor (-march=native), by which torch does not look for them:
+    # another one could end with an illegal instruction.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute() / _processor()))
+    # In this process: a pool of compiling processes could outlive a rank that is killed, and for
+    # one block it gains little.
     inductor.compile_threads = 1
     # It warns of operations in place where "selective" computes again; a block has none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in model.blocks:
         block.compiled = torch.compile(block.run, fullgraph=True, dynamic=False)
+
+
+def _processor() -> str:
+    """Short for what this machine's processor can do."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return blake2b(line.encode(), digest_size=4).hexdigest()
+    return platform.machine()

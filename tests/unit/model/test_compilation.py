@@ -66,10 +66,17 @@ def test_one_graph_is_compiled_for_all_blocks(
         assert (found[name] - gradient).abs().max().item() <= TOLERANCE * largest, name
 
 
-def test_what_is_compiled_stays_with_the_run(
+def test_what_is_compiled_stays_with_the_run_for_each_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is as before afterwards
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    compile_blocks(build("none"), tmp_path / "compiled")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
+    folders = set()
+    for processor in ("this", "another"):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+        compile_blocks(build("none"), tmp_path / "compiled")
+        folders.add(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+        if processor == "this":
+            compile_blocks(build("none"), tmp_path / "compiled")
+            monkeypatch.setattr(Path, "read_text", lambda path: "flags : one_more\n")
+    assert len(folders) == 2
+    assert {folder.parent for folder in folders} == {tmp_path / "compiled"}

@@ -361,17 +361,21 @@ class Config(Section):
     @model_validator(mode="after")
     def _tensor_parallel_has_a_plan(self) -> Self:
         degree = self.parallelism.tensor_parallel_degree
-        if degree == 1:
-            return self
-        if self.model.factory is not None:
-            raise ValueError(
-                f"parallelism.tensor_parallel_degree={degree} is for kempner's own transformer: a "
-                "model of model.factory is sharded and replicated only; set it to 1"
-            )
-        if self.optimizer.name == "muon":
-            raise ValueError(
-                f"parallelism.tensor_parallel_degree={degree} does not work with "
-                'optimizer.name="muon", which needs whole rows of each matrix; set it to 1, or '
-                "take adamw"
-            )
+        without_plan = {
+            "model.factory": (
+                self.model.factory is not None,
+                "is replicated and sharded only",
+            ),
+            'optimizer.name="muon"': (
+                self.optimizer.name == "muon",
+                "needs whole rows of each matrix",
+            ),
+            "train.compile": (self.train.compile, "gets wrong gradients from PyTorch with it"),
+        }
+        for key, (asked, why) in without_plan.items():
+            if asked and degree > 1:
+                raise ValueError(
+                    f"parallelism.tensor_parallel_degree={degree} does not work with {key}, which "
+                    f"{why}; set it to 1, or remove {key}"
+                )
         return self

@@ -177,10 +177,10 @@ class Transformer(nn.Module):
     Attributes:
         autocast_dtype: type in which matrices multiply while the parameters stay as they are;
             None multiplies in the parameters' own type.
-        vocabulary: computes logits and loss under tensor parallelism; None without it.
         loss_chunk: most tokens whose logits exist at once when the loss is asked for; 0 is all.
         document_end: the token that ends a document, if tokens attend to their own only. Positions
             count on from one document to the next: rotary ones only tell how far two are apart.
+        vocabulary: computes logits and loss under tensor parallelism; None without it.
     """
 
     rotary: Tensor
@@ -189,9 +189,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape = shape
         self.autocast_dtype: torch.dtype | None = None
-        self.vocabulary: ShardedVocabulary | None = None
         self.loss_chunk = 0
         self.document_end: int | None = None
+        self.vocabulary: ShardedVocabulary | None = None
         # Its own initial values, on the meta device, would import torch's compiler.
         rows = torch.empty(shape.vocab_rows, shape.dim)
         self.embed = nn.Embedding.from_pretrained(rows, freeze=False)  # type: ignore[no-untyped-call]

@@ -64,7 +64,7 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
     for number in range(len(model.layers)):
         plan |= {f"layers.{number}.{name}": style for name, style in block.items()}
     parallelize_module(model, mesh, plan)
-    model.vocabulary = VocabularyParallel(mesh, model.shape.vocab_size)
+    model.vocabulary = VocabularyParallel(mesh, model.shape.vocab_size, model.loss_chunk)
 
 
 def _block_plan(model: Transformer) -> dict[str, ParallelStyle]:

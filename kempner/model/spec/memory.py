@@ -107,8 +107,7 @@ def estimate_memory(
         * activation_bytes_per_token(
             shape, compute_bytes, checkpointing, checkpointing_every, tensor
         ),
-        # A tensor group has its vocabulary in parts, and takes no chunks.
-        logits=loss_bytes(shape, tokens, loss_chunk if tensor == 1 else 0, compute_bytes) // tensor,
+        logits=loss_bytes(shape, tokens, loss_chunk, compute_bytes) // tensor,
     )
 
 
@@ -137,31 +136,32 @@ def activation_bytes_per_token(
     """Bytes per token that a forward keeps for the backward, without the logits.
 
     The root keeps the token id and the last norm. Where blocks compute again, one of them at a
-    time has, during its backward, what it would have kept. Each of `tensor` ranks has its part of
-    all but the outputs of the norms, which are gathered along the sequence.
+    time has, during its backward, what it would have kept.
     """
-    root = 8 + compute_bytes * 2 * shape.dim + 4
-    block = block_bytes_per_token(shape, compute_bytes)
+    root = _divided(8 + compute_bytes * 2 * shape.dim + 4, compute_bytes * shape.dim, tensor)
+    block = block_bytes_per_token(shape, compute_bytes, tensor)
     if checkpointing == "none":
-        whole, total = shape.n_layers, root + shape.n_layers * block
-    else:
-        kept = checkpointed_bytes_per_token(shape, compute_bytes, checkpointing)
-        computed_again = -(-shape.n_layers // checkpointing_every)
-        rest = shape.n_layers - computed_again
-        whole = rest + 1
-        total = root + rest * block + computed_again * kept + max(0, block - kept)
-    gathered = compute_bytes * (2 * whole + 1) * shape.dim
-    return -(-(total - gathered) // tensor) + gathered
+        return root + shape.n_layers * block
+    kept = checkpointed_bytes_per_token(shape, compute_bytes, checkpointing, tensor)
+    computed_again = -(-shape.n_layers // checkpointing_every)
+    rest = shape.n_layers - computed_again
+    return root + rest * block + computed_again * kept + max(0, block - kept)
 
 
-def block_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
+def _divided(whole: int, undivided: int, ranks: int) -> int:
+    """What each of `ranks` has of `whole`, of which each needs all that is `undivided`."""
+    return -(-(whole - undivided) // ranks) + undivided
+
+
+def block_bytes_per_token(shape: Shape, compute_bytes: int, tensor: int = 1) -> int:
     """Bytes per token that a block keeps, if it computes nothing again.
 
     Counted tensor by tensor, with fused RMSNorm and attention as on CUDA. A block keeps the input
     and the output of both norms and a float32 scale for each; queries, keys, values, what was
     attended and, per head, a float32 sum; four tensors of SwiGLU; with dropout, two byte masks;
     where queries and keys are normalised, both before that, and a float32 scale for each head.
-    On CPU, where RMSNorm is not fused, each norm keeps one more float32 tensor.
+    On CPU, where RMSNorm is not fused, each norm keeps one more float32 tensor. Each of `tensor`
+    ranks has its part of all but the outputs of the norms, which are gathered along the sequence.
     """
     elements = 4 * shape.dim + 2 * shape.q_dim + 2 * shape.kv_dim + 4 * shape.ffn_dim
     masks = 2 * shape.dim if shape.dropout else 0
@@ -169,19 +169,24 @@ def block_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
     if shape.qk_norm:
         elements += shape.q_dim + shape.kv_dim
         scales += shape.n_heads + shape.n_kv_heads
-    return compute_bytes * elements + 4 * scales + masks
+    whole = compute_bytes * elements + 4 * scales + masks
+    return _divided(whole, compute_bytes * 2 * shape.dim, tensor)
 
 
-def checkpointed_bytes_per_token(shape: Shape, compute_bytes: int, mode: Checkpointing) -> int:
+def checkpointed_bytes_per_token(
+    shape: Shape, compute_bytes: int, mode: Checkpointing, tensor: int = 1
+) -> int:
     """Bytes per token that a block keeps which computes again in the backward.
 
     full: its input. selective: also what its seven matrices and the attention returned, and the
-    attention's float32 sum per head.
+    attention's float32 sum per head. Each of `tensor` ranks has its part, but what the last matrix
+    of a branch returned is there as a sum's share, of all tokens.
     """
     if mode == "full":
-        return compute_bytes * shape.dim
+        return -(-compute_bytes * shape.dim // tensor)
     elements = 3 * shape.dim + 2 * shape.q_dim + 2 * shape.kv_dim + 2 * shape.ffn_dim
-    return compute_bytes * elements + 4 * shape.n_heads
+    whole = compute_bytes * elements + 4 * shape.n_heads
+    return _divided(whole, compute_bytes * 2 * shape.dim, tensor)
 
 
 def loss_bytes(shape: Shape, tokens: int, chunk: int, compute_bytes: int) -> int:

@@ -27,6 +27,7 @@ from kempner.config.sections import Config, ModelSection, OptimizerSection, Trai
 from kempner.data.order.batch_slices import PADDING, Slicing
 from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.sharding import build_model
+from kempner.model.spec.memory import Checkpointing
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.transformer import Transformer
 from kempner.run.record.run_dir import RunDirectory
@@ -39,21 +40,24 @@ ROWS, MICRO, LENGTH = 7, 2, 24
 SIZES = {"dim": 48, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 100}
 
 
-def config(seed: int = 5, dropout: float = 0.0, **model: object) -> Config:
+def config(checkpointing: Checkpointing = "none", **model: object) -> Config:
     return Config(
-        model=ModelSection.model_validate(
-            {**SIZES, "head_dim": 6, "vocab_multiple": 4, "dropout": dropout, **model}
-        ),
+        model=ModelSection.model_validate({**SIZES, "head_dim": 6, "vocab_multiple": 4, **model}),
         train=TrainSection(
-            seq_len=LENGTH, seed=seed, global_batch_size=ROWS, micro_batch_size=MICRO
+            seq_len=LENGTH,
+            seed=5,
+            global_batch_size=ROWS,
+            micro_batch_size=MICRO,
+            loss_chunk=20,
+            activation_checkpointing=checkpointing,
         ),
         optimizer=OptimizerSection(lr=1e-2),
     )
 
 
 ASKED = {
-    "llama": config(),
-    "qwen": config(qk_norm=True, tie_embeddings=True, head_dim=16, vocab_multiple=64),
+    "llama": config("full"),
+    "qwen": config(qk_norm=True, tie_embeddings=True, head_dim=16, vocab_multiple=128),
 }
 
 

@@ -98,10 +98,15 @@ def test_a_tensor_degree_divides_all_that_it_cuts(model: dict[str, int], sentenc
 
 
 @pytest.mark.parametrize(
-    "other", [{"model": {"factory": "a:b"}}, {"optimizer": {"name": "muon"}}], ids=["own", "muon"]
+    "other",
+    [
+        {"model": {"factory": "a:b"}},
+        {"optimizer": {"name": "muon"}},
+        {"train": {"compile": True}},
+    ],
 )
 def test_what_cannot_be_tensor_parallel_is_refused_at_once(other: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"parallelism.tensor_parallel_degree=2 .*; set it to 1"):
+    with pytest.raises(ValueError, match=r"parallelism.tensor_parallel_degree=2 .*; set it to 1,"):
         Config.model_validate({**other, "parallelism": {"tensor_parallel_degree": 2}})
 
 

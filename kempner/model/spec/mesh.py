@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kempner.config.parallelism import ParallelismSection
@@ -106,6 +107,20 @@ def check_tensor_degree(config: Config, vocab_size: int) -> None:
             raise UsageError(
                 f"parallelism.tensor_parallel_degree={degree} does not divide {name}={size} "
                 f"({size} / {degree} = {size / degree:.2f}); {what_to_do}"
+            )
+
+
+def check_tensor_groups(hosts: Sequence[str], degree: int) -> None:
+    """Raise `UsageError` where a tensor group is not on one node; `hosts` has that of each rank.
+
+    Its ranks exchange activations in every layer: a network between nodes is too slow for that.
+    """
+    for first in range(0, len(hosts), degree):
+        if len(found := {*hosts[first : first + degree]}) > 1:
+            raise UsageError(
+                f"parallelism.tensor_parallel_degree={degree} puts the ranks {first} to "
+                f"{first + degree - 1} on {' and '.join(sorted(found))}; lower it to a divisor of "
+                "the ranks per node, and let each node have ranks that follow each other"
             )
 
 

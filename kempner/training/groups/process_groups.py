@@ -21,7 +21,7 @@ from kempner.cluster.network.ports import job_salt
 from kempner.cluster.slurm.scontrol import hostnames
 from kempner.cluster.world import World
 from kempner.config.sections import Config
-from kempner.model.spec.mesh import MeshDegrees, resolve_mesh
+from kempner.model.spec.mesh import MeshDegrees, check_tensor_groups, resolve_mesh
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import UsageError
 from kempner.training.groups.rendezvous import agree_on_network, meet
@@ -165,23 +165,12 @@ def _group(
 
 
 def _refuse_spread_tensor_groups(ranks: Ranks) -> None:
-    """Raise `UsageError`, on all ranks alike, where a tensor group is not on one node.
-
-    Its ranks exchange activations in every layer: a network between nodes is too slow for that.
-    """
-    degree = ranks.degrees.tensor
-    if degree == 1:
+    """Raise `UsageError`, on all ranks alike, where a tensor group is not on one node."""
+    if ranks.degrees.tensor == 1:
         return
     hosts = [""] * ranks.world.size
     dist.all_gather_object(hosts, platform.node(), group=ranks.votes)
-    for first in range(0, len(hosts), degree):
-        if len(set(hosts[first : first + degree])) > 1:
-            raise UsageError(
-                f"parallelism.tensor_parallel_degree={degree} puts the ranks {first} to "
-                f"{first + degree - 1} on {' and '.join(sorted({*hosts[first : first + degree]}))};"
-                " lower it to a divisor of the ranks per node, and let each node have ranks that "
-                "follow each other"
-            )
+    check_tensor_groups(hosts, ranks.degrees.tensor)
 
 
 def _master_address(world: World) -> str:

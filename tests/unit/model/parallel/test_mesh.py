@@ -7,7 +7,12 @@ import pytest
 from kempner.config.parallelism import ParallelismSection
 from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.data.order.batch_slices import Slicing
-from kempner.model.spec.mesh import MeshDegrees, check_tensor_degree, resolve_degrees
+from kempner.model.spec.mesh import (
+    MeshDegrees,
+    check_tensor_degree,
+    check_tensor_groups,
+    resolve_degrees,
+)
 from kempner.run.process.exit_codes import UsageError
 
 
@@ -108,6 +113,24 @@ def test_a_tensor_degree_divides_all_that_it_cuts(model: dict[str, int], sentenc
 def test_what_cannot_be_tensor_parallel_is_refused_at_once(other: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"parallelism.tensor_parallel_degree=2 .*; set it to 1,"):
         Config.model_validate({**other, "parallelism": {"tensor_parallel_degree": 2}})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "degree", "refused"),
+    [
+        ("aabb", 2, ""),
+        ("aaaa", 4, ""),
+        ("aaab", 2, "the ranks 2 to 3 on a and b"),
+        ("abab", 2, "the ranks 0 to 1 on a and b"),  # dealt out in turns
+        ("aabb", 4, "the ranks 0 to 3 on a and b"),
+    ],
+)
+def test_a_tensor_group_is_on_one_node(hosts: str, degree: int, refused: str) -> None:
+    if not refused:
+        check_tensor_groups(hosts, degree)
+        return
+    with pytest.raises(UsageError, match=refused):
+        check_tensor_groups(hosts, degree)
 
 
 @pytest.mark.parametrize("batch", [1, 7, 12])

@@ -251,6 +251,7 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
+        # Before the output projection is used: where sharded, this gathers it, too.
         normed: Tensor = self.norm(x)
         return normed
 

@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass
 from typing import Literal
 
 from kempner.config.sections import OptimizerSection
+from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.model.spec.shape import Shape
 
 MASTER_BYTES = 4
@@ -24,13 +25,14 @@ class Estimate:
     parameters: int
     """Float32 master weights, this rank's shard."""
     gradients: int
-    """Float32 gradients, this rank's shard."""
+    """Float32 gradients: this rank's shard, or whole if they are reduced once a step."""
     moments: int
     """The optimizer's float32 state, this rank's shard."""
     gathered: int
-    """Whole weights in the compute type: the root's, and two blocks, in use and on the way."""
+    """Whole weights in the compute type: the output's, and two blocks, in use and on the way; or
+    all, and one block on the way, if they are kept."""
     gradient_buffers: int
-    """Whole gradients of the root or a block, in the compute type and as float32 to be summed."""
+    """Whole gradients of the output or a block, in the compute type and as float32 to be summed."""
     activations: int
     """What the forward keeps for the backward, without the logits."""
     logits: int
@@ -55,16 +57,17 @@ def estimate_memory(
     loss_chunk: int = 0,
     checkpointing: Checkpointing = "none",
     checkpointing_every: int = 1,
+    choice: Choice = EACH_MICRO_BATCH,
 ) -> Estimate:
     """Memory of one rank while it trains.
 
     With P parameters, W ranks that shard them, of which t make a tensor group, T tokens in a micro
     batch and c bytes per element of the compute type: 4 P / W for each of weights, gradients and
-    the moments that the optimizer has; in a world of more than one, c (root + 2 blocks) / t for
-    gathered weights and (c + 4) max(root, block) / t for gradients on their way, which are summed
-    over the ranks after every micro batch; alone, c P for autocast's copies unless c = 4.
-    Activations and logits as their own functions say. Shards of a matrix whose rows W does not
-    divide are up to one row larger on some ranks.
+    the moments that the optimizer has; in a world of more than one, c (output + 2 blocks) / t for
+    gathered weights and (c + 4) max(output, block) / t for gradients on their way; alone, c P for
+    autocast's copies unless c = 4. Gradients that are reduced once a step take 4 P / t, and weights
+    that are kept c (P + block) / t. Activations and logits as their own functions say. Shards of
+    a matrix whose rows W does not divide are up to one row larger on some ranks.
 
     Args:
         shape: sizes of the model.
@@ -78,20 +81,25 @@ def estimate_memory(
         loss_chunk: tokens whose logits exist at once; 0 is all.
         checkpointing: what is computed again in the backward.
         checkpointing_every: of every how many blocks one does so, the first one included.
+        choice: when gradients are reduced, and whether weights are kept; of no effect alone.
     """
     shards = world // replicate
     shard = MASTER_BYTES * -(-shape.parameters // shards)
     tokens = micro_batch_size * seq_len
-    root, block = shape.root_parameters, shape.block_parameters
+    head, block = shape.head_parameters, shape.block_parameters
+    gradients = shard
     if world > 1:
-        gathered = compute_bytes * (root + 2 * block) // tensor
-        gradient_buffers = (compute_bytes + MASTER_BYTES) * max(root, block) // tensor
+        whole = shape.parameters + block if choice.keep_parameters else head + 2 * block
+        gathered = compute_bytes * whole // tensor
+        gradient_buffers = (compute_bytes + MASTER_BYTES) * max(head, block) // tensor
+        if choice.reduce_once:
+            gradients = MASTER_BYTES * shape.parameters // tensor
     else:
         gathered = 0 if compute_bytes == MASTER_BYTES else compute_bytes * shape.parameters
         gradient_buffers = 0
     return Estimate(
         parameters=shard,
-        gradients=shard,
+        gradients=gradients,
         moments=MASTER_BYTES * -(-moment_elements(shape, optimizer) // shards),
         gathered=gathered,
         gradient_buffers=gradient_buffers,

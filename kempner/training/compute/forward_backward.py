@@ -32,7 +32,7 @@ def accumulate(
     batch: kept whole until the last one, they would not fit for the models that need sharding.
     `waiting` is entered while this rank waits for others.
     """
-    valid = _valid_tokens(micro_batches).to(device)
+    valid = _valid_tokens(micro_batches, device)
     with waiting("the count of tokens"):
         valid = sum_over_ranks(valid).clamp(min=1)
     total = torch.zeros((), device=device)
@@ -68,6 +68,7 @@ def sum_over_ranks(value: Tensor) -> Tensor:
     return value
 
 
-def _valid_tokens(micro_batches: Iterable[MicroBatch]) -> Tensor:
-    counts = [(batch.targets != IGNORE).sum() for batch in micro_batches]
-    return torch.stack(counts).sum().float()
+def _valid_tokens(micro_batches: Iterable[MicroBatch], device: torch.device) -> Tensor:
+    """Counted on the device: the host would wait while a count of its own is copied there."""
+    targets = [batch.targets.to(device, non_blocking=True) for batch in micro_batches]
+    return torch.stack([(each != IGNORE).sum() for each in targets]).sum().float()

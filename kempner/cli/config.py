@@ -103,6 +103,9 @@ def memory(config: Config, vocab_size: int, world: int) -> str:
         seq_len=train.seq_len,
         compute_bytes=4 if train.dtype == "float32" else 2,
         optimizer=config.optimizer,
+        loss_chunk=train.loss_chunk,
+        checkpointing=train.activation_checkpointing,
+        checkpointing_every=train.activation_checkpointing_every or 1,
     )
     parts = ", ".join(f"{name} {_gb(size)}" for name, size in asdict(estimate).items() if size)
     return f"one of {world} ranks needs about {_gb(estimate.total)} on its device: {parts}"

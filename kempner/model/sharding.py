@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from kempner.config.sections import Config
+from kempner.config.sections import Config, TrainSection
+from kempner.model.float8 import use_float8
 from kempner.model.init import fill_rotary, initialise
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
@@ -27,15 +28,21 @@ def build_model(
     divide the loss by the global number of tokens. A single rank keeps plain tensors.
 
     Args:
-        config: the run's configuration; reads `model`, `train.seed` and `train.dtype`.
+        config: the run's configuration; reads `model` and, of `train`, the seed, the
+            compute type and what saves memory.
         vocab_size: number of token ids.
         device: where the parameters live.
         mesh: the data-parallel ranks, one-dimensional, on `device`'s type (Gloo for CPU, NCCL
             for CUDA); None for a process that is alone.
+
+    Raises `UsageError` if `train.fp8` is asked for in vain.
     """
     dtype = compute_dtype(config.train.dtype, device)
     with torch.device("meta"):
         model = Transformer(Shape.of(config.model, vocab_size))
+    _choose_memory(model, config.train)
+    if config.train.fp8:
+        use_float8(model, device, config.train.micro_batch_size * config.train.seq_len)
     if mesh is not None and mesh.size() > 1:
         shard(model, mesh, dtype)
         model.to_empty(device=device)
@@ -44,6 +51,14 @@ def build_model(
         allocate(model, device)
     initialise(model, config.train.seed)
     return model
+
+
+def _choose_memory(model: Transformer, train: TrainSection) -> None:
+    """What the model keeps for its backward, and how much of its logits exists at once."""
+    model.loss_chunk = train.loss_chunk
+    if train.activation_checkpointing != "none":
+        for block in model.blocks[:: train.activation_checkpointing_every or 1]:
+            block.checkpointing = train.activation_checkpointing
 
 
 def build_to_load(shape: Shape, dtype: torch.dtype, device: torch.device) -> Transformer:

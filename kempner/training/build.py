@@ -24,6 +24,7 @@ from kempner.data.files.requirements import check_held_out, vocabulary
 from kempner.data.files.token_file import Corpus
 from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
+from kempner.model.compilation import compile_blocks
 from kempner.model.factory import create, place
 from kempner.model.factory import digest as weights_digest
 from kempner.model.sharding import build_model
@@ -66,7 +67,7 @@ def build(
     evaluation = _open_evaluation(config, run, corpus)
     with rank_link.progress.waiting("what the others have read"):
         ranks.agree_on(_what_steps_depend_on(config, corpus, evaluation.corpus))
-    model = _build_model(config, vocab_size, ranks, rank_link)
+    model = _build_model(config, corpus, ranks, rank_link)
     if ranks.device.type == "cpu" and ranks.world.size > 1:
         from kempner.training.groups.collective_timer import time_collectives  # imports FSDP
 
@@ -118,10 +119,15 @@ def build(
     )
 
 
-def _build_model(config: Config, vocab_size: int, ranks: Ranks, rank_link: RankLink) -> nn.Module:
+def _build_model(config: Config, corpus: Corpus, ranks: Ranks, rank_link: RankLink) -> nn.Module:
     """The model, ready to train. Raises `UsageError` for one of the user's own that is none."""
+    vocab_size = vocabulary(config, corpus.index)
     if config.model.factory is None:
-        return build_model(config, vocab_size, ranks.device, ranks.mesh)
+        transformer = build_model(config, vocab_size, ranks.device, ranks.mesh)
+        transformer.document_end = corpus.index.eot if config.data.document_mask else None
+        if config.train.compile:
+            compile_blocks(transformer, rank_link.run.compiled)
+        return transformer
     model = create(config, vocab_size)
     with rank_link.progress.waiting("the others' initial weights"):
         fact = f"what model.factory={config.model.factory} made (the digest of its weights)"

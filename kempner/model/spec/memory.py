@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from typing import Literal
 
 from kempner.config.sections import OptimizerSection
 from kempner.model.spec.shape import Shape
 
 MASTER_BYTES = 4
+
+Checkpointing = Literal["none", "selective", "full"]
+"""As `train.activation_checkpointing`."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,9 @@ def estimate_memory(
     seq_len: int,
     compute_bytes: int,
     optimizer: OptimizerSection,
+    loss_chunk: int = 0,
+    checkpointing: Checkpointing = "none",
+    checkpointing_every: int = 1,
 ) -> Estimate:
     """Memory of one rank while it trains.
 
@@ -54,7 +61,7 @@ def estimate_memory(
     of more than one, c (root + 2 blocks) for gathered weights and (c + 4) max(root, block) for
     gradients on their way, which are summed over the ranks after every micro batch; alone, c P for
     autocast's copies unless c = 4. Activations and logits as their own functions say.
-    Nothing is recomputed in the backward. Shards of a matrix whose rows W does not divide are up
+    Shards of a matrix whose rows W does not divide are up
     to one row larger on some ranks.
 
     Args:
@@ -64,6 +71,9 @@ def estimate_memory(
         seq_len: tokens per sequence.
         compute_bytes: 2 for bfloat16, 4 for float32.
         optimizer: which one, and with what.
+        loss_chunk: tokens whose logits exist at once; 0 is all.
+        checkpointing: what is computed again in the backward.
+        checkpointing_every: of every how many blocks one does so, the first one included.
     """
     shard = MASTER_BYTES * -(-shape.parameters // world)
     tokens = micro_batch_size * seq_len
@@ -80,8 +90,9 @@ def estimate_memory(
         moments=MASTER_BYTES * -(-moment_elements(shape, optimizer) // world),
         gathered=gathered,
         gradient_buffers=gradient_buffers,
-        activations=tokens * activation_bytes_per_token(shape, compute_bytes),
-        logits=tokens * logit_bytes_per_token(shape),
+        activations=tokens
+        * activation_bytes_per_token(shape, compute_bytes, checkpointing, checkpointing_every),
+        logits=loss_bytes(shape, tokens, loss_chunk, compute_bytes),
     )
 
 
@@ -100,15 +111,35 @@ def moment_elements(shape: Shape, optimizer: OptimizerSection) -> int:
             return 2 * shape.parameters - hidden
 
 
-def activation_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
+def activation_bytes_per_token(
+    shape: Shape,
+    compute_bytes: int,
+    checkpointing: Checkpointing = "none",
+    checkpointing_every: int = 1,
+) -> int:
     """Bytes per token that a forward keeps for the backward, without the logits.
+
+    The root keeps the token id and the last norm. Where blocks compute again, one of them at a
+    time has, during its backward, what it would have kept.
+    """
+    root = 8 + compute_bytes * 2 * shape.dim + 4
+    block = block_bytes_per_token(shape, compute_bytes)
+    if checkpointing == "none":
+        return root + shape.n_layers * block
+    kept = checkpointed_bytes_per_token(shape, compute_bytes, checkpointing)
+    computed_again = -(-shape.n_layers // checkpointing_every)
+    rest = shape.n_layers - computed_again
+    return root + rest * block + computed_again * kept + max(0, block - kept)
+
+
+def block_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
+    """Bytes per token that a block keeps, if it computes nothing again.
 
     Counted tensor by tensor, with fused RMSNorm and attention as on CUDA. A block keeps the input
     and the output of both norms and a float32 scale for each; queries, keys, values, what was
     attended and, per head, a float32 sum; four tensors of SwiGLU; with dropout, two byte masks;
     where queries and keys are normalised, both before that, and a float32 scale for each head.
-    Outside the blocks: the token id and the last norm. On CPU, where RMSNorm is not fused, each
-    norm keeps one more float32 tensor.
+    On CPU, where RMSNorm is not fused, each norm keeps one more float32 tensor.
     """
     elements = 4 * shape.dim + 2 * shape.q_dim + 2 * shape.kv_dim + 4 * shape.ffn_dim
     masks = 2 * shape.dim if shape.dropout else 0
@@ -116,15 +147,32 @@ def activation_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
     if shape.qk_norm:
         elements += shape.q_dim + shape.kv_dim
         scales += shape.n_heads + shape.n_kv_heads
-    block = compute_bytes * elements + 4 * scales + masks
-    root = 8 + compute_bytes * 2 * shape.dim + 4
-    return shape.n_layers * block + root
+    return compute_bytes * elements + 4 * scales + masks
 
 
-def logit_bytes_per_token(shape: Shape) -> int:
-    """Bytes per token of four float32 vectors over the vocabulary.
+def checkpointed_bytes_per_token(shape: Shape, compute_bytes: int, mode: Checkpointing) -> int:
+    """Bytes per token that a block keeps which computes again in the backward.
 
-    Logits, their log-softmax, and the gradients of both, which exist together when the backward
-    of the cross entropy begins.
+    full: its input. selective: also what its seven matrices and the attention returned, and the
+    attention's float32 sum per head.
     """
-    return 4 * 4 * shape.vocab_rows
+    if mode == "full":
+        return compute_bytes * shape.dim
+    elements = 3 * shape.dim + 2 * shape.q_dim + 2 * shape.kv_dim + 2 * shape.ffn_dim
+    return compute_bytes * elements + 4 * shape.n_heads
+
+
+def loss_bytes(shape: Shape, tokens: int, chunk: int, compute_bytes: int) -> int:
+    """Bytes of the logits and of what the loss makes of them, at the end of the forward.
+
+    Whole: four float32 vectors over the vocabulary for each token: logits, their log-softmax, and
+    the gradients of both, which exist together when the backward of the cross entropy begins. In
+    chunks: for each of their tokens, the logits in the compute type and as float32, and their
+    log-softmax; and the gradient of the output projection in float32, which is summed over the
+    chunks before the backward.
+    """
+    if chunk == 0:
+        return tokens * 4 * MASTER_BYTES * shape.vocab_rows
+    cast = 0 if compute_bytes == MASTER_BYTES else compute_bytes
+    per_token = (2 * MASTER_BYTES + cast) * shape.vocab_size
+    return min(tokens, chunk) * per_token + MASTER_BYTES * shape.vocab_rows * shape.dim

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kempner.data.serve.loader import IGNORE, MicroBatch
+from kempner.model.loss import cross_entropy
+from kempner.model.transformer import Transformer
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.training.compute.seeds import set_rng
 
@@ -54,11 +55,12 @@ def weightless(micro_steps: int, micro_batch_size: int, seq_len: int) -> list[Mi
 
 def summed_loss(model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
     """Cross-entropy in nats, summed over the valid tokens of one micro batch; a float32 scalar."""
-    logits = model(micro_batch.inputs.to(device, non_blocking=True))
+    tokens = micro_batch.inputs.to(device, non_blocking=True)
     targets = micro_batch.targets.to(device, non_blocking=True)
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    if isinstance(model, Transformer):
+        loss: Tensor = model(tokens, targets)
+        return loss
+    return cross_entropy(model(tokens), targets)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

@@ -150,3 +150,5 @@ def test_parts_follow_their_formulas() -> None:
     assert pair.gathered == 2 * (shape.root_parameters + 2 * shape.block_parameters)
     assert pair.gradient_buffers == 6 * max(shape.root_parameters, shape.block_parameters)
     assert pair.logits == 2 * 32 * 16 * 257
+    chunked = estimate_memory(shape, world=2, compute_bytes=2, loss_chunk=10, **sizes)
+    assert chunked.logits == 10 * 257 * (2 + 4 + 4) + 4 * 257 * 64

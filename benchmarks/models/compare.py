@@ -1,11 +1,13 @@
 """Times a training step of kempner's Llama against the same sizes in transformers and torchtitan.
 
-    python benchmarks/models/compare.py [--compile] [--size debug] [--rounds 9] [--steps 4]
+    python benchmarks/models/compare.py [--how eager] [--size debug] [--rounds 9] [--steps 4]
 
 Each library has a process of its own, with one thread. They train in turns, one after the other in
 each round: the same plain loop, batch, sizes, float32, loss and fused AdamW. A ratio is that of two
 turns of one round, so that what else the machine does touches both alike. Memory is what the
-process had at most, less what it had before the model was built. torchtitan must be on PYTHONPATH.
+process had at most in its last turns, less what it had before the model was built. With `--how
+best` kempner has its own loss in chunks and its own compiled blocks, the others model and loss
+compiled as one. torchtitan must be on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LIBRARIES = ("kempner", "transformers", "torchtitan")
+HOW = ("eager", "compiled", "best")
 
 
 @dataclass(frozen=True)
@@ -144,38 +148,68 @@ class Turn:
     loss: float
 
 
-def take_turns(library: str, size: Size, compiled: bool, steps: int) -> None:
+def take_turns(library: str, size: Size, how: str, steps: int) -> None:
     """Train for `steps` at each line on stdin, and answer with a line on stdout."""
+    import torch._dynamo  # one library has it from the beginning, another from its first step
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    BUILD[library](SIZES["debug"])  # imports and their caches are not the model's memory
+    _step(
+        library, Size(8, 16, 1, 2, 32, 8, 1), "eager"
+    )()  # what is imported late is not the model's memory
     before = psutil.Process().memory_info().rss
-    model = BUILD[library](size)
-    model.train()
-    logits_of = _logits(torch.compile(model) if compiled else model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(size.vocab, (size.batch, size.seq + 1))
+    step = _step(library, size, how)
+    first = True
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
-            loss = F.cross_entropy(
-                logits_of(tokens[:, :-1].contiguous()).flatten(0, 1).float(),
-                tokens[:, 1:].flatten(),
-            )
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = step()
         took = (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-        print(json.dumps(asdict(Turn(*took, peak, loss.item()))), flush=True)
+        print(json.dumps(asdict(Turn(*took, _peak() - before, loss.item()))), flush=True)
+        if first:  # a compiler's memory is not the steps'
+            Path("/proc/self/clear_refs").write_text("5")
+            first = False
 
 
-def _logits(model: Any) -> Callable[[Tensor], Tensor]:
-    def logits(tokens: Tensor) -> Tensor:
-        out = model(tokens)
-        return out if isinstance(out, Tensor) else out.logits
+def _step(library: str, size: Size, how: str) -> Callable[[], Tensor]:
+    model: Any = BUILD[library](size).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(size.vocab, (size.batch, size.seq + 1))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    return logits
+    def plain_loss() -> Tensor:
+        out = model(inputs)
+        logits = out if isinstance(out, Tensor) else out.logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def own_loss() -> Tensor:
+        summed: Tensor = model(inputs, targets)
+        return summed / targets.numel()
+
+    loss_of = plain_loss
+    if how == "best" and library == "kempner":
+        from kempner.model.compilation import compile_blocks
+
+        compile_blocks(model, Path(tempfile.mkdtemp(prefix="compare-")))
+        loss_of = own_loss
+    elif how == "best":
+        loss_of = torch.compile(plain_loss)
+    elif how == "compiled":
+        model.compile()
+
+    def step() -> Tensor:
+        loss = loss_of()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _peak() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 class Contender:
@@ -190,7 +224,8 @@ class Contender:
 
     def turn(self) -> Turn:
         """The next one."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
         if not (line := self._process.stdout.readline()):
@@ -215,16 +250,15 @@ def main() -> None:
     """Print a table; or take turns, with `--library`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--library", choices=LIBRARIES)
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--how", choices=HOW, default="eager")
     parser.add_argument("--size", choices=SIZES, default="debug")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=4)
     args = parser.parse_args()
     if args.library:
-        take_turns(args.library, SIZES[args.size], args.compile, args.steps)
+        take_turns(args.library, SIZES[args.size], args.how, args.steps)
         return
-    passed_on = ["--size", args.size, "--steps", str(args.steps)]
-    passed_on += ["--compile"] if args.compile else []
+    passed_on = ["--size", args.size, "--steps", str(args.steps), "--how", args.how]
     contenders = {library: Contender(library, passed_on) for library in LIBRARIES}
     for contender in contenders.values():
         contender.turn()  # imports, compiles, and allocates the optimizer's state
@@ -234,7 +268,7 @@ def main() -> None:
             turns[library].append(contender.turn())
     for contender in contenders.values():
         contender.close()
-    print(f"{args.size}{', compiled' if args.compile else ''}, load {os.getloadavg()[0]:.1f}")
+    print(f"{args.size}, {args.how}, load {os.getloadavg()[0]:.1f}")
     ours = turns["kempner"]
     for library, theirs in turns.items():
         wall, cpu = [turn.wall for turn in theirs], [turn.cpu for turn in theirs]

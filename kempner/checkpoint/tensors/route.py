@@ -6,7 +6,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer

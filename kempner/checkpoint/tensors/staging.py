@@ -24,9 +24,7 @@ class Stager:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._thread = ThreadPoolExecutor(
-            1, "staging", initializer=_use_device, initargs=(device,)
-        )
+        self._thread = ThreadPoolExecutor(1, "staging", initializer=_use_device, initargs=(device,))
         self._stream = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             if device.type == "cuda"

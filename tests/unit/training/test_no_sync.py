@@ -52,9 +52,7 @@ class Syncs(TorchDispatchMode):
         return func(*args, **given)
 
 
-def good_step(
-    monkeypatch: pytest.MonkeyPatch, plant: Callable[[], None] = lambda: None
-) -> Syncs:
+def good_step(monkeypatch: pytest.MonkeyPatch, plant: Callable[[], None] = lambda: None) -> Syncs:
     """What the second step of a small model waits for, after `plant` was called."""
     monkeypatch.setattr(forward_backward, "sum_over_ranks", lambda value: value)
     config = Config(model=ModelSection(dim=16, n_layers=2, n_heads=2, ffn_dim=24))

@@ -24,12 +24,12 @@ class Cudart:
         self.answer = 0
         self.ranges: dict[int, int] = {}
 
-    def cudaHostRegister(self, address: int, length: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, length: int, flags: int) -> int:
         if self.answer == 0:
             self.ranges[address] = length
         return self.answer
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         del self.ranges[address]
         return 0
 

@@ -137,7 +137,7 @@ def page_lock(image: FileBuffer, room: int, device: torch.device) -> bool:
     if 2 * length > room:
         _warn_of_pageable(length, f"this rank's share of the free memory is {room / 2**30:.1f} GiB")
         return False
-    cudart = torch.cuda.cudart()
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(cudart.cudaHostRegister(address, length, 0))
     if error != 0:
         with suppress(RuntimeError):  # CUDA tells a thread of its last error again, once

@@ -94,7 +94,7 @@ class Trained:
         """Forward and backward; the loss."""
         batches = [batch or self.batch(step)]
         device = self.bench.device
-        return accumulate(self.model, batches, device=device, seed=0, step=step, data_rank=0)
+        return accumulate(self.model, batches, device=device, seed=0, step=step, rank=0)
 
     def step(self, step: int, batch: MicroBatch | None = None) -> Tensor:
         """A whole step; its loss."""
@@ -182,7 +182,7 @@ def deterministic_resume(bench: Bench) -> str:
 
 def no_sync(bench: Bench) -> str:
     """A good step never makes the host wait."""
-    bench.need_gpu("tests/unit/training/test_no_sync.py has what a CPU can show")
+    bench.need_gpu("tests/unit/training/gpu/test_no_sync.py has what a CPU can show")
     trained = bench.start()
     batches = [trained.batch(step) for step in range(1, 5)]
     trained.step(1, batches[0])

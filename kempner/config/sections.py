@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from kempner.config.model import ModelSection
+from kempner.config.parallelism import ParallelismSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     Beta,
@@ -333,6 +334,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     scheduler: SchedulerSection = SchedulerSection()
     data: DataSection = DataSection()
+    parallelism: ParallelismSection = ParallelismSection()
     distributed: DistributedSection = DistributedSection()
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()
@@ -354,4 +356,26 @@ class Config(Section):
                     raise ValueError(f"train.{key} has no effect with model.factory; remove it")
             if self.data.document_mask:
                 raise ValueError("data.document_mask has no effect with model.factory; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _tensor_parallel_has_a_plan(self) -> Self:
+        degree = self.parallelism.tensor_parallel_degree
+        without_plan = {
+            "model.factory": (
+                self.model.factory is not None,
+                "is replicated and sharded only",
+            ),
+            'optimizer.name="muon"': (
+                self.optimizer.name == "muon",
+                "needs whole rows of each matrix",
+            ),
+            "train.compile": (self.train.compile, "gets wrong gradients from PyTorch with it"),
+        }
+        for key, (asked, why) in without_plan.items():
+            if asked and degree > 1:
+                raise ValueError(
+                    f"parallelism.tensor_parallel_degree={degree} does not work with {key}, which "
+                    f"{why}; set it to 1, or remove {key}"
+                )
         return self

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -150,6 +151,18 @@ class Block(nn.Module):
         return deeper
 
 
+class ShardedVocabulary(Protocol):
+    """Stands for the output projection where its rows are spread over a tensor group."""
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """float32, [batch, seq, vocab_size], whole on every rank of the group."""
+        ...
+
+    def loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """The cross entropy in nats, summed over all targets that count, on every rank."""
+        ...
+
+
 class Transformer(nn.Module):
     """Tokens to logits, or with targets to their loss.
 
@@ -167,6 +180,7 @@ class Transformer(nn.Module):
         loss_chunk: most tokens whose logits exist at once when the loss is asked for; 0 is all.
         document_end: the token that ends a document, if tokens attend to their own only. Positions
             count on from one document to the next: rotary ones only tell how far two are apart.
+        vocabulary: computes logits and loss under tensor parallelism; None without it.
     """
 
     rotary: Tensor
@@ -177,6 +191,7 @@ class Transformer(nn.Module):
         self.autocast_dtype: torch.dtype | None = None
         self.loss_chunk = 0
         self.document_end: int | None = None
+        self.vocabulary: ShardedVocabulary | None = None
         # Its own initial values, on the meta device, would import torch's compiler.
         rows = torch.empty(shape.vocab_rows, shape.dim)
         self.embed = nn.Embedding.from_pretrained(rows, freeze=False)  # type: ignore[no-untyped-call]
@@ -214,6 +229,10 @@ class Transformer(nn.Module):
     def _computed(self, tokens: Tensor, targets: Tensor | None) -> Tensor:
         hidden = self._hidden(tokens)
         weight = self.embed.weight if self.output is None else self.output.weight
+        if self.vocabulary is not None:
+            if targets is None:
+                return self.vocabulary.logits(hidden, weight)
+            return self.vocabulary.loss(hidden, weight, targets)
         if targets is not None and self.loss_chunk > 0:
             return linear_cross_entropy(
                 hidden.flatten(0, 1),
@@ -232,6 +251,7 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
+        # Before the output projection is used: where sharded, this gathers it, too.
         normed: Tensor = self.norm(x)
         return normed
 

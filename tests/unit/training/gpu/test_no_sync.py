@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.config.sections import Config, ModelSection
+from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.data.serve.loader import IGNORE, MicroBatch
 from kempner.model.sharding import build_model
 from kempner.training.compute import forward_backward, optimizer
 from kempner.training.observe.async_metrics import AsyncMetrics
 
-DEVICE = torch.device("meta")
-"""In place of a GPU: what is there has no values that the host could read."""
+ELSEWHERE = torch.device("meta")
+"""In place of a GPU: what is there has no values that the host could read. It has no autocast, of
+which the loss in chunks asks: that one is watched on the CPU, where nothing is copied."""
 
 
 class Syncs(TorchDispatchMode):
@@ -52,11 +54,16 @@ class Syncs(TorchDispatchMode):
         return func(*args, **given)
 
 
-def good_step(monkeypatch: pytest.MonkeyPatch, plant: Callable[[], None] = lambda: None) -> Syncs:
+def good_step(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[], None] = lambda: None,
+) -> Syncs:
     """What the second step of a small model waits for, after `plant` was called."""
-    monkeypatch.setattr(forward_backward, "sum_over_ranks", lambda value: value)
-    config = Config(model=ModelSection(dim=16, n_layers=2, n_heads=2, ffn_dim=24))
-    model = build_model(config, 31, torch.device("cpu"), None).to(DEVICE)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    train = TrainSection(loss_chunk=0 if device == ELSEWHERE else 8)
+    config = Config(model=ModelSection(dim=16, n_layers=2, n_heads=2, ffn_dim=24), train=train)
+    model = build_model(config, 31, torch.device("cpu"), None).to(device)
     adamw = optimizer.build_optimizer(model, config.optimizer)
     metrics = AsyncMetrics()
     tokens = torch.arange(20).view(2, 10)
@@ -64,7 +71,7 @@ def good_step(monkeypatch: pytest.MonkeyPatch, plant: Callable[[], None] = lambd
 
     def step(number: int) -> None:
         loss = forward_backward.accumulate(
-            model, batches, device=DEVICE, seed=0, step=number, data_rank=0
+            model, batches, device=device, seed=0, step=number, rank=0
         )
         norm = optimizer.update(model, adamw, loss, 1e-3, 1.0)
         metrics.send(TrainState(step=number), loss, norm, 1e-3)
@@ -77,8 +84,9 @@ def good_step(monkeypatch: pytest.MonkeyPatch, plant: Callable[[], None] = lambd
 
 
 def test_a_good_step_makes_the_host_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    syncs = good_step(monkeypatch)
+    syncs = good_step(ELSEWHERE, monkeypatch)
     assert syncs.found == []
+    assert good_step(torch.device("cpu"), monkeypatch).found == []
     assert syncs.copies >= 4, "inputs and targets of both micro batches are copied"
 
 
@@ -102,5 +110,5 @@ def read_the_norm(*args: Any, real: Callable[..., Tensor] = optimizer.clip_gradi
 def test_a_wait_is_noticed(
     module: Any, name: str, planted: object, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    syncs = good_step(monkeypatch, lambda: monkeypatch.setattr(module, name, planted))
+    syncs = good_step(ELSEWHERE, monkeypatch, lambda: monkeypatch.setattr(module, name, planted))
     assert found in syncs.found

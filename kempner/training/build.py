@@ -92,6 +92,7 @@ def build(
             record=record,
             waiting=rank_link.progress.waiting,
             known=_known_checkpoint(config, run, history),
+            local_ranks=ranks.world.local_size,
         ),
         model,
         optimizer,

@@ -79,21 +79,18 @@ def container(dtype: str, sizes: tuple[int, ...]) -> Container:
         return Container(before, length, file.read())
 
 
-def page_aligned(length: int, *, pinned: bool = False) -> Tensor:
+def page_aligned(length: int) -> Tensor:
     """`length` bytes of zeros, which begin where a write past the page cache may begin."""
-    room = torch.zeros(length + DIRECT_ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    room = torch.zeros(length + DIRECT_ALIGNMENT, dtype=torch.uint8)
     start = -room.data_ptr() % DIRECT_ALIGNMENT
     return room[start : start + length]
 
 
 class FileBuffer:
-    """One rank's file: a buffer that holds `placed`, and views into it for the tensors.
+    """One rank's file: a buffer that holds `placed`, and views into it for the tensors."""
 
-    `pinned` asks for page-locked memory, from which a GPU copies without waiting for the host.
-    """
-
-    def __init__(self, placed: Sequence[Placed], *, pinned: bool) -> None:
-        self._buffer = page_aligned(file_length(placed), pinned=pinned)
+    def __init__(self, placed: Sequence[Placed]) -> None:
+        self._buffer = page_aligned(file_length(placed))
         self.views = [self._install(item) for item in placed]
         """A tensor for each placed chunk, in order, with its dtype and sizes."""
 
@@ -101,6 +98,11 @@ class FileBuffer:
     def content(self) -> memoryview:
         """The bytes of the file."""
         return self._buffer.numpy().data
+
+    @property
+    def address(self) -> int:
+        """Where the buffer begins in memory."""
+        return self._buffer.data_ptr()
 
     def _install(self, item: Placed) -> Tensor:
         around = container(item.chunk.dtype, item.chunk.sizes)

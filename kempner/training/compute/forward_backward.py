@@ -38,7 +38,7 @@ def accumulate(
     a part: they count once. What dropout draws follows from `rank`, of the world, since each drops
     from its own part of the sequence. `waiting` is entered while this rank waits for others.
     """
-    valid = _valid_tokens(micro_batches).to(device)
+    valid = _valid_tokens(micro_batches, device)
     with waiting("the count of tokens"):
         valid = (sum_over_ranks(valid) / copies).clamp(min=1)
     total = torch.zeros((), device=device)
@@ -90,6 +90,7 @@ def sum_over_ranks(value: Tensor) -> Tensor:
     return value
 
 
-def _valid_tokens(micro_batches: Iterable[MicroBatch]) -> Tensor:
-    counts = [(batch.targets != IGNORE).sum() for batch in micro_batches]
-    return torch.stack(counts).sum().float()
+def _valid_tokens(micro_batches: Iterable[MicroBatch], device: torch.device) -> Tensor:
+    """Counted on the device: the host would wait while a count of its own is copied there."""
+    targets = [batch.targets.to(device, non_blocking=True) for batch in micro_batches]
+    return torch.stack([(each != IGNORE).sum() for each in targets]).sum().float()

@@ -126,7 +126,7 @@ def tensor_buffers(
     Each block gathers the sequence twice and scatters it twice, and so does its backward; embedding
     and last norm do each once, and so do theirs. A block that computes again gathers twice more and
     scatters once: what it ends with is not needed. See Korthikanti et al., arXiv:2205.05198,
-    section 4.2. Gradients of norms are summed as all are reduced: in float32 if that is once a step.
+    section 4.2. Gradients of norms are summed as all are reduced: in float32 if once a step.
     In the loss, each token has three numbers in float32.
 
     Args:

@@ -40,6 +40,7 @@ class StepMetrics:
         self._peak, self._flops_per_token = flops_per_second_at_peak, flops_per_token
         self._display, self._echo = display, AsyncMetrics()
         self._logged_at, self._logged_tokens = time.monotonic(), 0
+        self._saving = 0.0
 
     def start(self, train_state: TrainState) -> None:
         """Count time and tokens from here; what came before does not count."""
@@ -53,8 +54,13 @@ class StepMetrics:
         norm: Tensor,
         rate: float,
         positions: Sequence[int],
+        saving: float = 0.0,
     ) -> None:
-        """Take note of a step that was asked for, and of the positions that this rank took."""
+        """Take note of a step that was asked for, and of the positions that this rank took.
+
+        `saving` is for how many seconds saves have held up training since the step before.
+        """
+        self._saving += saving
         if self._config.train.log_samples:
             place = {"step": train_state.step, "attempt": self._attempt, "rank": self._rank}
             self._samples.append({**place, "samples": list(positions)})
@@ -93,6 +99,7 @@ class StepMetrics:
         speed = (train_state.tokens - self._logged_tokens) / max(now - self._logged_at, 1e-9)
         self._logged_at, self._logged_tokens = now, train_state.tokens
         mfu = speed * self._flops_per_token / self._peak if self._peak else None
+        saving, self._saving = self._saving, 0.0
         self._write(
             train_state.step,
             loss=_finite(made.loss),
@@ -101,6 +108,7 @@ class StepMetrics:
             tokens=train_state.tokens,
             tokens_per_second=round(speed, 1),
             mfu=round(mfu, 4) if mfu is not None else None,
+            save_seconds=round(saving, 4),
         )
         self._display.step(train_state.step, made.loss, speed)
 

@@ -22,7 +22,9 @@ PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
 class StepMetrics:
-    """Rank 0 writes metrics.jsonl and talks to the terminal; every rank writes its samples."""
+    """Rank 0 writes metrics.jsonl and talks to the terminal; with `log_samples` a rank writes its
+    samples.
+    """
 
     def __init__(
         self,
@@ -31,12 +33,14 @@ class StepMetrics:
         *,
         attempt: int,
         rank: int,
+        log_samples: bool,
         flops_per_second_at_peak: float | None,
         flops_per_token: float,
         display: Display,
     ) -> None:
         self._config, self._attempt, self._rank = config, attempt, rank
-        self._metrics, self._samples = JsonlWriter(run.metrics), JsonlWriter(run.samples(rank))
+        self._metrics = JsonlWriter(run.metrics)
+        self._samples = JsonlWriter(run.samples(rank)) if log_samples else None
         self._peak, self._flops_per_token = flops_per_second_at_peak, flops_per_token
         self._display, self._echo = display, AsyncMetrics()
         self._logged_at, self._logged_tokens = time.monotonic(), 0
@@ -61,7 +65,7 @@ class StepMetrics:
         `saving` is for how many seconds saves have held up training since the step before.
         """
         self._saving += saving
-        if self._config.train.log_samples:
+        if self._samples is not None:
             place = {"step": train_state.step, "attempt": self._attempt, "rank": self._rank}
             self._samples.append({**place, "samples": list(positions)})
         self._echo.send(train_state, loss, norm, rate)

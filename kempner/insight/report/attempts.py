@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -161,6 +162,8 @@ def attempts_of(history: RunHistory, series: StepSeries) -> list[AttemptFacts]:
     """The attempts in the order in which they began."""
     found: defaultdict[int, list[Entry[LedgerEvent]]] = defaultdict(list)
     for entry in history.entries(LedgerEvent):
+        if not math.isfinite(entry.time):
+            continue
         found[entry.attempt].append(entry)
     made = dict(zip(*_last_times(series), strict=True))
     attempts = [_attempt(n, e, made.get(n)) for n, e in found.items() if n > 0]

@@ -89,17 +89,20 @@ def collect(lines: Iterable[bytes]) -> tuple[StepSeries, EvalSeries]:
     evaluated: dict[float, float] = {}
     for line in lines:
         try:
-            entry = from_json(line)
-        except ValueError:
+            entry = from_json(line, allow_inf_nan=False)
+            if not isinstance(entry, dict) or type(entry.get("step")) not in _NUMBERS:
+                continue
+            if "loss" in entry and type(entry.get("time")) in _NUMBERS:
+                values: Iterable[Any] = map(entry.get, _STEP_FIELDS)
+                found = [value if type(value) in _NUMBERS else nan for value in values]
+                rows.extend(array("d", found))  # all of it, or nothing where one is too large
+            elif type(entry.get("eval_loss")) in _NUMBERS:
+                evaluated[float(entry["step"])] = float(entry["eval_loss"])
+        except (ValueError, OverflowError):
             continue
-        if not isinstance(entry, dict) or type(entry.get("step")) not in _NUMBERS:
-            continue
-        if "loss" in entry and type(entry.get("time")) in _NUMBERS:
-            values: Iterable[Any] = map(entry.get, _STEP_FIELDS)
-            rows.extend([value if type(value) in _NUMBERS else nan for value in values])
-        elif type(entry.get("eval_loss")) in _NUMBERS:
-            evaluated[float(entry["step"])] = float(entry["eval_loss"])
     table = np.frombuffer(rows, np.float64).reshape(-1, len(_STEP_FIELDS))
+    sound = np.isfinite(table[:, :2]).all(axis=1)  # time and step
+    table = table if sound.all() else table[sound]
     by_step = sorted(evaluated.items())
     held_out = (np.array([pair[side] for pair in by_step], np.float64) for side in (0, 1))
     return StepSeries(*table.T), EvalSeries(*held_out)

@@ -275,6 +275,8 @@ def test_lines_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
     before = run.report().time.seconds
     with (run.path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 3\n[]\n"x"\n\xff\xfe\n{"step": true, "loss": 1, "time": 2}\n')
+        file.write(b'{"step": 1' + b"0" * 400 + b', "loss": 1, "time": 2}\n')
+        file.write(b'{"step": 1e999, "loss": 1, "time": 2}\n{"step": NaN, "loss": 1, "time": 2}\n')
         file.write(json.dumps({"step": None, "loss": "x", "time": []}).encode())
     with (run.path / "ledger.jsonl").open("a") as file:
         file.write('{"event": "nonsense", "time": 1e12, "attempt": 1}\n{"event"\n')

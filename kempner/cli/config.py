@@ -14,12 +14,12 @@ from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import dumps, load
 from kempner.config.sections import Config
 from kempner.data.order.batch_slices import micro_steps
-from kempner.model.spec.communication import node_traffic, step_buffers
 from kempner.model.spec.communication_choice import (
     USUAL_GPU,
     Situation,
     choose,
     needed_memory,
+    step_traffic,
 )
 from kempner.model.spec.mesh import resolve_mesh
 from kempner.model.spec.shape import Shape, count_parameters
@@ -160,14 +160,7 @@ def needs(config: Config, vocab_size: int, job: Job) -> str:
     parts = ", ".join(f"{name} {_gb(size)}" for name, size in asdict(memory).items() if size)
     lines = [f"one of {job.world} ranks needs about {_gb(memory.total)} on its device: {parts}"]
     if mesh.world > 1:
-        buffers = step_buffers(
-            shape,
-            mesh,
-            choice,
-            micro_batches=micro_batches,
-            compute_bytes=situation.compute_bytes,
-        )
-        traffic = node_traffic(buffers, mesh, job.ranks_per_node)
+        traffic = step_traffic(config, situation, shape, choice)
         among = f"{_gb(traffic.within)} among its {job.ranks_per_node} ranks"
         if job.world > job.ranks_per_node:
             among = f"{_gb(traffic.between)} to other nodes and {among}"

@@ -59,6 +59,16 @@ class Buffers:
 
 
 @dataclass(frozen=True)
+class TensorBuffers:
+    """Bytes of all buffers of one rank's collectives in its tensor group in a step, by kind."""
+
+    sequence: int
+    """Activations that are gathered, or summed and scattered, of the whole sequence."""
+    all_reduce: int
+    """Gradients of norms, and what the loss needs of the other rows of the vocabulary."""
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Bytes that the ranks of one node send in a step."""
 
@@ -71,13 +81,14 @@ class Traffic:
 def step_buffers(
     shape: Shape, mesh: MeshDegrees, choice: Choice, *, micro_batches: int, compute_bytes: int
 ) -> Buffers:
-    """What one rank's collectives of a step are given, to the byte (`tensor` of 1).
+    """What one rank's collectives over shards and replicas are given in a step, to the byte.
 
     With P parameters, c bytes of the compute type, m micro batches and S = `shard`: gathers of
     c P for a step if they are kept, and otherwise for a micro batch twice that, less the embedding,
     which the backward does not need, and the last block and the output, which it begins with;
     4 P for each reduction; 4 P / S for the one all-reduce over replicas. Rows that S does not
-    divide are filled up. The scalars of a step (tokens, loss, gradient norm) are left out.
+    divide are filled up. In a tensor group P is what one of its ranks has. The scalars of a step
+    (tokens, loss, gradient norm) are left out.
 
     Args:
         shape: sizes of the model.
@@ -88,8 +99,8 @@ def step_buffers(
     """
     sharded, replicated = mesh.shard > 1, mesh.replicate > 1
     gathered = reduced = 0
-    for tensors, number, per_micro_batch in _groups(shape):
-        elements = number * _filled_up(tensors, mesh.shard) // mesh.tensor
+    for tensors, number, per_micro_batch in _groups(shape, mesh.tensor):
+        elements = number * _filled_up(tensors, mesh.shard)
         gathered += elements * (1 if choice.keep_parameters else micro_batches * per_micro_batch)
         reduced += elements
     times = 1 if choice.reduce_once else micro_batches
@@ -99,6 +110,47 @@ def step_buffers(
         # However often shards are reduced: the sum of a step's shards takes no more memory.
         all_reduce=REDUCED_BYTES * reduced // mesh.shard if replicated else 0,
     )
+
+
+def tensor_buffers(
+    shape: Shape,
+    choice: Choice,
+    *,
+    micro_batches: int,
+    tokens: int,
+    compute_bytes: int,
+    recomputed_blocks: int = 0,
+) -> TensorBuffers:
+    """What one rank's collectives in its tensor group are given in a step, to the byte.
+
+    Each block gathers the sequence twice and scatters it twice, and so does its backward; embedding
+    and last norm do each once, and so do theirs. A block that computes again gathers twice more and
+    scatters once: what it ends with is not needed. See Korthikanti et al., arXiv:2205.05198,
+    section 4.2. Gradients of norms are summed as all are reduced: in float32 if that is once a step.
+    In the loss, each token has three numbers in float32.
+
+    Args:
+        shape: sizes of the model.
+        choice: when gradients are reduced.
+        micro_batches: forward and backward passes in a step.
+        tokens: in one of them.
+        compute_bytes: 2 for bfloat16, 4 for float32.
+        recomputed_blocks: blocks with activation checkpointing.
+    """
+    passes = 8 * shape.n_layers + 4 + 3 * recomputed_blocks
+    heads = 2 * shape.head_dim * shape.n_layers if shape.qk_norm else 0
+    norms = shape.dim * (2 * shape.n_layers + 1) + heads
+    reduced = REDUCED_BYTES if choice.reduce_once else compute_bytes * micro_batches
+    return TensorBuffers(
+        sequence=micro_batches * compute_bytes * tokens * shape.dim * passes,
+        all_reduce=norms * reduced + 3 * 4 * tokens * micro_batches,
+    )
+
+
+def tensor_traffic(buffers: TensorBuffers, tensor: int, ranks_per_node: int) -> int:
+    """Bytes that the ranks of one node send to others of their tensor groups, which are on it."""
+    whole = buffers.sequence + 2 * buffers.all_reduce
+    return _ring(tensor, 1, ranks_per_node).within * whole // tensor
 
 
 def node_traffic(buffers: Buffers, mesh: MeshDegrees, ranks_per_node: int) -> Traffic:
@@ -124,18 +176,20 @@ def _ring(size: int, stride: int, ranks_per_node: int) -> Traffic:
     return Traffic((ranks_per_node - leaving) * (size - 1), leaving * (size - 1))
 
 
-def _groups(shape: Shape) -> list[tuple[Tensors, int, int]]:
+def _groups(shape: Shape, tensor: int) -> list[tuple[Tensors, int, int]]:
     """What is gathered at once: tensors, number of such groups, gathers for a micro batch."""
-    table, norm = (shape.vocab_rows, shape.dim), (shape.dim,)
-    block = _block(shape)
+    table, norm = (shape.vocab_rows // tensor, shape.dim), (shape.dim,)
+    block = _block(shape, tensor)
     groups: list[tuple[Tensors, int, int]] = [(block, shape.n_layers - 1, 2), (block, 1, 1)]
     if shape.tie_embeddings:
         return [*groups, ([table, norm], 1, 1)]
     return [*groups, ([table], 1, 1), ([norm, table], 1, 1)]
 
 
-def _block(shape: Shape) -> Tensors:
-    q, kv, dim, ffn = shape.q_dim, shape.kv_dim, shape.dim, shape.ffn_dim
+def _block(shape: Shape, tensor: int) -> Tensors:
+    """What a rank of a tensor group of so many has of a block: heads, inner width, whole norms."""
+    q, kv, ffn = (width // tensor for width in (shape.q_dim, shape.kv_dim, shape.ffn_dim))
+    dim = shape.dim
     attention = [(q, dim), (kv, dim), (kv, dim), (dim, q)]
     norms = [(dim,)] * 2 + [(shape.head_dim,)] * (2 if shape.qk_norm else 0)
     return [*attention, (ffn, dim), (dim, ffn), (ffn, dim), *norms]

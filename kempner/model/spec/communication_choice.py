@@ -11,6 +11,8 @@ from kempner.model.spec.communication import (
     Traffic,
     node_traffic,
     step_buffers,
+    tensor_buffers,
+    tensor_traffic,
 )
 from kempner.model.spec.memory import Estimate, estimate_memory
 from kempner.model.spec.mesh import MeshDegrees
@@ -104,6 +106,29 @@ def needed_memory(config: Config, situation: Situation, shape: Shape, choice: Ch
     )
 
 
+def step_traffic(config: Config, situation: Situation, shape: Shape, choice: Choice) -> Traffic:
+    """What each node sends in a step, with this choice; a tensor group is on one node."""
+    train, mesh = config.train, situation.mesh
+    micro_batches, compute_bytes = situation.micro_batches, situation.compute_bytes
+    buffers = step_buffers(
+        shape, mesh, choice, micro_batches=micro_batches, compute_bytes=compute_bytes
+    )
+    traffic = node_traffic(buffers, mesh, situation.ranks_per_node)
+    if mesh.tensor == 1:
+        return traffic
+    recomputed = -(-shape.n_layers // (train.activation_checkpointing_every or 1))
+    of_groups = tensor_buffers(
+        shape,
+        choice,
+        micro_batches=micro_batches,
+        tokens=train.micro_batch_size * train.seq_len,
+        compute_bytes=compute_bytes,
+        recomputed_blocks=recomputed if train.activation_checkpointing != "none" else 0,
+    )
+    more = tensor_traffic(of_groups, mesh.tensor, situation.ranks_per_node)
+    return Traffic(traffic.within + more, traffic.between)
+
+
 def _allowed(config: Config, situation: Situation) -> Iterator[Choice]:
     """What the configuration leaves open, what takes least memory first."""
     section = config.parallelism
@@ -118,14 +143,7 @@ def _allowed(config: Config, situation: Situation) -> Iterator[Choice]:
 
 
 def _counted(config: Config, situation: Situation, shape: Shape, choice: Choice) -> _Option:
-    buffers = step_buffers(
-        shape,
-        situation.mesh,
-        choice,
-        micro_batches=situation.micro_batches,
-        compute_bytes=situation.compute_bytes,
-    )
-    traffic = node_traffic(buffers, situation.mesh, situation.ranks_per_node)
+    traffic = step_traffic(config, situation, shape, choice)
     memory = needed_memory(config, situation, shape, choice).total
     return _Option(choice, traffic, memory)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from kempner.config.loading import load
 from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.data.serve.loader import MicroBatch
 from kempner.model.sharding import build_model, shard
-from kempner.model.spec.communication import Buffers, Choice, step_buffers
+from kempner.model.spec.communication import Buffers, Choice, step_buffers, tensor_buffers
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
@@ -32,7 +33,14 @@ CONFIG_7B = Path(__file__).parents[3] / "configs/train/7b.toml"
 CPU = torch.device("cpu")
 VOCAB, LENGTH = 257, 8
 CHOICES = [Choice(once, keep) for once, keep in product((False, True), repeat=2)]
-SIZES = {"dim": 48, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 100}
+SIZES = {
+    "dim": 48,
+    "n_layers": 3,
+    "n_heads": 6,
+    "n_kv_heads": 2,
+    "ffn_dim": 100,
+    "vocab_multiple": 2,
+}
 MODELS = {
     "untied": SIZES,
     "tied": {**SIZES, "tie_embeddings": True},
@@ -50,7 +58,17 @@ CASES = [
     ("qwen", "bfloat16", MeshDegrees(1, 32)),
     ("qwen", "bfloat16", MeshDegrees(3, 5)),
     ("one block", "bfloat16", MeshDegrees(1, 3)),
+    ("untied", "bfloat16", MeshDegrees(1, 1, 2)),
+    ("tied", "bfloat16", MeshDegrees(1, 3, 2)),
+    ("qwen", "float32", MeshDegrees(2, 2, 2)),
 ]
+
+
+TENSOR = "_c10d_functional::"
+OF_TENSOR_GROUPS = {
+    f"{TENSOR}{name}" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+}
+"""Between the ranks of a tensor group; the sums in its loss are `c10d` ones."""
 
 
 class Collectives(TorchDispatchMode):
@@ -70,6 +88,9 @@ class Collectives(TorchDispatchMode):
             tensors = [buffer] if isinstance(buffer, Tensor) else buffer
             if sum(tensor.numel() for tensor in tensors) > 1:
                 self.bytes[name] += sum(tensor.nbytes for tensor in tensors)
+        elif func.namespace == "_c10d_functional" and func._schema.name in OF_TENSOR_GROUPS:
+            parts = args[1] if func._schema.name.endswith("all_gather_into_tensor") else 1
+            self.bytes[func._schema.name.removeprefix(TENSOR)] += args[0].nbytes * parts
         return func(*args, **(kwargs or {}))
 
 
@@ -77,10 +98,9 @@ class Collectives(TorchDispatchMode):
 def fake_ranks(mesh: MeshDegrees) -> Iterator[Any]:
     """A mesh of which only this rank is there."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.world)
-    shape = (mesh.replicate, mesh.shard) if mesh.replicate > 1 else (mesh.shard,)
-    names = ("replicate", "shard")[-len(shape) :]
+    sizes = mesh.dimensions()
     try:
-        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
+        yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     finally:
         dist.destroy_process_group()
 
@@ -94,33 +114,40 @@ def test_7b_on_eight_nodes_sends_what_is_counted() -> None:
             tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
             model = Transformer(shape)
             shard(model, device_mesh, torch.bfloat16, choice)
-            found = sent(model, [MicroBatch(tokens, tokens)] * 2, choice)
+            found, _ = sent(model, [MicroBatch(tokens, tokens)] * 2, choice)
         assert found == step_buffers(shape, mesh, choice, micro_batches=2, compute_bytes=2)
 
 
-def counted(config: Config, mesh: MeshDegrees, choice: Choice, micro_batches: int) -> Buffers:
-    """What the collectives of a second step are given."""
+def counted(
+    config: Config, mesh: MeshDegrees, choice: Choice, micro_batches: int
+) -> tuple[Buffers, int]:
+    """What the collectives of a second step are given; see `sent`."""
     tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
     batches = [MicroBatch(tokens, tokens)] * micro_batches
     with fake_ranks(mesh) as device_mesh:
         model = build_model(config, VOCAB, CPU, device_mesh, choice)
-        sent(model, batches, choice)
+        sent(model, batches, choice, mesh.tensor)
         model.zero_grad()
-        return sent(model, batches, choice)
+        return sent(model, batches, choice, mesh.tensor)
 
 
-def sent(model: nn.Module, batches: list[MicroBatch], choice: Choice) -> Buffers:
-    """What the collectives of a step are given."""
+def sent(
+    model: nn.Module, batches: list[MicroBatch], choice: Choice, tensor: int = 1
+) -> tuple[Buffers, int]:
+    """What the collectives of a step are given, with all all-reduces in one; and what of a sequence
+    is gathered and scattered over a tensor group.
+    """
     with Collectives() as collectives:
-        accumulate(model, batches, device=CPU, seed=1, step=1, rank=0, choice=choice)
+        accumulate(model, batches, device=CPU, seed=1, step=1, rank=0, copies=tensor, choice=choice)
     found = collectives.bytes
     buffers = Buffers(
         all_gather=found.pop("_allgather_base_", 0),
         reduce_scatter=found.pop("_reduce_scatter_base_", 0),
-        all_reduce=found.pop("allreduce_", 0),
+        all_reduce=found.pop("allreduce_", 0) + found.pop("all_reduce", 0),
     )
+    sequence = found.pop("all_gather_into_tensor", 0) + found.pop("reduce_scatter_tensor", 0)
     assert not found
-    return buffers
+    return buffers, sequence
 
 
 @pytest.mark.parametrize(("model", "dtype", "mesh"), CASES)
@@ -136,13 +163,24 @@ def test_a_step_sends_what_is_counted(model: str, dtype: str, mesh: MeshDegrees)
             }
         ),
     )
+    shape, compute_bytes = Shape.of(config.model, VOCAB), 4 if dtype == "float32" else 2
     for choice, micro_batches in [*product(CHOICES, (3,)), (CHOICES[0], 1)]:
-        found = counted(config, mesh, choice, micro_batches)
-        assert found == step_buffers(
-            Shape.of(config.model, VOCAB),
-            mesh,
-            choice,
-            micro_batches=micro_batches,
-            compute_bytes=4 if dtype == "float32" else 2,
+        found, sequence = counted(config, mesh, choice, micro_batches)
+        expected = step_buffers(
+            shape, mesh, choice, micro_batches=micro_batches, compute_bytes=compute_bytes
         )
-        assert max(found.all_gather, found.all_reduce) > 0
+        if mesh.tensor > 1:
+            of_group = tensor_buffers(
+                shape,
+                choice,
+                micro_batches=micro_batches,
+                tokens=LENGTH,
+                compute_bytes=compute_bytes,
+                recomputed_blocks=shape.n_layers if model == "qwen" else 0,
+            )
+            assert sequence == of_group.sequence
+            expected = replace(expected, all_reduce=expected.all_reduce + of_group.all_reduce)
+        else:
+            assert sequence == 0
+        assert found == expected
+        assert sum(astuple(found)) > 0

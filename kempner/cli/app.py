@@ -23,6 +23,7 @@ _MODULES = {
     "train": ("train",),
     "supervise": ("supervise",),
     "status": ("status",),
+    "report": ("insight.report",),
     "sample": ("sample",),
     "prune": ("prune",),
     "checkpoint": ("checkpoint.inspect", "checkpoint.convert"),

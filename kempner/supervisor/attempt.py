@@ -170,6 +170,10 @@ class AttemptFollower:
         """Since the last rank left, or was killed; 0 before that."""
         return self._times.seconds_since_left()
 
+    def seconds_ending(self) -> float | None:
+        """Since the first rank ended; None if none has."""
+        return self.roster.first_ended_for(self._times.now())
+
     def over(self) -> bool:
         """Whether nothing is left to follow."""
         return self._life.over

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import asdict
 from functools import partial
 from queue import SimpleQueue
@@ -42,7 +42,7 @@ from kempner.supervisor.control.server import ControlServer
 from kempner.supervisor.launchers.base import Launcher, Program
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.nodes.exclusion import suspects
-from kempner.supervisor.policy.outcome import Decision, RankExit, decide_outcome
+from kempner.supervisor.policy.outcome import Decision, decide_outcome
 from kempner.supervisor.policy.restart import failures
 from kempner.supervisor.preflight import choose_nodes
 from kempner.supervisor.readiness import check_ready, check_run_directory
@@ -172,7 +172,7 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
     _see_it_through(context, follower, channel, launch, incoming)
     decision = _outcome(follower)
     follower.tell_phase_durations()
-    _close(context.ledger, attempt, decision, follower.ends)
+    _close(context.ledger, attempt, decision, follower)
     return follower, decision
 
 
@@ -247,7 +247,8 @@ def _outcome(follower: AttemptFollower) -> Decision:
     return decide_outcome(follower.ends, stop_requested=follower.stop_reason)
 
 
-def _close(ledger: Ledger, attempt: Attempt, decision: Decision, exits: Sequence[RankExit]) -> None:
-    statuses = {str(e.rank): e.status for e in exits}
-    ended = AttemptEnded(int(decision.code), decision.reason, decision.culprit, statuses)
+def _close(ledger: Ledger, attempt: Attempt, decision: Decision, follower: AttemptFollower) -> None:
+    statuses, ending = {str(e.rank): e.status for e in follower.ends}, follower.seconds_ending()
+    seconds = None if ending is None else round(ending, 3)
+    ended = AttemptEnded(int(decision.code), decision.reason, decision.culprit, statuses, seconds)
     ledger.record(ended, attempt.number)

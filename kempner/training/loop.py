@@ -174,7 +174,8 @@ def train(run: Training) -> ExitCode:
                 choice=run.tools.communication,
                 waiting=run.progress.waiting,
             )
-        run.checkpoints.release_staging()
+        with run.progress.held_up_by_save():
+            run.checkpoints.release_staging()
         with run.progress.waiting("the vote"):
             agreed = ballot.close()
         if agreed.void or (agreed.diverged and agreed.stop):
@@ -194,7 +195,8 @@ def train(run: Training) -> ExitCode:
         )
         run.state.train_state = advance(run, batch)
         run.progress.made(step)
-        run.tools.step_metrics.record(run.train_state, loss, norm, rate, batch.positions)
+        saving = run.progress.take_saving()
+        run.tools.step_metrics.record(run.train_state, loss, norm, rate, batch.positions, saving)
         due = save_is_due(run, agreed)
         take_note(run, everything=due or is_last_step(run, agreed))
         if due:

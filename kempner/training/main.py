@@ -21,7 +21,7 @@ from kempner.run.output.logs import logger, open_log
 from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.retry import PASSING, storage_waits
 from kempner.run.record.attempts import Attempt, begin_attempt, prune_attempts
-from kempner.run.record.events.attempt import AttemptStarted
+from kempner.run.record.events.attempt import AttemptStarted, RankReady
 from kempner.run.record.lease import Lease
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
@@ -112,6 +112,8 @@ def run_rank(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> 
         faults.maybe_inject(Phase.LOAD)
         training = build(config, rank_link, ranks, attempt, shutdown, faults)
         progress.enter(Phase.COMPILE)
+        step, reached = training.train_state.step, dict(progress.reached)
+        rank_link.record(attempt, RankReady(step, str(ranks.device), reached))
         logger().info(
             "ready", step=training.train_state.step, reached=progress.reached, **_place(ranks)
         )

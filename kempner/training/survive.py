@@ -41,6 +41,7 @@ from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import Attempt, Fence
+from kempner.run.record.events.attempt import RankReady
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
@@ -217,7 +218,10 @@ class Survivor:
         self._progress.enter(Phase.COMPILE)
         if self.train_state.step:
             self._say(f"resumed at step {self.train_state.step}")
-        logger().info("ready", step=self.train_state.step, pid=os.getpid())
+        step, reached = self.train_state.step, dict(self._progress.reached)
+        ready = RankReady(step, str(self.ranks.device), reached)
+        self._rank_link.record(self._ownership.attempt, ready)
+        logger().info("ready", step=step, pid=os.getpid())
         agreed, unchecked = VoteResult(), True
         while self.train_state.step < self._todo.steps and not agreed.stop:
             step = self.train_state.step + 1

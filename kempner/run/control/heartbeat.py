@@ -49,6 +49,7 @@ class Progress:
         """Seconds from the start of this process's line to each phase that was entered."""
         self._started = time.monotonic()
         self._waited = self._elsewhere = 0.0
+        self._saving = 0.0
         self._waiting_for = ""
         # One value, replaced as a whole: the thread that reads it must not see half of a step.
         self._done = (0, 0.0, 0.0)
@@ -84,8 +85,22 @@ class Progress:
         since, waited = time.monotonic(), self._waited
         yield
         self._waited = waited
-        self._elsewhere += time.monotonic() - since
+        took = time.monotonic() - since
+        self._elsewhere += took
+        self._saving += took if phase is Phase.SAVE else 0.0
         self.phase = before
+
+    def take_saving(self) -> float:
+        """Seconds for which saves have held up training since this was asked for."""
+        saving, self._saving = self._saving, 0.0
+        return saving
+
+    @contextmanager
+    def held_up_by_save(self) -> Iterator[None]:
+        """In this block of a step it waits until a save has its copy of the state."""
+        since = time.monotonic()
+        yield
+        self._saving += time.monotonic() - since
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:

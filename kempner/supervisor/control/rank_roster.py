@@ -63,6 +63,10 @@ class RankRoster:
         """How ranks ended, in the order of the first sign of it."""
         return [end for _, end in sorted(self._ends.values(), key=itemgetter(0))]
 
+    def first_ended_for(self, now: float) -> float | None:
+        """Seconds since the first rank has ended; None if none has."""
+        return now - min(at for at, _ in self._ends.values()) if self._ends else None
+
     def connected(self, there: Connected, now: float) -> None:
         """A rank has connected, for the first time or again."""
         self._broken.pop(there.rank, None)

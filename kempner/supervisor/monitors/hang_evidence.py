@@ -65,7 +65,8 @@ class HangEvidence:
         self.hang = hang
         logger().warning(hang.sentence)
         waiting, processes = by_what_they_wait_for(snapshot.reports), tuple(self._look.lines)
-        event = HangFound(hang.sentence, hang.laggard, waiting, processes)
+        still = round(hang.still + snapshot.now - self._began, 1)
+        event = HangFound(hang.sentence, hang.laggard, waiting, processes, still)
         self._ledger.record(event, self._attempt)
 
 

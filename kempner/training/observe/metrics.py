@@ -39,11 +39,12 @@ class StepMetrics:
         display: Display,
     ) -> None:
         self._config, self._attempt, self._rank = config, attempt, rank
-        self._log_samples = log_samples
-        self._metrics, self._samples = JsonlWriter(run.metrics), JsonlWriter(run.samples(rank))
+        self._metrics = JsonlWriter(run.metrics)
+        self._samples = JsonlWriter(run.samples(rank)) if log_samples else None
         self._peak, self._flops_per_token = flops_per_second_at_peak, flops_per_token
         self._display, self._echo = display, AsyncMetrics()
         self._logged_at, self._logged_tokens = time.monotonic(), 0
+        self._saving = 0.0
 
     def start(self, train_state: TrainState) -> None:
         """Count time and tokens from here; what came before does not count."""
@@ -57,9 +58,14 @@ class StepMetrics:
         norm: Tensor,
         rate: float,
         positions: Sequence[int],
+        saving: float = 0.0,
     ) -> None:
-        """Take note of a step that was asked for, and of the positions that this rank took."""
-        if self._log_samples:
+        """Take note of a step that was asked for, and of the positions that this rank took.
+
+        `saving` is for how many seconds saves have held up training since the step before.
+        """
+        self._saving += saving
+        if self._samples is not None:
             place = {"step": train_state.step, "attempt": self._attempt, "rank": self._rank}
             self._samples.append({**place, "samples": list(positions)})
         self._echo.send(train_state, loss, norm, rate)
@@ -97,6 +103,7 @@ class StepMetrics:
         speed = (train_state.tokens - self._logged_tokens) / max(now - self._logged_at, 1e-9)
         self._logged_at, self._logged_tokens = now, train_state.tokens
         mfu = speed * self._flops_per_token / self._peak if self._peak else None
+        saving, self._saving = self._saving, 0.0
         self._write(
             train_state.step,
             loss=_finite(made.loss),
@@ -105,6 +112,7 @@ class StepMetrics:
             tokens=train_state.tokens,
             tokens_per_second=round(speed, 1),
             mfu=round(mfu, 4) if mfu is not None else None,
+            save_seconds=round(saving, 4),
         )
         self._display.step(train_state.step, made.loss, speed)
 

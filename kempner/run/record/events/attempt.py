@@ -22,6 +22,16 @@ class AttemptStarted(LedgerEvent):
 
 
 @dataclass(frozen=True)
+class RankReady(LedgerEvent):
+    """By rank 0: when it has loaded what it goes on from, and begins with the first step."""
+
+    name: ClassVar[str] = "ready_to_train"
+    step: Annotated[int, "last step that is done"]
+    device: Annotated[str, "what it trains on, as PyTorch names it"]
+    reached: Annotated[Mapping[str, float], "seconds from the start of the process, by phase"]
+
+
+@dataclass(frozen=True)
 class AttemptEnded(LedgerEvent):
     """By the supervisor: when no rank of an attempt is left."""
 
@@ -30,6 +40,7 @@ class AttemptEnded(LedgerEvent):
     reason: Sentence
     culprit: Annotated[int | None, "rank that failed first"]
     exits: Annotated[Mapping[str, int | None], "exit status by rank, null if it is not known"]
+    seconds: Annotated[float | None, "seconds since the first rank ended"] = None
 
 
 @dataclass(frozen=True)

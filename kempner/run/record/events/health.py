@@ -18,6 +18,7 @@ class HangFound(LedgerEvent):
     laggard: Annotated[int | None, "rank that the others wait for, as far as can be told"]
     waiting: Annotated[Mapping[str, Sequence[int]], "ranks by what they wait for others in"]
     processes: Annotated[tuple[str, ...], "what the system says of suspicious processes"]
+    seconds: Annotated[float | None, "seconds since a rank last moved"] = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from kempner.run.record.events.base import LedgerEvent
 SUBJECTS: Mapping[str, tuple[type[LedgerEvent], ...]] = {
     "Attempts": (
         attempt.AttemptStarted,
+        attempt.RankReady,
         attempt.AttemptEnded,
         attempt.AttemptFailed,
         attempt.Restarting,

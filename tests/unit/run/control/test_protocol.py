@@ -246,3 +246,15 @@ def test_progress_tells_work_from_waiting_and_phases_end(clock: Clock) -> None:
     place.made(8)
     assert place.report() == Report(8, Phase.STEP, 6.0, 3.0)  # an evaluation is no part of a step
     assert place.reached == {Phase.COMPILE: 0.0, Phase.STEP: 5.0}
+
+
+def test_progress_tells_how_long_saves_held_up_training(clock: Clock) -> None:
+    place = Progress()
+    with place.during(Phase.EVAL):
+        clock.now += 9
+    with place.during(Phase.SAVE):
+        clock.now += 2
+    with place.held_up_by_save():
+        clock.now += 1
+    assert place.take_saving() == 3
+    assert place.take_saving() == 0

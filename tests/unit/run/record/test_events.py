@@ -48,6 +48,7 @@ NAMES = {kind.name for kind in VOCABULARY}
 ALLOWED = {
     ("kempner/config/fault_spec.py", "hang"): "a kind of fault that a configuration asks for",
     ("kempner/training/fault_injection.py", "hang"): "the same, where it is injected",
+    ("kempner/insight/report/interruptions.py", "hang"): "a kind of interruption",
     ("kempner/supervisor/policy/outcome.py", "completed"): "a sentence that happens to be one word",
     ("kempner/supervisor/policy/outcome.py", "stopped"): "the first word of a sentence",
 }
@@ -109,6 +110,7 @@ EXAMPLES: Mapping[object, object] = {
     tuple[str, ...]: ["one", "two"],
     tuple[tuple[str, str], ...]: [["10.0.0.1:1", "10.0.0.2:2"]],
     Mapping[str, str]: {"rank 0": "no space left"},
+    Mapping[str, float]: {"load": 1.5},
     Mapping[str, int | None]: {"0": 75, "1": None},
     Mapping[str, Sequence[int]]: {"the vote": [0, 1]},
     Mapping[str, PhaseTimes]: {"step": {"median": 1.5, "spread": 0.25, "count": 3}},

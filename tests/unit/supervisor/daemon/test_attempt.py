@@ -43,6 +43,7 @@ def test_the_first_sign_of_an_end_counts_not_its_confirmation(
     assert [end.rank for end in follower.ends] == [1, 0]
     decision = decide_outcome(follower.ends)
     assert (decision.culprit, decision.reason) == (1, "rank 1 was killed by SIGKILL")
+    assert follower.seconds_ending() == pytest.approx(0.02)
     assert len([m for m in hands.told if isinstance(m, PeerLost)]) == 1
 
 

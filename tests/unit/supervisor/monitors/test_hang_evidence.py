@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from harness import wait_until
 
 from kempner.cluster.network.tcp_stalls import stalled_connections, unanswered_calls
 from kempner.run.control.protocol import DumpStacks, FromSupervisor, Phase, Report
+from kempner.run.record.events.health import HangFound
+from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.control.events import Connected, LastReport
 from kempner.supervisor.monitors.base import Snapshot
@@ -75,6 +78,9 @@ def test_the_kill_waits_for_ranks_and_for_nodes_that_have_not_answered(
     go_on.set()
     wait_until(lambda: evidence.complete(60.1 + EVIDENCE), "the node has answered")
     assert not evidence.complete(60.0)
+    evidence.close(replace(snapshot, now=63.5))
+    (told_of,) = RunHistory.read(tmp_path / "ledger.jsonl").events(HangFound)
+    assert told_of.seconds == 63.5  # it was still for 60 s when it was found
 
 
 def test_whom_to_look_at() -> None:

@@ -1,0 +1,82 @@
+"""How long `kempner report` takes for a large run, and what it needs: a generated one.
+
+    python benchmarks/reports/large_run.py [--ranks 16384] [--events 100000] [--lines 1000000]
+
+Prints the seconds of the command, its largest memory, and the size of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=16_384)
+    parser.add_argument("--events", type=int, default=100_000)
+    parser.add_argument("--lines", type=int, default=1_000_000)
+    parser.add_argument("--attempts", type=int, default=60)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run = given.out or Path(folder) / "large"
+        generate(run, given.ranks, given.events, given.lines, given.attempts)
+        page = run / "report.html"
+        began = time.monotonic()
+        command = [sys.executable, "-m", "kempner", "report", str(run), "--output", str(page)]
+        subprocess.run(command, check=True)
+        took = time.monotonic() - began
+        memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        size = page.stat().st_size / 1e6
+        print(f"{took:.1f} s, {memory:.0f} MiB, {size:.2f} MB")
+
+
+def generate(run: Path, ranks: int, events: int, lines: int, attempts: int) -> None:
+    """A run of `attempts` attempts, each of which a rank's failure ends."""
+    rng, now, step, number = random.Random(0), 1.7e9, 0, 0
+    run.mkdir(parents=True)
+    exits = {str(rank): 76 for rank in range(ranks)}
+    nodes = f"node[0001-{ranks // 8:04d}]"
+    with (run / "ledger.jsonl").open("w") as ledger, (run / "metrics.jsonl").open("w") as metrics:
+
+        def tell(event: str, **fields: object) -> None:
+            head = {"schema": 1, "time": round(now, 3), "event": event, "attempt": number}
+            ledger.write(json.dumps({**head, **fields}) + "\n")
+
+        for _ in range(attempts):
+            number += 1
+            tell("attempt_started", ranks=ranks, job="1", restarts=0, nodes=nodes)
+            now += rng.uniform(40, 90)
+            reached = {"rendezvous": 20.0, "load": 24.0, "compile": 38.0}
+            tell("ready_to_train", step=step, device="cuda:0", reached=reached)
+            for n in range(lines // attempts):
+                now += 5 * rng.lognormvariate(0, 0.02)
+                step += 1
+                entry = {"step": step, "attempt": number, "loss": 2 + rng.random()}
+                entry |= {"grad_norm": rng.random(), "lr": 3e-4, "tokens": step * 16_777_216}
+                entry |= {"tokens_per_second": 3.3e6, "mfu": 0.41, "save_seconds": 0.0}
+                metrics.write(json.dumps({**entry, "time": round(now, 3)}) + "\n")
+                if n % max(1, lines // events) == 0:
+                    took = {"stage_seconds": 0.4, "write_seconds": 20.0, "commit_seconds": 0.3}
+                    tell("checkpoint_committed", step=step, bytes=10**12, **took)
+            now += rng.uniform(1, 20)
+            rank = rng.randrange(ranks)
+            told = {"reason": f"rank {rank} was killed by SIGKILL", "culprit": rank}
+            tell("attempt_ended", code=1, **told, exits=exits, seconds=2.0)
+            node = f"node{rank // 8 + 1:04d}"
+            at, saved = {"step": step + 1, "raised": "", "node": node}, max(0, step - 20)
+            tell("attempt_failed", **at, node_lost=True, committed=saved)
+            tell("restarting", reason="again")
+            step, now = max(0, step - rng.randrange(20)), now + 1
+
+
+if __name__ == "__main__":
+    main()

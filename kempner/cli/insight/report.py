@@ -1,0 +1,72 @@
+"""`kempner report`: one HTML file about one run or several."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import kempner
+from kempner.cli.usage.words import usable_path
+from kempner.insight.report.page.document import page
+from kempner.insight.report.page.words import count, share
+from kempner.insight.report.summary import RunData, read_run
+from kempner.run.process.durable_io import replace_durable
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.run_dir import RunDirectory
+
+DEFAULT = Path("report.html")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `report` to `app`."""
+    app.command()(report)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs.")],
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="The file to write, or to replace.")
+    ] = DEFAULT,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the numbers as JSON instead, a list of runs.")
+    ] = False,
+) -> None:
+    """Write one HTML file that says what happened to a run, or to several side by side.
+
+    Where its time went, what interrupted it and what that cost. Works while the run goes on.
+    """
+    read = [read_run(RunDirectory(usable_path(run))) for run in runs]
+    if as_json:
+        typer.echo(json.dumps([_finite(data.report.to_json()) for data in read], indent=2))
+        return
+    _write(usable_path(output), page(read, kempner.__version__))
+    for data in read:
+        typer.echo(f"{output}: {_line(data)}")
+
+
+def _line(data: RunData) -> str:
+    found = data.report
+    many = count(len(found.interruptions), "interruption")
+    return f"{found.name}: {found.training.state}, goodput {share(found.time.goodput)}, {many}"
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        replace_durable(path, content.encode(), unique="report")
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written ({error.strerror}); name another file with --output"
+        ) from error
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no other numbers."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

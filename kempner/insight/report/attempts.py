@@ -1,0 +1,191 @@
+"""The attempts of a run, each with what the ledger tells of it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from kempner.insight.report.series import StepSeries
+from kempner.run.process.stop_reason import StopReason
+from kempner.run.record.events.attempt import (
+    AttemptEnded,
+    AttemptFailed,
+    AttemptStarted,
+    RankReady,
+    Restarting,
+    RunGivenUp,
+)
+from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed, StartedAnew
+from kempner.run.record.events.health import HangFound, StorageWaited
+from kempner.run.record.events.job import Requeued, Resubmitted
+from kempner.run.record.events.stop import Completed, Signalled, Stopped, StopRequested
+from kempner.run.record.events.training import Evaluated, RolledBack
+from kempner.run.record.history import Entry, RunHistory
+
+E = TypeVar("E", bound=LedgerEvent)
+
+
+@dataclass(frozen=True)
+class AttemptFacts:
+    """One attempt. Times are seconds since the epoch.
+
+    `begin` is when it was begun, `end` when its last rank was gone, or the last that is known of
+    it; `over` is whether the ledger says that it has ended.
+    """
+
+    number: int
+    begin: float
+    end: float
+    over: bool
+    entries: tuple[Entry[LedgerEvent], ...]
+
+    def all(self, kind: type[E]) -> list[Entry[E]]:
+        """Its events of one kind, in their order."""
+        return [entry for entry in self.entries if isinstance(entry.event, kind)]  # type: ignore[misc]
+
+    def first(self, kind: type[E]) -> Entry[E] | None:
+        """The first event of one kind."""
+        return next(iter(self.all(kind)), None)
+
+    def last(self, kind: type[E]) -> Entry[E] | None:
+        """The last event of one kind."""
+        return next(reversed(self.all(kind)), None)
+
+    @property
+    def started(self) -> AttemptStarted:
+        """How it was started; of one rank, if the ledger has lost that."""
+        found = self.first(AttemptStarted)
+        return AttemptStarted(ranks=1) if found is None else found.event
+
+    @property
+    def ready_at(self) -> float | None:
+        """When rank 0 began with the first step; None if it never did."""
+        for kind in (RankReady, Resumed, StartedAnew):
+            if (entry := self.first(kind)) is not None:
+                return min(max(entry.time, self.begin), self.end)
+        return None
+
+    @property
+    def load_seconds(self) -> float:
+        """How long before that rank 0 had met the others and begun to load; 0 if unknown."""
+        entry = self.first(RankReady)
+        reached = {} if entry is None else entry.event.reached
+        return max(0.0, reached.get("compile", 0.0) - reached.get("load", np.inf))
+
+    @property
+    def first_step(self) -> int:
+        """The step that it goes on from."""
+        for kind in (RankReady, Resumed):
+            if (entry := self.first(kind)) is not None:
+                return int(entry.event.step)  # type: ignore[attr-defined]
+        return 0
+
+    @property
+    def failed_at(self) -> float | None:
+        """When its first rank ended; None if that is not known."""
+        entry = self.last(AttemptEnded)
+        if entry is None or entry.event.seconds is None:
+            return None
+        return max(self.begin, self.end - entry.event.seconds)
+
+    @property
+    def known_step(self) -> int:
+        """The last step that was made for sure, by the ledger alone."""
+        known = [self.first_step]
+        known += [e.event.step for e in self.all(CheckpointCommitted)]
+        known += [e.event.step for e in self.all(Stopped)]
+        known += [e.event.step for e in self.all(Completed)]
+        known += [e.event.step - 1 for e in self.all(AttemptFailed)]
+        return max(known)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether its ranks left because they were asked to, or were done."""
+        return any(
+            isinstance(e.event, Stopped | Completed | StopRequested | Signalled)
+            for e in self.entries
+        )
+
+    @property
+    def completed(self) -> bool:
+        """Whether the run's last step was made and saved."""
+        return self.first(Completed) is not None
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why it was stopped; NONE if it was not."""
+        found = [
+            e.event.reason for e in self.entries if isinstance(e.event, StopRequested | Stopped)
+        ]
+        return max(map(StopReason.of_label, found), default=StopReason.NONE)
+
+    @property
+    def given_up(self) -> Entry[RunGivenUp] | None:
+        """Whether kempner gave up after it."""
+        return self.first(RunGivenUp)
+
+    @property
+    def requeued_at(self) -> float | None:
+        """When its job went back into the queue, or another job took its place."""
+        times = [e.time for e in self.entries if isinstance(e.event, Requeued | Resubmitted)]
+        return min(times, default=None)
+
+    @property
+    def restarted(self) -> bool:
+        """Whether the same supervisor started the ranks again."""
+        return self.first(Restarting) is not None
+
+    def hang(self) -> Entry[HangFound] | None:
+        """What it was ended for, if nothing moved any more."""
+        return self.first(HangFound)
+
+    def evaluations(self) -> list[Entry[Evaluated]]:
+        """Its evaluations."""
+        return self.all(Evaluated)
+
+    def rollbacks(self) -> list[Entry[RolledBack]]:
+        """When it went back to a checkpoint by itself."""
+        return self.all(RolledBack)
+
+    def storage_waits(self) -> list[tuple[float, float]]:
+        """Begin and end of each wait for storage, by any rank or the supervisor."""
+        return [(e.time - e.event.seconds, e.time) for e in self.all(StorageWaited)]
+
+
+def attempts_of(history: RunHistory, series: StepSeries) -> list[AttemptFacts]:
+    """The attempts in the order in which they began."""
+    found: defaultdict[int, list[Entry[LedgerEvent]]] = defaultdict(list)
+    for entry in history.entries(LedgerEvent):
+        if not math.isfinite(entry.time):
+            continue
+        found[entry.attempt].append(entry)
+    made = dict(zip(*_last_times(series), strict=True))
+    attempts = [_attempt(n, e, made.get(n)) for n, e in found.items() if n > 0]
+    return sorted(attempts, key=lambda attempt: (attempt.begin, attempt.number))
+
+
+def _last_times(series: StepSeries) -> tuple[list[int], list[float]]:
+    """The numbers of the attempts that logged steps, and when each did so last."""
+    numbers = np.unique(series.attempt[~np.isnan(series.attempt)])
+    last = [float(series.time[series.attempt == n].max()) for n in numbers]
+    return [int(n) for n in numbers], last
+
+
+def _attempt(
+    number: int, entries: Sequence[Entry[LedgerEvent]], last_step: float | None
+) -> AttemptFacts:
+    begun = [e.time for e in entries if isinstance(e.event, AttemptStarted)]
+    begin = min(begun) if begun else entries[0].time
+    ended = [e.time for e in entries if isinstance(e.event, AttemptEnded)]
+    if ended:
+        end = ended[-1]
+    else:
+        within = [e.time for e in entries if not isinstance(e.event, Requeued | Resubmitted)]
+        end = max([begin, *within, *([] if last_step is None else [last_step])])
+    return AttemptFacts(number, begin, max(begin, end), bool(ended), tuple(entries))

@@ -1,0 +1,158 @@
+"""What interrupted a run: when, why, where, and what each interruption cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kempner.insight.report.attempts import AttemptFacts
+from kempner.insight.report.categories import Category
+from kempner.insight.report.pieces import Pieces
+from kempner.insight.report.timeline import AttemptTime, Timeline
+from kempner.run.record.events.attempt import AttemptEnded, AttemptFailed
+from kempner.run.record.events.stop import Stopped
+
+HOUR = 3600.0
+
+
+class Kind(StrEnum):
+    """What sort of interruption it is."""
+
+    FAILURE = "failure"
+    HANG = "hang"
+    STOP = "stop"
+    SILENT = "no message"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether something went wrong, other than a stop that was asked for."""
+        return self is not Kind.STOP
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run was interrupted. `rank` failed first, on `node`, if one did.
+
+    `step` is the last one that was made; `steps_lost` had to be made again.
+    """
+
+    rank: int | None
+    node: str
+    step: int
+    steps_lost: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an interruption cost, in seconds of wall time, and in GPU hours on all ranks.
+
+    It is the end of the attempt (`hung_seconds`, `stop_seconds`), the start of the next one
+    (`restart_seconds`), and the steps that were cut off or made again. In `away_seconds` (queue, or
+    nobody ran it) no machine was held.
+    """
+
+    hung_seconds: float
+    stop_seconds: float
+    restart_seconds: float
+    made_again_seconds: float
+    away_seconds: float
+    gpu_hours: float
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """One end of an attempt before the run's last step. `time` is in seconds since the epoch."""
+
+    number: int
+    time: float
+    attempt: int
+    kind: Kind
+    cause: str
+    detail: str
+    place: Place
+    cost: Cost
+
+
+def interruptions_of(timeline: Timeline) -> list[Interruption]:
+    """Those of a run, in their order."""
+    found: list[Interruption] = []
+    front = 0
+    for place, time in enumerate(timeline.attempts):
+        front = max(front, time.front)
+        following = timeline.attempts[place + 1] if place + 1 < len(timeline.attempts) else None
+        facts = time.facts
+        unfinished = following is None and not facts.over
+        if not (facts.completed or unfinished):
+            found.append(_interruption(len(found) + 1, time, following, front))
+    return found
+
+
+def _interruption(
+    number: int, time: AttemptTime, following: AttemptTime | None, front: int
+) -> Interruption:
+    facts = time.facts
+    kind, cause, detail = _cause(facts)
+    failed, ended = facts.last(AttemptFailed), facts.last(AttemptEnded)
+    place = Place(
+        rank=None if ended is None or kind is Kind.STOP else ended.event.culprit,
+        node="" if failed is None else failed.event.node,
+        step=max(time.front, facts.known_step),
+        steps_lost=0 if following is None else max(0, front - following.facts.first_step),
+    )
+    over = float(time.tail.end[-1]) if kind is Kind.STOP else _noticed(time)
+    cost = _cost(time, following)
+    return Interruption(number, over, facts.number, kind, cause, detail, place, cost)
+
+
+def _cost(time: AttemptTime, following: AttemptTime | None) -> Cost:
+    ours, theirs = _seconds(time.tail, time.gap), _after(following)
+    ranks = time.facts.started.ranks
+    ranks_then = ranks if following is None else following.facts.started.ranks
+    ending = (Category.HUNG, Category.STOP, Category.START, Category.RECOMPUTED)
+    again = (Category.START, Category.LOAD, Category.RECOMPUTED)
+    here, there = sum(ours[c] for c in ending), sum(theirs[c] for c in again)
+    return Cost(
+        hung_seconds=ours[Category.HUNG],
+        stop_seconds=ours[Category.STOP],
+        restart_seconds=ours[Category.START] + theirs[Category.START] + theirs[Category.LOAD],
+        made_again_seconds=ours[Category.RECOMPUTED] + theirs[Category.RECOMPUTED],
+        away_seconds=ours[Category.QUEUE] + ours[Category.IDLE],
+        gpu_hours=(here * ranks + there * ranks_then) / HOUR,
+    )
+
+
+def _seconds(*pieces: Pieces) -> list[float]:
+    return [float(x) for x in sum(p.seconds() for p in pieces)]  # type: ignore[union-attr]
+
+
+def _after(following: AttemptTime | None) -> list[float]:
+    """Seconds of the next attempt that the interruption before it is to blame for."""
+    if following is None:
+        return [0.0] * len(Category)
+    seconds = _seconds(following.body)
+    if following.facts.ready_at is None:
+        seconds[Category.START] += _seconds(following.tail)[Category.START]
+    return seconds
+
+
+def _noticed(time: AttemptTime) -> float:
+    """When the attempt was over for its ranks: the failure, or the moment a hang was found."""
+    ending = time.tail.begin[time.tail.category == Category.STOP]
+    return float(ending[0]) if len(ending) else time.facts.end
+
+
+def _cause(facts: AttemptFacts) -> tuple[Kind, str, str]:
+    """What sort it is, the cause in one sentence, and what else is known."""
+    ended, failed, hang = facts.last(AttemptEnded), facts.last(AttemptFailed), facts.hang()
+    reason = "" if ended is None else ended.event.reason
+    if hang is not None:
+        return Kind.HANG, "nothing moved any more", hang.event.reason
+    if facts.stop_reason or (facts.in_order and failed is None):
+        stopped = facts.last(Stopped)
+        words = facts.stop_reason.words
+        detail = "" if stopped is None else stopped.event.sentence
+        return Kind.STOP, f"stopped: {words}", detail if detail != words else ""
+    if failed is not None or reason:
+        raised = "" if failed is None else failed.event.raised
+        return Kind.FAILURE, reason or "a rank failed", "" if raised in reason else raised
+    return Kind.SILENT, "the supervisor ended without a message", ""

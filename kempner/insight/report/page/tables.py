@@ -1,0 +1,192 @@
+"""The tables of a run: where the time went, interruptions, checkpoints, nodes, advice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kempner.insight.report.categories import Category
+from kempner.insight.report.interruptions import Interruption
+from kempner.insight.report.page.words import (
+    UNKNOWN,
+    count,
+    duration,
+    hours,
+    number,
+    share,
+    size,
+    text,
+)
+from kempner.insight.report.summary import RunReport
+
+MANY = 100
+"""Rows of a table; more are summed up in one sentence."""
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") -> str:
+    """A table of cells that are HTML; a head that begins with `>` is of a column of numbers."""
+    kinds = [' class="n"' if head.startswith(">") else "" for head in heads]
+    top = "".join(f"<th{k}>{h.removeprefix('>')}</th>" for k, h in zip(kinds, heads, strict=True))
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td{k} data-head="{h.removeprefix(">")}">{cell}</td>'
+            for k, h, cell in zip(kinds, heads, row, strict=True)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return f'<table class="{name}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def time_table(report: RunReport) -> str:
+    """Each category with its time, its share and its GPU hours."""
+    wall = report.time.wall or 1.0
+    widest = max(report.time.seconds.values()) or 1.0
+    rows = []
+    for category in Category:
+        seconds = report.time.seconds[category.key]
+        if seconds < 0.0005 and category is not Category.UNACCOUNTED:
+            continue
+        part = seconds / wall
+        swatch = f'<i class="swatch {category.key}"></i>'
+        bar = f'<i class="bar {category.key}" style="width:{100 * seconds / widest:.2f}%"></i>'
+        words = f"<b>{category.label}</b> <small>{category.meaning}</small>"
+        gpu = hours(report.time.gpu_hours[category.key]) if category.holds_machines else UNKNOWN
+        rows.append((swatch + words, duration(seconds), share(part), gpu, bar))
+    return table(("What", ">Time", ">Share", f">{report.time.unit}", ""), rows, "time")
+
+
+def interruption_table(report: RunReport) -> str:
+    """Each interruption with its cause and cost; the dearest ones where there are many."""
+    if not report.interruptions:
+        return "<p>Nothing interrupted this run.</p>"
+    shown: Sequence[Interruption] = report.interruptions
+    left_out = ""
+    if len(shown) > MANY:
+        dearest = sorted(shown, key=lambda one: -one.cost.gpu_hours)[:MANY]
+        rest = sum(i.cost.gpu_hours for i in shown) - sum(i.cost.gpu_hours for i in dearest)
+        left_out = (
+            f"<p>The {MANY} dearest are shown; the other {len(shown) - MANY:,} cost "
+            f"{hours(rest)} {report.time.unit}.</p>"
+        )
+        shown = sorted(dearest, key=lambda one: one.number)
+    rows = [_interruption(one, report) for one in shown]
+    heads = ("", ">After", "Cause", "Where", ">At step", ">Steps again", f">{report.time.unit}")
+    return table(heads, rows, "interruptions") + left_out
+
+
+def _interruption(one: Interruption, report: RunReport) -> tuple[str, ...]:
+    kind = "failed" if one.kind.is_failure else "asked"
+    spent = [
+        f"{words} {duration(seconds)}"
+        for words, seconds in (
+            ("hung", one.cost.hung_seconds),
+            ("ending", one.cost.stop_seconds),
+            ("restart and load", one.cost.restart_seconds),
+            ("made again", one.cost.made_again_seconds),
+            ("away", one.cost.away_seconds),
+        )
+        if seconds >= 0.05
+    ]
+    detail = f"<small>{text(one.detail)}</small>" if one.detail else ""
+    where = [] if one.place.rank is None else [f"rank {one.place.rank}"]
+    where += [text(one.place.node)] if one.place.node else []
+    return (
+        f'<span class="mark {kind}">{one.number}</span>',
+        duration(one.time - report.time.begin),
+        f"<b>{text(one.cause)}</b> {detail} <small>{', '.join(spent)}</small>",
+        ", ".join(where) or UNKNOWN,
+        f"{one.place.step:,}",
+        f"{one.place.steps_lost:,}",
+        hours(one.cost.gpu_hours),
+    )
+
+
+def save_table(report: RunReport) -> str:
+    """How long checkpoints took, against the time that is left for the last one."""
+    saves = report.saves
+    if not saves.committed:
+        return "<p>No checkpoint was saved.</p>"
+    every = "" if saves.interval_steps is None else f", every {saves.interval_steps:,} steps"
+    failed = f"; {count(saves.failed, 'save')} failed" if saves.failed else ""
+    window = (
+        "no stop had a deadline" if saves.window_seconds is None else "the shortest of this run"
+    )
+    rows = [
+        ("Saved", f"{saves.committed:,}{every}{failed}", f"largest {size(saves.largest_bytes)}"),
+        (
+            "Until durable",
+            duration(saves.took.median),
+            f"median; 95 % within {duration(saves.took.p95)}, at worst "
+            f"{duration(saves.took.worst)}",
+        ),
+        ("Training held up", duration(saves.held_up_seconds), "by each, in the mean"),
+        ("A stop needs", duration(saves.needed_seconds), "two saves, two steps and a margin"),
+        ("Warning", duration(saves.window_seconds), window),
+    ]
+    return table(("Checkpoints", "", ""), rows, "facts")
+
+
+def node_table(report: RunReport) -> str:
+    """Nodes of which there is something to tell."""
+    if not report.nodes.noted:
+        return "<p>Nothing is known against any node.</p>"
+    rows = [
+        (
+            f"<b>{text(node.name)}</b>",
+            f"{node.failures:,}",
+            f"{node.lost:,}",
+            "<br>".join(text(remark) for remark in node.remarks[:5]) or UNKNOWN,
+        )
+        for node in report.nodes.noted[:MANY]
+    ]
+    more = len(report.nodes.noted) - len(rows)
+    beyond = f"<p>And {more:,} more nodes, with less to tell.</p>" if more > 0 else ""
+    heads = ("Node", ">Failures of its ranks", ">Lost", "What is known")
+    return table(heads, rows, "nodes") + beyond
+
+
+def advice_list(report: RunReport) -> str:
+    """What to change, and why."""
+    if not report.advice:
+        return "<p>What was measured suggests no change.</p>"
+    items = (f"<li><b>{text(a.what)}.</b> {text(a.why)}</li>" for a in report.advice)
+    return f"<ul>{''.join(items)}</ul>"
+
+
+def comparison(reports: Sequence[RunReport]) -> str:
+    """Several runs side by side, a column each."""
+    lines: list[tuple[str, list[str]]] = [
+        ("State", [text(r.training.state) for r in reports]),
+        ("Goodput", [f"<b>{share(r.time.goodput)}</b>" for r in reports]),
+        ("Goodput while machines were held", [share(r.time.while_held) for r in reports]),
+        ("Wall time", [duration(r.time.wall) for r in reports]),
+        ("GPU (or rank) hours", [hours(sum(r.time.gpu_hours.values())) for r in reports]),
+        ("Interruptions", [f"{len(r.interruptions):,}" for r in reports]),
+        ("What they cost, in the same hours", [hours(r.lost_hours) for r in reports]),
+        ("Step", [f"{r.training.step:,}" for r in reports]),
+        ("Last loss", [number(r.training.last_loss, ".4f") for r in reports]),
+        ("Held-out loss", [number(r.training.last_eval_loss, ".4f") for r in reports]),
+        ("Tokens/s", [number(r.training.tokens_per_second) for r in reports]),
+    ]
+    lines += [
+        (
+            category.label,
+            [share(r.time.seconds[category.key] / (r.time.wall or 1.0)) for r in reports],
+        )
+        for category in Category
+        if any(r.time.seconds[category.key] >= 0.05 for r in reports)
+    ]
+    heads = ("", *(f'><i class="dot c{n % 6}"></i>{text(r.name)}' for n, r in enumerate(reports)))
+    rows = [(name, *cells) for name, cells in lines]
+    kinds = "".join(
+        f"<th{' class=n' if h.startswith('>') else ''}>{h.removeprefix('>')}</th>" for h in heads
+    )
+    body = "".join(
+        f"<tr><th>{row[0]}</th>{''.join(f'<td class=n>{c}</td>' for c in row[1:])}</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="wide"><table class="compare"><thead><tr>{kinds}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )

@@ -1,0 +1,75 @@
+"""Numbers as a person reads them, and text that is safe in HTML."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from html import escape
+
+UNKNOWN = "-"
+
+
+def text(value: object) -> str:
+    """Anything that comes from a run, for HTML: a name or a message may hold anything."""
+    printable = "".join(
+        c if c.isprintable() or c in " \n\t" else "\N{REPLACEMENT CHARACTER}" for c in str(value)
+    )
+    return escape(printable, quote=True)
+
+
+def duration(seconds: float | None) -> str:
+    """`3 h 12 min`: the two largest units that say something."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 10 or seconds == 0 else f"{seconds:.2g} s"
+    whole = round(seconds)
+    for size, name, below, lesser in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
+        if whole >= size:
+            return _two(whole // size, name, whole % size // below, lesser)
+    return _two(whole // 60, "min", whole % 60, "s")
+
+
+def _two(large: int, name: str, small: int, lesser: str) -> str:
+    return f"{large} {name}" + (f" {small} {lesser}" if small else "")
+
+
+def share(part: float | None) -> str:
+    """A ratio (0 to 1) in percent, with no more digits than say something."""
+    if part is None:
+        return UNKNOWN
+    percent = 100 * part
+    if 0 < percent < 0.1:
+        return "< 0.1 %"
+    if 99.9 < percent < 100:
+        return "> 99.9 %"
+    return f"{percent:.1f} %"
+
+
+def hours(value: float) -> str:
+    """GPU hours."""
+    if value == 0 or value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if value >= 0.001 else "< 0.001"
+
+
+def number(value: float | None, form: str = ",.0f") -> str:
+    """A number in this format; a dash if there is none."""
+    return UNKNOWN if value is None else format(value, form)
+
+
+def size(count: int) -> str:
+    """Bytes."""
+    value, units = float(count), ["B", "kB", "MB", "GB", "TB", "PB"]
+    while value >= 1000 and units[1:]:
+        value, units = value / 1000, units[1:]
+    return f"{value:.3g} {units[0]}"
+
+
+def date(seconds: float) -> str:
+    """A moment, in UTC, to the minute."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def count(many: int, one: str, more: str = "") -> str:
+    """`1 stop`, `2 stops`."""
+    return f"{many:,} {one if many == 1 else more or one + 's'}"

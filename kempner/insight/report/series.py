@@ -1,0 +1,108 @@
+"""The numbers of `metrics.jsonl`, read line by line into arrays: a million lines take 60 MB."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic_core import from_json
+
+Numbers = NDArray[np.float64]
+
+_STEP_FIELDS = (
+    "time",
+    "step",
+    "attempt",
+    "loss",
+    "grad_norm",
+    "tokens_per_second",
+    "save_seconds",
+    "mfu",
+)
+
+
+_NUMBERS = frozenset((int, float))
+"""A million lines: that a bool is an int must not cost time."""
+
+
+@dataclass(frozen=True)
+class StepSeries:
+    """One entry per logged step, in the order of the file; NaN is what a line does not say.
+
+    `time` is in seconds since the epoch, `save_seconds` since the entry before.
+    """
+
+    time: Numbers
+    step: Numbers
+    attempt: Numbers
+    loss: Numbers
+    grad_norm: Numbers
+    tokens_per_second: Numbers
+    save_seconds: Numbers
+    mfu: Numbers
+
+    def of_attempt(self, number: int) -> Self:
+        """Those of one attempt, by time."""
+        chosen = np.flatnonzero(self.attempt == number)
+        return self._take(chosen[np.argsort(self.time[chosen], kind="stable")])
+
+    def last_of_each_step(self) -> Self:
+        """One entry a step, by step: of a step that was made twice the last one counts."""
+        backwards = self.step[::-1]
+        _, first = np.unique(backwards, return_index=True)
+        return self._take(len(backwards) - 1 - first)
+
+    def _take(self, chosen: NDArray[np.intp]) -> Self:
+        return type(self)(*(getattr(self, name)[chosen] for name in _STEP_FIELDS))
+
+
+@dataclass(frozen=True)
+class EvalSeries:
+    """Held-out losses in nats per token, by step; the last of each counts."""
+
+    step: Numbers
+    loss: Numbers
+
+
+def read_series(path: Path) -> tuple[StepSeries, EvalSeries]:
+    """Both series of a file of metrics; empty ones if it is not there.
+
+    Lines that are torn, or are not as kempner writes them, are passed over. Raises `OSError` if the
+    file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return collect(file)
+    except FileNotFoundError:
+        return collect(())
+
+
+def collect(lines: Iterable[bytes]) -> tuple[StepSeries, EvalSeries]:
+    """The same from lines of JSON."""
+    rows = array("d")
+    evaluated: dict[float, float] = {}
+    for line in lines:
+        try:
+            entry = from_json(line, allow_inf_nan=False)
+            if not isinstance(entry, dict) or type(entry.get("step")) not in _NUMBERS:
+                continue
+            if "loss" in entry and type(entry.get("time")) in _NUMBERS:
+                values: Iterable[Any] = map(entry.get, _STEP_FIELDS)
+                found = [value if type(value) in _NUMBERS else nan for value in values]
+                rows.extend(array("d", found))  # all of it, or nothing where one is too large
+            elif type(entry.get("eval_loss")) in _NUMBERS:
+                evaluated[float(entry["step"])] = float(entry["eval_loss"])
+        except (ValueError, OverflowError):
+            continue
+    table = np.frombuffer(rows, np.float64).reshape(-1, len(_STEP_FIELDS))
+    sound = np.isfinite(table[:, :2]).all(axis=1)  # time and step
+    table = table if sound.all() else table[sound]
+    by_step = sorted(evaluated.items())
+    held_out = (np.array([pair[side] for pair in by_step], np.float64) for side in (0, 1))
+    return StepSeries(*table.T), EvalSeries(*held_out)

@@ -1,0 +1,192 @@
+"""The report of one run, as data: what the page shows and `--json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kempner.insight.report.attempts import AttemptFacts, attempts_of
+from kempner.insight.report.categories import Category
+from kempner.insight.report.findings import Advice, Nodes, Saves, advise, nodes_of, saves_of
+from kempner.insight.report.interruptions import HOUR, Interruption, Kind, interruptions_of
+from kempner.insight.report.series import EvalSeries, StepSeries, read_series
+from kempner.insight.report.timeline import Timeline, account
+from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.record.events.attempt import RankReady
+from kempner.run.record.events.stop import Completed
+from kempner.run.record.history import RunHistory
+from kempner.run.record.recorded_config import total_steps
+from kempner.run.record.run_dir import RunDirectory
+
+
+@dataclass(frozen=True)
+class Training:
+    """How far a run came, and how it stands; what is not known is None."""
+
+    state: str
+    step: int
+    total_steps: int | None
+    attempts: int
+    last_loss: float | None
+    last_eval_loss: float | None
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class TimeSpent:
+    """Where the time went. `begin` and `end` are seconds since the epoch.
+
+    `seconds` and `gpu_hours` are by category; a rank counts as one GPU. `goodput` is the effective
+    training time ratio: training by the whole wall time. `while_held` is the same by the time in
+    which the job held its machines.
+    """
+
+    begin: float
+    end: float
+    ranks: int
+    device: str
+    goodput: float | None
+    while_held: float | None
+    seconds: Mapping[str, float]
+    gpu_hours: Mapping[str, float]
+
+    @property
+    def wall(self) -> float:
+        """Seconds from the first start to the end."""
+        return self.end - self.begin
+
+    @property
+    def unit(self) -> str:
+        """What is counted: GPU hours, or those of ranks without a GPU."""
+        return "rank hours" if self.device.startswith("cpu") else "GPU hours"
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """One run."""
+
+    name: str
+    training: Training
+    time: TimeSpent
+    interruptions: Sequence[Interruption]
+    saves: Saves
+    nodes: Nodes
+    advice: Sequence[Advice]
+
+    @property
+    def lost_hours(self) -> float:
+        """GPU hours that all interruptions cost."""
+        return sum(one.cost.gpu_hours for one in self.interruptions)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON has it."""
+        sums = {"wall_seconds": self.time.wall, "lost_gpu_hours": self.lost_hours}
+        return {**asdict(self), **sums}
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run's report, and what its plots are drawn from."""
+
+    report: RunReport
+    timeline: Timeline
+    attempts: Sequence[AttemptFacts]
+    steps: StepSeries
+    evaluations: EvalSeries
+
+
+def read_run(run: RunDirectory) -> RunData:
+    """Read a run and account for its time.
+
+    Raises `UsageError` if there is none, `DataError` if a file of it cannot be read now.
+    """
+    if not run.ledger.is_file():
+        raise UsageError(
+            f"{run.path} is not a run: it has no ledger.jsonl; name <run.dir>/<run.name>"
+        )
+    try:
+        history = RunHistory.read(run.ledger)
+        steps, evaluations = read_series(run.metrics)
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}; try again") from error
+    attempts = attempts_of(history, steps)
+    if not attempts:
+        raise UsageError(f"{run.path} has not been started yet: its ledger tells of no attempt")
+    timeline = account(attempts, steps)
+    name = run.path.resolve().name
+    report = summarise(name, attempts, timeline, steps, evaluations, total_steps(run))
+    return RunData(report, timeline, attempts, steps, evaluations)
+
+
+def summarise(
+    name: str,
+    attempts: Sequence[AttemptFacts],
+    timeline: Timeline,
+    steps: StepSeries,
+    evaluations: EvalSeries,
+    total: int | None,
+) -> RunReport:
+    """The report of a run with at least one attempt."""
+    interruptions, saves = interruptions_of(timeline), saves_of(attempts, timeline)
+    nodes = nodes_of(attempts)
+    training = Training(
+        state=_state(attempts[-1], interruptions),
+        step=max(time.front for time in timeline.attempts),
+        total_steps=total,
+        attempts=len(attempts),
+        last_loss=_last(steps.loss),
+        last_eval_loss=_last(evaluations.loss),
+        tokens_per_second=_last(steps.tokens_per_second[-50:], middle=True),
+    )
+    advice = advise(timeline, saves, interruptions, nodes)
+    time = _time_spent(attempts, timeline)
+    return RunReport(name, training, time, interruptions, saves, nodes, advice)
+
+
+def _time_spent(attempts: Sequence[AttemptFacts], timeline: Timeline) -> TimeSpent:
+    seconds = timeline.seconds()
+    wall, train = timeline.end - timeline.begin, float(seconds[Category.TRAIN])
+    held = sum(float(seconds[c]) for c in Category if c.holds_machines)
+    ready = [e.event.device for a in attempts for e in a.all(RankReady)]
+    return TimeSpent(
+        begin=timeline.begin,
+        end=timeline.end,
+        ranks=max(a.started.ranks for a in attempts),
+        device=ready[-1] if ready else "",
+        goodput=train / wall if wall else None,
+        while_held=train / held if held else None,
+        seconds={c.key: float(seconds[c]) for c in Category},
+        gpu_hours=_gpu_hours(timeline),
+    )
+
+
+def _gpu_hours(timeline: Timeline) -> dict[str, float]:
+    """By category, on all ranks; none while no machine is held."""
+    total = dict.fromkeys((c.key for c in Category), 0.0)
+    for time in timeline.attempts:
+        ranks = time.facts.started.ranks
+        for pieces in (time.body, time.tail, time.gap):
+            for category, seconds in zip(Category, pieces.seconds(), strict=True):
+                total[category.key] += float(seconds) * ranks / HOUR * category.holds_machines
+    return total
+
+
+def _state(last: AttemptFacts, interruptions: Sequence[Interruption]) -> str:
+    """How the run stands, in a few words."""
+    if last.completed:
+        return Completed.name
+    if last.given_up is not None:
+        return "given up"
+    if not last.over:
+        return "in progress, or ended without a message"
+    end = interruptions[-1] if interruptions else None
+    return end.cause if end is not None and end.kind is Kind.STOP else "interrupted"
+
+
+def _last(values: Any, middle: bool = False) -> float | None:
+    """The last of these numbers that is one, or the median of them."""
+    known = values[values == values]
+    if not len(known):
+        return None
+    return float(sorted(known)[len(known) // 2] if middle else known[-1])

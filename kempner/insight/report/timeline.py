@@ -1,0 +1,276 @@
+"""Where the wall time went: a partition of it, each part by the records that tell of it.
+
+Begin and end of an attempt, of a load, an evaluation, a hang or a wait come from the ledger; each
+step's time, and how long saves held it up, from the metrics. What no record explains stays
+unaccounted: nothing is made to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kempner.insight.report.attempts import AttemptFacts
+from kempner.insight.report.categories import Category
+from kempner.insight.report.pieces import Part, Pieces, overlaps
+from kempner.insight.report.series import Numbers, StepSeries
+
+STANDSTILL_STEPS, STANDSTILL_SECONDS = 10.0, 5.0
+"""What a step takes beyond so many times the usual, and beyond so many seconds, is no step's time
+any more: something stood still."""
+
+
+@dataclass(frozen=True)
+class AttemptTime:
+    """The time of one attempt: until its last step, from there to its end, and to the next one.
+
+    `made_again` and `lost` are steps: those that this attempt made for the second time, and those
+    that the next one has to. `unit` is the median of a step, in seconds; NaN if none is known.
+    """
+
+    facts: AttemptFacts
+    body: Pieces
+    tail: Pieces
+    gap: Pieces
+    front: int
+    made_again: int
+    unit: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The whole run. `begin` and `end` are seconds since the epoch."""
+
+    begin: float
+    end: float
+    attempts: tuple[AttemptTime, ...]
+
+    @property
+    def pieces(self) -> Pieces:
+        """All of them, by time."""
+        return Pieces.chain([p for a in self.attempts for p in (a.body, a.tail, a.gap)])
+
+    def seconds(self) -> Numbers:
+        """Of each category; what is left over is unaccounted."""
+        found = self.pieces.seconds()
+        rest = self.end - self.begin - found.sum()
+        found[Category.UNACCOUNTED] += max(0.0, rest)
+        return found
+
+
+def account(attempts: Sequence[AttemptFacts], series: StepSeries) -> Timeline:
+    """The time of these attempts, which are sorted by their begin."""
+    if not attempts:
+        return Timeline(0.0, 0.0, ())
+    usual = _unit(series.time, series.step, series.save_seconds)
+    done: list[AttemptTime] = []
+    front = 0
+    for place, facts in enumerate(attempts):
+        following = attempts[place + 1] if place + 1 < len(attempts) else None
+        time = _account_attempt(facts, series.of_attempt(facts.number), following, front, usual)
+        front = max(front, time.front)
+        done.append(time)
+    end = max(time.gap.end[-1] if len(time.gap.end) else time.facts.end for time in done)
+    return Timeline(attempts[0].begin, float(end), tuple(done))
+
+
+def _account_attempt(
+    facts: AttemptFacts,
+    series: StepSeries,
+    following: AttemptFacts | None,
+    front: int,
+    usual: float,
+) -> AttemptTime:
+    end = facts.end if following is None else min(facts.end, following.begin)
+    ready = facts.ready_at
+    if ready is None or ready > end:
+        tail = Pieces.of(_never_ready(facts, end))
+        body, reached, again, unit = Pieces.of(()), front, 0, float("nan")
+    else:
+        inside = (series.time > ready) & (series.time <= end)
+        times = np.concatenate(([ready], series.time[inside]))
+        times = np.maximum.accumulate(times)
+        steps = np.concatenate(([facts.first_step], series.step[inside]))
+        saving = np.nan_to_num(series.save_seconds[inside])
+        steps_made, again, unit = _steps(facts, times, steps, saving, front, usual)
+        body = Pieces.chain([Pieces.of(_start(facts, ready)), steps_made])
+        last = int(steps.max())
+        unlogged = max(0, facts.known_step - last)
+        tail = Pieces.of(_tail(facts, float(times[-1]), end, unlogged, unit, last < front))
+        reached = max(front, last, facts.known_step)
+    gap = Pieces.of(_gap(facts, end, following))
+    return AttemptTime(facts, body, tail, gap, reached, again, unit)
+
+
+def _start(facts: AttemptFacts, ready: float) -> list[tuple[float, float, Category]]:
+    """From the begin of an attempt to its first step."""
+    load = max(facts.begin, ready - facts.load_seconds)
+    return [
+        *_with_storage(facts, facts.begin, load, Category.START),
+        *_with_storage(facts, load, ready, Category.LOAD),
+    ]
+
+
+def _with_storage(
+    facts: AttemptFacts, begin: float, end: float, category: Category
+) -> list[tuple[float, float, Category]]:
+    """This time, but for what of it was spent waiting for storage, which comes last here."""
+    waited = min(end - begin, float(overlaps(np.array([begin, end]), facts.storage_waits())[0]))
+    return [(begin, end - waited, category), (end - waited, end, Category.STORAGE)]
+
+
+def _never_ready(facts: AttemptFacts, end: float) -> list[tuple[float, float, Category]]:
+    """An attempt that ended before its first step."""
+    if (hang := facts.hang()) is not None:
+        found = min(hang.time, end)
+        since = max(facts.begin, found - (hang.event.seconds or 0.0))
+        return [
+            *_with_storage(facts, facts.begin, since, Category.START),
+            (since, found, Category.HUNG),
+            (found, end, Category.STOP),
+        ]
+    failed = facts.failed_at
+    left = end if failed is None else min(failed, end)
+    return [*_with_storage(facts, facts.begin, left, Category.START), (left, end, Category.STOP)]
+
+
+def _steps(
+    facts: AttemptFacts, times: Numbers, steps: Numbers, saving: Numbers, front: int, usual: float
+) -> tuple[Pieces, int, float]:
+    """The time between two logged steps, how many steps were made again, and what one takes."""
+    if len(times) < 2:
+        return Pieces.of(()), 0, usual
+    took = np.diff(times)
+    made = np.diff(steps)
+    made[made <= 0] = max(1.0, float(np.median(made[made > 0]))) if (made > 0).any() else 1.0
+    saved = np.minimum(np.nan_to_num(saving), took)
+    evaluated = np.minimum(_evaluating(facts, times), took - saved)
+    rest = took - saved - evaluated
+    own = float(np.median((rest / made)[1:])) if len(rest) > 1 else usual
+    unit = own if np.isfinite(own) else float(rest[0] / made[0])
+    beyond = np.maximum(0.0, rest - made * unit)
+    beyond[beyond < 1e-6] = 0.0
+    cause, extra = _explain(facts, times, beyond, unit * made)
+    rest = rest - extra
+    before = np.maximum(front, np.maximum.accumulate(steps)[:-1])
+    again = np.clip(np.minimum(steps[1:], before) - (steps[1:] - made), 0.0, made)
+    lost = rest * again / made
+    parts: list[Part] = [
+        (Category.SAVE, saved),
+        (Category.EVAL, evaluated),
+        (cause, extra),
+        (Category.RECOMPUTED, lost),
+        (Category.TRAIN, rest - lost),
+    ]
+    return Pieces.in_intervals(times, parts), int(again.sum()), unit
+
+
+def _evaluating(facts: AttemptFacts, times: Numbers) -> Numbers:
+    """Seconds of evaluation between two of these times."""
+    seconds = np.zeros(len(times) - 1)
+    for entry in facts.evaluations():
+        place = int(np.searchsorted(times, entry.time - entry.event.seconds / 2)) - 1
+        if 0 <= place < len(seconds):
+            seconds[place] += entry.event.seconds
+    return seconds
+
+
+def _explain(
+    facts: AttemptFacts, times: Numbers, beyond: Numbers, normal: Numbers
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Numbers]:
+    """What the time is, between two logged steps, that goes `beyond` the usual; and how much.
+
+    Of an interval that is merely slow nothing: that is a step's time.
+    """
+    cause = np.full(len(beyond), int(Category.UNACCOUNTED), np.int64)
+    far = beyond > np.maximum((STANDSTILL_STEPS - 1) * normal, STANDSTILL_SECONDS)
+    extra = np.where(far, beyond, 0.0)
+    waited = overlaps(times, facts.storage_waits())
+    storage = np.minimum(waited, beyond)
+    cause[storage > 0], extra = int(Category.STORAGE), np.where(storage > 0, storage, extra)
+    for entry in facts.rollbacks():
+        place = int(np.searchsorted(times, entry.time)) - 1
+        if 0 <= place < len(beyond):
+            cause[place], extra[place] = int(Category.LOAD), beyond[place]
+    if storage[0] == 0:  # the first step compiles, and warms up
+        cause[0], extra[0] = int(Category.START), beyond[0]
+    return cause, extra
+
+
+def _tail(
+    facts: AttemptFacts, begin: float, end: float, unlogged: int, unit: float, behind: bool
+) -> list[tuple[float, float, Category]]:
+    """From the last logged step to the end of the attempt.
+
+    `unlogged` steps were made after it; it is `behind` if they had been made before.
+    """
+    took = unit if np.isfinite(unit) else 0.0
+    last = min(end, begin + unlogged * took)
+    evaluated = float(_evaluating(facts, np.array([last, end]))[0]) if end > last else 0.0
+    idle = min(end, last + evaluated)
+    known = [
+        (begin, last, Category.RECOMPUTED if behind else Category.TRAIN),
+        (last, idle, Category.EVAL),
+    ]
+    return [*known, *_ending(facts, idle, end, took)]
+
+
+def _ending(
+    facts: AttemptFacts, begin: float, end: float, step_takes: float
+) -> list[tuple[float, float, Category]]:
+    """From the last that an attempt achieved to its end."""
+    if (hang := facts.hang()) is not None:
+        found = min(max(begin, hang.time), end)
+        return [(begin, found, Category.HUNG), (found, end, Category.STOP)]
+    if facts.in_order:
+        return [(begin, end, Category.STOP)]
+    if not facts.over:
+        return [(begin, end, Category.UNACCOUNTED)]
+    failed = max(begin, min(facts.failed_at or end, end))
+    still = failed - begin > max(STANDSTILL_STEPS * step_takes, STANDSTILL_SECONDS)
+    cut_off = min(failed, begin + step_takes) if still else failed
+    return [
+        (begin, cut_off, Category.RECOMPUTED),
+        (cut_off, failed, Category.HUNG),
+        (failed, end, Category.STOP),
+    ]
+
+
+def _gap(
+    facts: AttemptFacts, end: float, following: AttemptFacts | None
+) -> list[tuple[float, float, Category]]:
+    """From the end of an attempt to the begin of the next, or to the last that is known."""
+    requeued = facts.requeued_at
+    if following is None:
+        last = max(end, *(entry.time for entry in facts.entries))
+        return [(end, last, Category.STOP)]
+    if requeued is not None:
+        left = min(max(end, requeued), following.begin)
+        return [(end, left, Category.STOP), (left, following.begin, Category.QUEUE)]
+    if facts.restarted:
+        return _with_storage(facts, end, following.begin, Category.START)
+    return [
+        (end, following.begin, Category.QUEUE if _requeued(facts, following) else Category.IDLE)
+    ]
+
+
+def _requeued(facts: AttemptFacts, following: AttemptFacts) -> bool:
+    """Whether Slurm put the job back by itself, as after the loss of its first node."""
+    before, after = facts.started, following.started
+    return (
+        before.job is not None
+        and before.job == after.job
+        and (after.restarts or 0) > (before.restarts or 0)
+    )
+
+
+def _unit(times: Numbers, steps: Numbers, saving: Numbers) -> float:
+    """The median of a step of the whole run, in seconds; NaN if there are not two."""
+    if len(times) < 2:
+        return float("nan")
+    made = np.diff(steps)
+    took = np.diff(times) - np.nan_to_num(saving[1:])
+    good = (made > 0) & (took > 0)
+    return float(np.median(took[good] / made[good])) if good.any() else float("nan")

@@ -14,7 +14,7 @@ from kempner.insight.triage.ledger import triage_run
 from kempner.insight.triage.logs import triage_logs
 from kempner.insight.triage.verdict import Verdict
 from kempner.run.process.exit_codes import ExitCode, UsageError, cannot_read
-from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +33,8 @@ def triage(
 ) -> int:
     """Say what failed first, on which rank and node, why, and what to do.
 
-    Of a run, its ledger and the ranks' logs are read. Logs may be those of Slurm, torchrun,
+    Of a run, its ledger and the ranks' logs are read; a job's output that names its run's directory
+    stands for the run. Logs may be those of Slurm, torchrun,
     Lightning or transformers; all that are given count as one job's. A folder stands for the logs
     in it. Exits with 1 if no cause was found.
     """
@@ -51,18 +52,36 @@ def triage(
 
 def _verdicts(paths: Sequence[Path]) -> Iterator[tuple[str, Verdict]]:
     """One for each run, and one for all logs together."""
-    runs = [RunDirectory(path) for path in paths if RunDirectory(path).ledger.is_file()]
-    for run in runs:
+    runs = {path: run for path in paths if (run := _run_of(path)) is not None}
+    for run in runs.values():
         try:
             yield str(run.path), triage_run(run)
         except OSError as error:
             raise cannot_read(run.ledger, error) from error
-    logs = [log for path in paths if path not in [run.path for run in runs] for log in _logs(path)]
+    logs = [log for path in paths if path not in runs for log in _logs(path)]
     if logs:
         try:
             yield "", triage_logs(logs)
         except OSError as error:
             raise cannot_read(error.filename or logs[0], error) from error
+
+
+_HEAD = 64 * 1024
+"""Bytes of a job's output in which it names its run's directory."""
+
+
+def _run_of(path: Path) -> RunDirectory | None:
+    """The run in a directory, or that a job's output names, if its ledger can be seen from here."""
+    run = RunDirectory(path)
+    if path.is_file():
+        try:
+            with path.open("rb") as file:
+                head = file.read(_HEAD).decode("utf-8", errors="replace")
+        except OSError as error:
+            raise cannot_read(path, error) from error
+        named = [line for line in head.splitlines() if line.startswith(RUN_LINE)]
+        run = RunDirectory(Path(named[-1].removeprefix(RUN_LINE)) if named else path)
+    return run if run.ledger.is_file() else None
 
 
 _LOGS = (".log", ".out", ".err", ".txt", ".jsonl", ".gz")

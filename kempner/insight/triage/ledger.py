@@ -13,7 +13,14 @@ from kempner.insight.triage.rules import Cause, Level, Sure
 from kempner.insight.triage.scan import Scan, match
 from kempner.insight.triage.table.everything import CAUSES
 from kempner.insight.triage.table.program import RAISED
-from kempner.insight.triage.table.run import BAD_DATA, DISAPPEARED, HANG, NOTHING, STOPPED
+from kempner.insight.triage.table.run import (
+    BAD_DATA,
+    DISAPPEARED,
+    HANG,
+    NOTHING,
+    STOPPED,
+    UNEXPLAINED,
+)
 from kempner.insight.triage.verdict import UNKNOWN, Evidence, Verdict, decide
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
@@ -46,6 +53,7 @@ _BY_CODE = {
     ExitCode.HUNG: HANG,
     ExitCode.DIVERGED: CAUSES["loss_not_finite"],
     ExitCode.PEERS_LOST: CAUSES["peer_lost"],
+    ExitCode.INTERRUPTED: CAUSES["interrupted"],
 }
 
 
@@ -162,12 +170,14 @@ def _by_status(attempt: _Attempt, raised: str) -> tuple[Cause, Sure]:
     code = next((code for code in _BY_CODE if code == attempt.ended.code), None)
     if code is not None:
         return _BY_CODE[code], Sure.LIKELY if code is ExitCode.PEERS_LOST else Sure.CERTAIN
-    if status is None:
-        return DISAPPEARED, Sure.LIKELY
     if raised:
         return RAISED, Sure.CERTAIN
-    name, _, sure = what_status_means(plain_status(status))
-    return CAUSES[name], sure
+    if attempt.ended.culprit is None:
+        return UNEXPLAINED, Sure.UNKNOWN
+    if status is None:
+        return DISAPPEARED, Sure.LIKELY
+    name, level, sure = what_status_means(plain_status(status))
+    return (CAUSES[name], sure) if level < Level.SYMPTOM else (UNEXPLAINED, Sure.UNKNOWN)
 
 
 def _scan(run: RunDirectory, attempt: int, rank: int | None) -> Scan:

@@ -43,6 +43,12 @@ _TELLING = (*LITERALS, *_FACTS)
 BATCH = 64
 """Lines that are looked at together, before each is looked at by itself."""
 
+_OWN = re.compile(
+    r"kempner: rank (?P<rank>\d+) exited with code (?P<code>\d+)(?: \(\w+\))?"
+    r"(?:: (?P<said>.+?))?(?: at step \d+)?(?:; restarting .*|\. \d+ attempts? .*)?$"
+)
+"""What kempner's supervisor prints of a rank that failed."""
+
 _STEP = re.compile(
     r"(?i)\b(?:step|iter(?:ation)?)s?\b\W{0,4}(\d+)|(\d+)/\d+ \[\d+:\d+|\bepoch\b\W{0,3}(\d+)"
 )
@@ -130,7 +136,7 @@ class Scan:
     def _judge(self, line: LogLine) -> None:
         if is_handled(line):
             self.findings.handled(line)
-        raised = self._tracebacks.feed(line)
+        raised = self._tracebacks.feed(line) or _of_kempner(line)
         if raised is not None:
             self._raised(raised)
             return
@@ -197,3 +203,12 @@ def match(text: str, warning: bool = False) -> tuple[Sign, Cause, re.Match[str]]
         if found is not None:
             return sign, cause, found
     return None
+
+
+def _of_kempner(line: LogLine) -> Raised | None:
+    """What a rank raised, as its supervisor repeats it."""
+    found = _OWN.search(line.text)
+    if found is None:
+        return None
+    said = found["said"] or f"exited with code {found['code']}"
+    return Raised(replace(line, rank=int(found["rank"]), text=said), said)

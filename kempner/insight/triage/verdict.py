@@ -171,13 +171,9 @@ def _who(
     if first.cause.ends_from_outside:
         return None, None, ()
     if first.cause.name in _WAITS:
-        missing = scan.collectives.missing(scan.places.world)
-        if missing is None:
-            return None, None, ("which rank did not come cannot be told from this log",)
-        late = missing.ranks[0]
-        several = f"ranks {', '.join(map(str, missing.ranks[:8]))}" if missing.ranks[1:] else ""
-        who = several or f"rank {late}"
-        return late, scan.places.nodes.get(late), (f"{who} did not come: {missing.why}",)
+        return _missing(scan, fatal)
+    if first.cause.name == "peer_lost" and (end := _end_of_another(fatal)) is not None:
+        return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and complains of nobody",)
     ended = [f for f in fatal if f.status is not None and f.ranks and f.level < Level.CASCADE]
     rank = first.ranks[0] if first.ranks else _rank_of_end(first, same, ended)
     node = first.node
@@ -188,6 +184,37 @@ def _who(
     if node is None and not first.line.text.startswith(_OF_SLURM):
         node = scan.places.only_node
     return rank, node, ()
+
+
+def _missing(
+    scan: Scan, fatal: Sequence[Finding]
+) -> tuple[int | None, str | None, tuple[str, ...]]:
+    """Whom the others waited for in a collective."""
+    missing, end = scan.collectives.missing(scan.places.world), _end_of_another(fatal)
+    if missing is not None:
+        nodes = {scan.places.nodes.get(rank) for rank in missing.ranks}
+        node = nodes.pop() if len(nodes) == 1 else None
+        several = len(missing.ranks) > 1
+        who = f"rank{'s' if several else ''} {spans(missing.ranks[:64])}"
+        rank = missing.ranks[0] if not several or node is not None else None
+        return rank, node, (f"{who} did not come: {missing.why}",)
+    if end is not None:
+        return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and complains of nobody",)
+    return None, None, ("which rank did not come cannot be told from this log",)
+
+
+def _end_of_another(fatal: Sequence[Finding]) -> Finding | None:
+    """The first end of a rank that does not complain of others, if it ended by itself."""
+    complained = {f.line.rank for f in fatal if f.level is Level.SYMPTOM and f.status is None}
+    ends = [
+        finding
+        for finding in fatal
+        if finding.status not in (None, -6) and finding.level < Level.CASCADE and finding.ranks
+    ]
+    others = [finding for finding in ends if not complained.intersection(finding.ranks)]
+    if complained <= {None} or not others:
+        return None
+    return min(others, key=lambda finding: _order(finding, others, by_time=True))
 
 
 def _rank_of_end(first: Finding, same: Sequence[Finding], ended: Sequence[Finding]) -> int | None:

@@ -53,7 +53,7 @@ _WRITERS = [
     )
 ]
 _LABEL = re.compile(r"\s*(?P<rank>\d+): ?")
-_HOST = re.compile(r"(?P<node>[A-Za-z][\w-]*\d[\w.-]*): ")
+_HOST = re.compile(r"(?P<node>[A-Za-z][\w-]*\d[\w.-]*|\d+(?:\.\d+){3}): ")
 _NOT_A_HOST = re.compile(r"(?i)(srun|slurmstepd|error|warning|info|step|epoch|rank)\d*$")
 _RANK_INSIDE = re.compile(r"\[(?:PG[^\]]*?)?\bRank (\d+)\]")
 _WARNING = re.compile(r"\b\w*Warning\b|\bWARN(?:ING)?[\]:|]|\[W\s?\d*[ \]]|^W\d{4} ")

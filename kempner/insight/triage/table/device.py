@@ -20,6 +20,7 @@ CAUSES = (
         "a GPU has an uncorrectable memory error (ECC)",
         f"{_EXCLUDE} is at fault. A reset or reboot remaps the row; if it returns, the GPU is bad",
         (
+            Sign(r"hipErrorECCNotCorrectable", GIVEN),
             Sign(r"uncorrectable ECC error|ECC_UNCORRECTABLE|ECCUncorrectable", GIVEN),
             Sign(_XID + r"(?:48|63|64|94|95|140)\b", GIVEN),
             Sign(r"[Rr]ow[- ]remap\w* (?:failure|failed|pending)|[Dd]ouble [Bb]it ECC", GIVEN),
@@ -33,6 +34,7 @@ CAUSES = (
         (
             Sign(r"fallen off the bus", GIVEN),
             Sign(_XID + r"(?:79|119|120|62|92)\b", GIVEN),
+            Sign(r"(?i)GPU \S+ (?:is )?unhealthy|GPU requires reset", GIVEN, LIKELY),
             Sign(r"GPU is lost|Unable to determine the device handle for GPU", GIVEN),
             Sign(r"amdgpu.*(?:GPU reset begin|ring \w+ timeout)|HW Exception by GPU", GIVEN),
         ),
@@ -65,7 +67,7 @@ CAUSES = (
         "one node does it, suspect its GPU",
         (
             Sign(r"illegal memory access", MECHANISM),
-            Sign(r"Memory access fault by GPU", MECHANISM),
+            Sign(r"Memory access fault by GPU|amdgpu.*page fault", MECHANISM),
             Sign(_XID + r"(?:13|31)\b", MECHANISM, LIKELY),
             Sign(r"misaligned address|illegal instruction was encountered", MECHANISM),
         ),
@@ -75,6 +77,7 @@ CAUSES = (
         "a CUDA kernel or call failed without a reason that would tell more",
         "look at the node's dmesg for Xid; start with CUDA_LAUNCH_BLOCKING=1 to see the line",
         (
+            Sign(r"HSA_STATUS_ERROR_(?:HARDWARE_)?EXCEPTION", MECHANISM, LIKELY),
             Sign(r"unspecified launch failure|CUDA error: unknown error", MECHANISM, LIKELY),
             Sign(r"CUBLAS_STATUS_(?:EXECUTION_FAILED|NOT_INITIALIZED)", MECHANISM, LIKELY),
             Sign(r"CUDNN_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING)", MECHANISM, LIKELY),

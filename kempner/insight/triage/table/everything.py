@@ -35,21 +35,22 @@ CAUSES: dict[str, Cause] = {
 """Every cause by its name."""
 
 _WORDS = """
-rror xcept ailed ailure illed illing illegal CANCEL Traceback ignal SIG imeout imed|out OUT_OF
-Out|of out|of Out|Of oom can't annot couldn't enied nvalid ismatch Xid ault remap lost fallen
-refused closed reset Bus|err nterrupt ssert NODE_ family Duplicate uota tale already xit
-undefined busy received bad_alloc EADDR EDQUOT ENOSPC ESTALE launch CUBLAS CUDNN not|found
-too|old interface not|known route hared GLIBC Too|many kernel|image chdir truncated ompat
-responding DOWN died huggingface misaligned insufficient collectives sizes|of same|model
-clients lagging EOF corrupted state|dict identifier gated 429 unreachable VersionConflict
-NotFound wandb prior|iteration No|module No|such No|space No|CUDA No|HIP No|GPU no|CUDA
-no|kernel Terminating aborted entire|process To|avoid|data asynchronous ncorrectable UNCORRECT
-ECC not|yet unsupported river ordinal rrno nexpected incomplete TooLarge BadZip are|unknown
-diverged oss|scale async|event completion ncclUniqueId recv Broken shutdown ncclInternal
-nmatched memory traffic cached ffline nan Nan NaN NAN is|inf was|inf became|inf =|inf worker
-DUE|TO load Many name|or resolution unhandled wrong gai Read-only endpoint /dev/shm loss|is
-bus|error appears|not REQUEUED barrier Unable tasks NCCL|WARN ring not|respond initialized
-no|NCCL no|socket no|usable device
+rror xcept unhealthy HSA_STATUS too|large limit|exceeded ersion TASK NOT|ENDING ersions ailed
+ailure illed illing illegal CANCEL Traceback ignal SIG imeout imed|out OUT_OF Out|of out|of
+Out|Of oom can't annot couldn't enied nvalid ismatch Xid ault remap lost fallen refused closed
+reset Bus|err nterrupt ssert NODE_ family Duplicate uota tale already xit undefined busy
+received bad_alloc EADDR EDQUOT ENOSPC ESTALE launch CUBLAS CUDNN not|found too|old interface
+not|known route hared GLIBC Too|many kernel|image chdir truncated ompat responding DOWN died
+huggingface misaligned insufficient collectives sizes|of same|model clients lagging EOF
+corrupted state|dict identifier gated 429 unreachable VersionConflict NotFound wandb
+prior|iteration No|module No|such No|space No|CUDA No|HIP No|GPU no|CUDA no|kernel Terminating
+aborted entire|process To|avoid|data asynchronous ncorrectable UNCORRECT ECC not|yet
+unsupported river ordinal rrno nexpected incomplete TooLarge BadZip are|unknown diverged
+oss|scale async|event completion ncclUniqueId recv Broken shutdown ncclInternal nmatched memory
+traffic cached ffline nan Nan NaN NAN is|inf was|inf became|inf =|inf worker DUE|TO load Many
+name|or resolution unhandled wrong gai Read-only endpoint /dev/shm loss|is bus|error
+appears|not REQUEUED barrier Unable tasks NCCL|WARN ring not|respond initialized no|NCCL
+no|socket no|usable device nstruction
 """
 """Every sign needs one of these in its line; `|` stands for a space."""
 

@@ -65,6 +65,7 @@ CAUSES = (
         "give all nodes the same environment: compare `python -c 'import torch; "
         "print(torch.__version__, torch.cuda.nccl.version())'` on each",
         (
+            Sign(r"(?i)\bversion mismatch\b|\bmismatch(?:ed)? versions?\b", sure=LIKELY),
             Sign(r"[Mm]ismatched NCCL version|NCCL version mismatch|ncclVersionMismatch"),
             Sign(r"socketFinalizeAccept: wrong (?:type|magic)", MECHANISM, POSSIBLE),
         ),
@@ -161,12 +162,7 @@ CAUSES = (
             ),
             Sign(r"ncclRemoteError|remote process exited", SYMPTOM, LIKELY, NAMED),
             Sign(r"Socket recv failed while polling|Broken pipe", SYMPTOM, LIKELY, NAMED),
-            Sign(
-                r"Connection was likely closed|Did the remote server shutdown",
-                SYMPTOM,
-                LIKELY,
-                NAMED,
-            ),
+            Sign(r"Connection was likely closed", SYMPTOM, LIKELY, NAMED, warned=True),
             Sign(r"RendezvousClosedError|DistStoreError", SYMPTOM, POSSIBLE, NAMED),
         ),
     ),

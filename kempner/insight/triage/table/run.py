@@ -25,6 +25,12 @@ DISAPPEARED = Cause(
     "ask `sinfo -R` and the operators about the node; kempner leaves it out if evidence is found",
 )
 
+UNEXPLAINED = Cause(
+    "unknown",
+    "nothing in the run's directory says why",
+    "look at the last lines of the ranks' logs, and at the job's output",
+)
+
 STOPPED = Cause(
     "stopped",
     "the ranks were asked to stop",

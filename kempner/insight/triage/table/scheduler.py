@@ -69,6 +69,7 @@ CAUSES = (
         "it is the kernel, for lack of host memory, but Slurm and people send it as well",
         (
             Sign(r"died with <Signals\.SIGKILL", MECHANISM, LIKELY),
+            Sign(r"kempner: rank (?P<rank>\d+) was killed by SIGKILL", MECHANISM, LIKELY, NAMED),
             Sign(r"(?:^|line \d+:\s+\d+ )Killed\b", MECHANISM, LIKELY),
         ),
     ),
@@ -88,13 +89,19 @@ CAUSES = (
         "a process got a bus error (SIGBUS): a mapped file or shared memory was not there",
         "look at free space in /dev/shm and on the disk, and whether somebody truncated a mapped "
         "file",
-        (Sign(r"Fatal Python error: Bus error|died with <Signals\.SIGBUS", MECHANISM),),
+        (
+            Sign(r"Fatal Python error: Bus error|died with <Signals\.SIGBUS", MECHANISM),
+            Sign(r"line \d+:\s+\d+ Bus error", MECHANISM),
+        ),
     ),
     Cause(
         "illegal_instruction",
         "a process ran an instruction that the node's processor does not have (SIGILL)",
         "the binary was built for another processor: rebuild it, or choose nodes with --constraint",
-        (Sign(r"Fatal Python error: Illegal instruction", MECHANISM),),
+        (
+            Sign(r"Fatal Python error: Illegal instruction", MECHANISM),
+            Sign(r"line \d+:\s+\d+ Illegal instruction", MECHANISM),
+        ),
     ),
     Cause(
         "arithmetic_trap",
@@ -130,6 +137,7 @@ CAUSES = (
             Sign(r"closing signal SIGTERM|Killing subprocess \d+", CASCADE, warned=True),
             Sign(r"^(?:\w+\.)*(?:SIGTERMException|SignalException)\b", CASCADE),
             Sign(r"Received SIGTERM: 15|Bypassing SIGTERM", CASCADE, warned=True),
+            Sign(r"CANCELLED AT \S+ DUE TO TASK FAILURE|NOT ENDING WITH SIGNALS", CASCADE),
             Sign(r"srun: (?:Terminating|Job step aborted)", CASCADE),
             Sign(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*", CASCADE),
             Sign(r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException)\b", CASCADE),

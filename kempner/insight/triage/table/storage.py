@@ -19,7 +19,10 @@ CAUSES = (
         "a quota is used up: there is room on the disk, but not for this user or group",
         "delete files or have the quota raised (`quota -s`, `lfs quota`); also the number of files "
         "may count",
-        (Sign(r"[Dd]isk quota exceeded|\[Errno 122\]|\bEDQUOT\b"),),
+        (
+            Sign(r"[Dd]isk quota exceeded|\[Errno 122\]|\bEDQUOT\b"),
+            Sign(r"\[Errno 27\] File too large|File size limit exceeded", sure=LIKELY),
+        ),
     ),
     Cause(
         "stale_file_handle",
@@ -76,6 +79,7 @@ CAUSES = (
             Sign(r"^(?:\w+\.)*FileNotFoundError\b|can't open file "),
             Sign(r"\[Errno 2\] No such file or directory"),
             Sign(r"(?:bash|sh|script|srun|slurmstepd): .*: No such file or directory"),
+            Sign(r"HFValidationError: Repo id must", sure=LIKELY),
             Sign(r"couldn't chdir to .*No such file", MECHANISM, LIKELY),
         ),
     ),

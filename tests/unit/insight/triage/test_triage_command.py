@@ -53,6 +53,16 @@ def test_a_folder_stands_for_its_logs(tmp_path: Path, capsys: Captured) -> None:
     assert "failed first       rank 3" in capsys.readouterr().out
 
 
+def test_the_output_of_a_job_stands_for_its_run(tmp_path: Path, capsys: Captured) -> None:
+    output = tmp_path / "job.out"
+    output.write_text(f"starting\nrun directory: {LOGS / 'ran' / 'oom'}\nValueError: no\n")
+    assert run(output) == 0
+    assert "host_out_of_memory" in capsys.readouterr().out
+    output.write_text("run directory: gone\nkempner: rank 1 was killed by SIGKILL at step 6\n")
+    assert run(output) == 0
+    assert "failed first       rank 1" in capsys.readouterr().out
+
+
 def test_what_is_no_log_is_refused(tmp_path: Path, capsys: Captured) -> None:
     assert run(tmp_path / "gone.log") == 2
     assert "gone.log is not there" in capsys.readouterr().err

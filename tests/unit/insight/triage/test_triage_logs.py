@@ -122,7 +122,7 @@ def test_ranks_that_talk_over_sockets_are_named() -> None:
         + f"comm 0x1 rank {rank} nranks 4 cudaDev {rank % 2} busId 1000 - Init COMPLETE"
         for rank in range(4)
     ]
-    nets = {0: "IB", 1: "IB", 2: "Socket", 3: "Socket"}
+    nets = {0: "IB", 1: "IB", 2: "IB", 3: "Socket"}
     using = [
         NCCL.format(node=f"n{rank // 2}", pid=100 + rank) + f"Using network {net}"
         for rank, net in nets.items()

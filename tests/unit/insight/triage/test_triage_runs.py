@@ -112,6 +112,8 @@ CASES: Sequence[tuple[str, Sequence[dict[str, Any]], str, int | None]] = [
         "rank_disappeared",
         3,
     ),
+    ("Ctrl-C", [ended(130, "exited at once", None), failed("")], "interrupted", None),
+    ("an exit code", [ended(1, "rank 2 exited with code 9", 2, r2=9), failed("")], "unknown", 2),
     (
         "bad data",
         [

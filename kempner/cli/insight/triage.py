@@ -112,16 +112,16 @@ def _rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
     yield "cause", f"{verdict.says} ({verdict.cause}{sure})"
     if verdict.rank is not None or verdict.node is not None:
         yield "failed first", _place(verdict)
-    if verdict.raised:
-        yield "said", verdict.raised
-    if verdict.frame:
-        yield "line of code", verdict.frame
+    if verdict.told.raised:
+        yield "said", verdict.told.raised
+    if verdict.told.frame:
+        yield "line of code", verdict.told.frame
     yield "what to do", verdict.do
     for name, sentences in (("note", verdict.notes), ("others", verdict.consequences)):
         for sentence in sentences:
             yield name, sentence
     for evidence in verdict.evidence:
-        if evidence.text != verdict.raised or len(verdict.evidence) == 1:
+        if evidence.text != verdict.told.raised or len(verdict.evidence) == 1:
             yield (
                 ("evidence" if verdict.known else "likely line"),
                 (f"{evidence.place}: {evidence.text}"),

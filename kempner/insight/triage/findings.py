@@ -24,13 +24,14 @@ CONTINUED = 8
 class About:
     """Whom a line is about, empty where that is nobody: ranks, or a process, and the node.
 
-    `frame` is the user's line of code.
+    `frame` is the user's line of code, `status` how the process ended, if the line tells an end.
     """
 
     ranks: tuple[int, ...] = ()
     node: str | None = None
     pid: int | None = None
     frame: str = ""
+    status: int | None = None
 
     @classmethod
     def writer(cls, line: LogLine, frame: str = "") -> Self:
@@ -42,8 +43,8 @@ class About:
 class Finding:
     """A line that a rule knows.
 
-    `order` counts lines over all files; `steps` is how many the training had made by then; `status`
-    is how the process ended, if this tells an end, and `first` whether torchrun saw it first.
+    `order` counts lines over all files; `steps` is how many the training had made by then; `first`
+    says that torchrun saw this end first on its node.
     """
 
     cause: Cause
@@ -53,7 +54,6 @@ class Finding:
     order: int
     steps: int
     about: About
-    status: int | None = None
     first: bool = False
 
     @property
@@ -65,6 +65,11 @@ class Finding:
     def node(self) -> str | None:
         """Theirs."""
         return self.about.node
+
+    @property
+    def status(self) -> int | None:
+        """How the process ended, if this tells an end."""
+        return self.about.status
 
 
 @dataclass

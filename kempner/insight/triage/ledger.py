@@ -21,7 +21,7 @@ from kempner.insight.triage.table.run import (
     STOPPED,
     UNEXPLAINED,
 )
-from kempner.insight.triage.verdict import UNKNOWN, Evidence, Verdict, decide
+from kempner.insight.triage.verdict import UNKNOWN, Evidence, Told, Verdict, Where, decide
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.attempt import AttemptEnded, AttemptFailed, AttemptStarted
@@ -127,20 +127,17 @@ def _judge(run: RunDirectory, history: RunHistory, attempt: _Attempt) -> Verdict
         node = scan.places.nodes.get(rank) or node
     told = decide(scan)
     raised = attempt.failed.raised if attempt.failed else ""
+    shown = Evidence(str(run.ledger), f"attempt {attempt.number}: {attempt.ended.reason}")
     return Verdict(
         cause.name,
         cause.says,
         cause.do,
         sure,
-        rank,
-        node,
-        raised or attempt.ended.reason,
-        told.frame if told.rank in (rank, None) else "",
-        () if rank is None else (rank,),
-        () if node is None else (node,),
-        (
-            Evidence(str(run.ledger), f"attempt {attempt.number}: {attempt.ended.reason}"),
-            *(told.evidence if told.known else ()),
+        Where(rank, node, () if rank is None else (rank,), () if node is None else (node,)),
+        Told(
+            raised or attempt.ended.reason,
+            told.told.frame if told.rank in (rank, None) else "",
+            (shown, *(told.evidence if told.known else ())),
         ),
         tuple(_others(attempt, rank)),
         (*_hang(attempt), *_suspects(history, attempt.number), *told.notes),
@@ -244,4 +241,4 @@ def _stopped(history: RunHistory) -> Verdict:
     reason = StopReason.of_label(last.reason)
     cause = CAUSES.get(_STOPS.get(reason, ""), STOPPED)
     says = last.sentence or f"stopped after step {last.step}, {last.lost_steps} steps lost"
-    return Verdict(cause.name, cause.says, cause.do, Sure.CERTAIN, raised=says)
+    return Verdict(cause.name, cause.says, cause.do, Sure.CERTAIN, told=Told(says))

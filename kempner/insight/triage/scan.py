@@ -72,7 +72,7 @@ class Suspects:
 
     first: dict[str, LogLine] = field(default_factory=dict)
     last: deque[LogLine] = field(default_factory=lambda: deque(maxlen=SHOWN))
-    ending: deque[tuple[str, int, str]] = field(default_factory=lambda: deque(maxlen=ENDING))
+    ending: deque[LogLine] = field(default_factory=lambda: deque(maxlen=ENDING))
 
     def learn(self, line: LogLine) -> None:
         """Keep it if it is new."""
@@ -84,22 +84,22 @@ class Suspects:
             self.last.append(line)
 
 
-@dataclass
 class Scan:
     """All that was learnt from logs. Feed it with `read`."""
 
-    places: Places = field(default_factory=Places)
-    transports: Transports = field(default_factory=Transports)
-    collectives: Collectives = field(default_factory=Collectives)
-    findings: Findings = field(default_factory=Findings)
-    suspects: Suspects = field(default_factory=Suspects)
-    lines: int = 0
-    steps: int = 0
-    sources: list[str] = field(default_factory=list)
-    _tracebacks: Tracebacks = field(default_factory=Tracebacks)
-    _ends: EndReader = field(default_factory=EndReader)
-    _last_step: int = -1
-    _time: float | None = None
+    def __init__(self) -> None:
+        self.places = Places()
+        self.transports = Transports()
+        self.collectives = Collectives()
+        self.findings = Findings()
+        self.suspects = Suspects()
+        self.lines = 0
+        self.steps = 0
+        self.sources: list[str] = []
+        self._tracebacks = Tracebacks()
+        self._ends = EndReader()
+        self._last_step = -1
+        self._time: float | None = None
 
     def read(self, source: str, texts: Iterable[str]) -> None:
         """Take in one file. Most lines are noise, and cost one look each."""
@@ -119,8 +119,10 @@ class Scan:
                         self._add(line)
                 elif self.findings.counts:
                     self._count_step(text)
-            ending = [(source, number, text) for number, text in batch if text]
-            self.suspects.ending.extend(ending[-ENDING:])
+            ending = [
+                LogLine(f"{source}:{number}", text) for number, text in batch[-ENDING:] if text
+            ]
+            self.suspects.ending.extend(ending)
         self._tracebacks, self._ends = Tracebacks(), EndReader()
 
     def _add(self, line: LogLine) -> None:
@@ -151,9 +153,9 @@ class Scan:
         if end.node is not None:
             for rank in end.ranks:
                 self.places.place(rank, end.node, end.line.pid if len(end.ranks) == 1 else None)
-        about = About(end.ranks, end.node, end.line.pid)
+        about = About(end.ranks, end.node, end.line.pid, status=end.status)
         finding = self._found(CAUSES[end.cause], end.level, end.sure, end.line, about)
-        self.findings.add(replace(finding, status=end.status, first=end.first))
+        self.findings.add(replace(finding, first=end.first))
 
     def _raised(self, raised: Raised) -> None:
         line, frame = raised.line, raised.frame

@@ -35,24 +35,38 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class Where:
+    """The rank that failed first, and its node; all ranks and nodes that failed with that cause."""
+
+    rank: int | None = None
+    node: str | None = None
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was `raised` or said first, the user's line of code (`frame`), and lines to show it."""
+
+    raised: str = ""
+    frame: str = ""
+    evidence: tuple[Evidence, ...] = ()
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What failed first, where, why, and what to do; None and empty where that is not known.
 
-    `cause` names a row of the table, or is UNKNOWN; then `evidence` is the most likely lines.
-    `ranks` and `nodes` are all that failed with it; `consequences` are sentences about the others.
+    `cause` names a row of the table, or is UNKNOWN; then the evidence is the most likely lines.
+    `consequences` are sentences about the other ranks.
     """
 
     cause: str
     says: str
     do: str
     sure: Sure
-    rank: int | None = None
-    node: str | None = None
-    raised: str = ""
-    frame: str = ""
-    ranks: tuple[int, ...] = ()
-    nodes: tuple[str, ...] = ()
-    evidence: tuple[Evidence, ...] = ()
+    where: Where = Where()
+    told: Told = Told()
     consequences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -61,9 +75,26 @@ class Verdict:
         """Whether a cause was found."""
         return self.cause != UNKNOWN
 
+    @property
+    def rank(self) -> int | None:
+        """The rank that failed first."""
+        return self.where.rank
+
+    @property
+    def node(self) -> str | None:
+        """Its node."""
+        return self.where.node
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        """The lines that show it."""
+        return self.told.evidence
+
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
-        return {**asdict(self), "sure": self.sure.label}
+        """All of it, in one flat object."""
+        fields = asdict(self)
+        where, told = fields.pop("where"), fields.pop("told")
+        return {**fields, "sure": self.sure.label, **where, **told}
 
 
 def decide(scan: Scan) -> Verdict:
@@ -152,13 +183,12 @@ def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
         first.cause.says,
         first.cause.do,
         min(first.sure, Sure.LIKELY) if first.level >= Level.SYMPTOM else first.sure,
-        rank,
-        node,
-        first.line.text.strip(),
-        next((finding.about.frame for finding in same if finding.about.frame), ""),
-        tuple(ranks),
-        tuple(nodes),
-        tuple(_evidence([first, *same, *_ends_of(rank, fatal)])),
+        Where(rank, node, tuple(ranks), tuple(nodes)),
+        Told(
+            first.line.text.strip(),
+            next((finding.about.frame for finding in same if finding.about.frame), ""),
+            tuple(_evidence([first, *same, *_ends_of(rank, fatal)])),
+        ),
         tuple(_consequences(others, [*ranks, *(() if rank is None else (rank,))])),
         (*notes, *_network(scan)),
     )
@@ -244,7 +274,7 @@ def _evidence(found: Iterable[Finding]) -> Iterable[Evidence]:
 
 def _quoted(line: LogLine) -> Evidence:
     text = line.text.strip()
-    return Evidence(f"{line.source}:{line.number}", text if len(text) < 300 else text[:297] + "...")
+    return Evidence(line.place, text if len(text) < 300 else text[:297] + "...")
 
 
 def _consequences(others: Sequence[Finding], first: Iterable[int]) -> Iterable[str]:
@@ -302,9 +332,8 @@ def _unknown(scan: Scan, fatal: Sequence[Finding], first: Finding | None) -> Ver
         says,
         do,
         Sure.UNKNOWN,
-        rank,
-        node or (scan.places.only_node if rank is not None else None),
-        evidence=tuple(_most_likely(scan)),
+        Where(rank, node or (scan.places.only_node if rank is not None else None)),
+        Told(evidence=tuple(_most_likely(scan))),
         consequences=tuple(_consequences(fatal, () if rank is None else (rank,))),
         notes=_network(scan),
     )
@@ -312,5 +341,5 @@ def _unknown(scan: Scan, fatal: Sequence[Finding], first: Finding | None) -> Ver
 
 def _most_likely(scan: Scan) -> list[Evidence]:
     """Lines that speak of errors, the last ones before the end; or the end itself."""
-    lines = [*scan.suspects.last] or [LogLine(*each) for each in scan.suspects.ending]
+    lines = [*scan.suspects.last] or [*scan.suspects.ending]
     return [_quoted(line) for line in lines[-SHOWN // 2 :]]

@@ -19,12 +19,11 @@ from kempner.insight.triage.log.times import UNKNOWN_YEAR, time_of, year_of
 class LogLine:
     """One line: `text` without the prefixes that say who wrote it; None where nobody says.
 
-    `local_rank` counts within the node, `pid` is the writer's process there. A `warning`, or less,
-    is no failure by itself.
+    `place` is `file:number`, `local_rank` counts within the node, `pid` is the writer's process
+    there. A `warning`, or less, is no failure by itself.
     """
 
-    source: str
-    number: int
+    place: str
     text: str
     time: float | None = None
     rank: int | None = None
@@ -86,9 +85,9 @@ class LogParser:
     def parse(self, number: int, text: str) -> Iterator[LogLine]:
         """The line with this number; the lines of a traceback that it holds, too."""
         if text.startswith("{"):
-            yield from _structured(self._source, number, text, self._style)
+            yield from _structured(LogLine(f"{self._source}:{number}", text), self._style)
         else:
-            yield _parse(LogLine(self._source, number, text), self._style)
+            yield _parse(LogLine(f"{self._source}:{number}", text), self._style)
 
 
 def _style(source: str, sample: Sequence[str]) -> _Style:
@@ -143,19 +142,18 @@ def _number(said: str | None, otherwise: int | None) -> int | None:
     return otherwise if said is None else int(said)
 
 
-def _structured(source: str, number: int, text: str, style: _Style) -> Iterator[LogLine]:
+def _structured(line: LogLine, style: _Style) -> Iterator[LogLine]:
     """A line of a JSON log, as kempner and structlog write it; its traceback as lines below."""
     try:
-        entry = json.loads(text)
+        entry = json.loads(line.text)
     except ValueError:
         entry = None
     if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
-        yield _parse(LogLine(source, number, text), style)
+        yield _parse(line, style)
         return
     rank, node = entry.get("rank"), entry.get("node") or entry.get("host")
     head = LogLine(
-        source,
-        number,
+        line.place,
         _sentence(entry),
         time=time_of(str(entry.get("timestamp", "")), style.year),
         rank=rank if isinstance(rank, int) else style.rank,

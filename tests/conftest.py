@@ -27,8 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+for ignored in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, signal.SIG_DFL)
 
 # The same examples in every run, and no opinion about how fast the machine is.
 settings.register_profile("kempner", derandomize=True, deadline=None)

@@ -80,7 +80,7 @@ def _write_rank(
     path: Path, state: Mapping[str, Tensor], specs: list[TensorSpec], rank: int
 ) -> dict[str, FileEntry]:
     placed = place(specs, rank, container)
-    image = FileBuffer(placed, pinned=False)
+    image = FileBuffer(placed)
     for view, item in zip(image.views, placed, strict=True):
         part = state[item.chunk.key]
         for dim, at in enumerate(item.chunk.offsets):

@@ -133,6 +133,7 @@ class CheckpointManager:
 
     def release_staging(self) -> None:
         """Wait until the copy of the state is out; call it before anything writes the state."""
+        self._saver.prepare()
         if self._in_flight is not None:
             self._in_flight.job.staged.settle()  # a failure is the save's, and join tells of it
 

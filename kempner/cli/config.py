@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +13,17 @@ from kempner.cli.usage.words import overrides
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import dumps, load
 from kempner.config.sections import Config
-from kempner.model.spec.memory import estimate_memory
+from kempner.data.order.batch_slices import micro_steps
+from kempner.model.spec.communication import node_traffic, step_buffers
+from kempner.model.spec.communication_choice import (
+    USUAL_GPU,
+    Situation,
+    choose,
+    needed_memory,
+)
+from kempner.model.spec.mesh import resolve_mesh
 from kempner.model.spec.shape import Shape, count_parameters
+from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration in TOML.")]
@@ -46,8 +55,19 @@ def check(
     context: typer.Context,
     file: ConfigFile,
     world: Annotated[
-        int | None, typer.Option(min=1, help="Estimate the memory of one of this many ranks.")
+        int | None,
+        typer.Option(
+            min=1, help="Say how this many ranks are divided, what each needs and what they send."
+        ),
     ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --world: nodes that they are on; by default 8 on each."),
+    ] = None,
+    gpu_memory: Annotated[
+        float,
+        typer.Option(min=0, help="With --world: memory of a GPU in GB; 0 for ranks on CPUs."),
+    ] = USUAL_GPU / 1e9,
 ) -> None:
     """Check a configuration and what it needs: data, run directory, disk space.
 
@@ -56,18 +76,23 @@ def check(
     config = load(file, overrides(context, file))
     if world is not None:
         refuse_absent_ranks(config.resilience.faults, world)
+        resolve_mesh(config, world)
     from kempner.supervisor.readiness import check_ready, check_run_directory
 
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     check_run_directory(run)
     vocab_size = config.model.vocab_size
-    if world is not None and vocab_size is not None:  # known also where the data is not
-        typer.echo(memory(config, vocab_size, world))
+    known = vocab_size is not None  # also where the data is not
+    job = None if world is None else Job.of(config, world, nodes, int(gpu_memory * 10**9))
+    if job is not None and vocab_size is not None:
+        typer.echo(needs(config, vocab_size, job))
     ready = check_ready(config, run)
     for warning in ready.warnings:
         typer.echo(f"kempner: {warning}", err=True)
-    if world is not None and vocab_size is None:
-        typer.echo(memory(config, ready.vocab_size, world))
+    if job is not None and not known:
+        typer.echo(needs(config, ready.vocab_size, job))
+    if world is not None:
+        typer.echo(f"mesh of {world} ranks: {resolve_mesh(config, world)}")
     typer.echo(f"ok: {file}: {summary(config, ready.vocab_size)}")
 
 
@@ -91,22 +116,71 @@ def summary(config: Config, vocab_size: int) -> str:
     )
 
 
-def memory(config: Config, vocab_size: int, world: int) -> str:
-    """What one of `world` ranks needs on its device, in one line."""
-    train = config.train
+@dataclass(frozen=True)
+class Job:
+    """The ranks of a run that is to be: how many, on nodes of how many, on which GPUs."""
+
+    world: int
+    ranks_per_node: int
+    gpu_memory: int | None
+    """Bytes; None on CPUs."""
+
+    @classmethod
+    def of(cls, config: Config, world: int, nodes: int | None, gpu_memory: int) -> Job:
+        """As the options say, else `[slurm]`. Raises `UsageError` if the nodes are not alike."""
+        slurm = config.slurm
+        nodes = nodes or slurm.hosts
+        if nodes is not None and world % nodes:
+            raise UsageError(
+                f"{world} ranks are not equally many on each of {nodes} nodes; let --world be a "
+                "multiple of --nodes (or slurm.hosts)"
+            )
+        usual = slurm.procs or slurm.gpus_per_node or _USUAL_NODE
+        per_node = world // nodes if nodes is not None else min(world, usual)
+        return cls(world, per_node, gpu_memory or None)
+
+
+def needs(config: Config, vocab_size: int, job: Job) -> str:
+    """What a rank needs on its device, and what the ranks send each other, in a line each."""
     if config.model.factory is not None:
         return f"what model.factory={config.model.factory} needs is not known before it is called"
-    estimate = estimate_memory(
-        Shape.of(config.model, vocab_size),
-        world=world,
-        micro_batch_size=train.micro_batch_size,
-        seq_len=train.seq_len,
+    train, shape = config.train, Shape.of(config.model, vocab_size)
+    mesh = resolve_mesh(config, job.world)
+    micro_batches = micro_steps(train.global_batch_size, mesh.data_world, train.micro_batch_size)
+    situation = Situation(
+        shape,
+        mesh,
+        job.ranks_per_node,
+        micro_batches,
         compute_bytes=4 if train.dtype == "float32" else 2,
-        optimizer=config.optimizer,
+        gpu_memory=job.gpu_memory,
     )
-    parts = ", ".join(f"{name} {_gb(size)}" for name, size in asdict(estimate).items() if size)
-    return f"one of {world} ranks needs about {_gb(estimate.total)} on its device: {parts}"
+    choice = choose(config, situation)
+    memory = needed_memory(config, situation, shape, choice)
+    parts = ", ".join(f"{name} {_gb(size)}" for name, size in asdict(memory).items() if size)
+    lines = [f"one of {job.world} ranks needs about {_gb(memory.total)} on its device: {parts}"]
+    if mesh.world > 1:
+        buffers = step_buffers(
+            shape,
+            mesh,
+            choice,
+            micro_batches=micro_batches,
+            compute_bytes=situation.compute_bytes,
+        )
+        traffic = node_traffic(buffers, mesh, job.ranks_per_node)
+        among = f"{_gb(traffic.within)} among its {job.ranks_per_node} ranks"
+        if job.world > job.ranks_per_node:
+            among = f"{_gb(traffic.between)} to other nodes and {among}"
+        lines += [
+            f"communication: {choice.describe()}: {choice.reason}",
+            f"in a step each node sends {among}",
+        ]
+    return "\n".join(lines)
+
+
+_USUAL_NODE = 8
+"""GPUs of a node of which nothing is known."""
 
 
 def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e9:,.1f} GB"

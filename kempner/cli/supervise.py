@@ -18,6 +18,7 @@ from kempner.cluster.slurm.job import element, restart_count
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
 from kempner.config.sections import Config
+from kempner.model.spec.mesh import resolve_mesh
 from kempner.run.output import logs
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
@@ -94,6 +95,7 @@ def supervise(
     if jobid is not None:
         raise UsageError("--jobid names a Slurm allocation: use it with --launcher srun")
     refuse_absent_ranks(config.resilience.faults, nproc or 1)
+    resolve_mesh(config, nproc or 1)
     return _here(run, command, config, given, nproc or 1)
 
 
@@ -183,6 +185,7 @@ def _in_a_job(
             launcher = AgentLauncher
     step = launcher(allocation, config.supervise)
     refuse_absent_ranks(config.resilience.faults, step.size)
+    resolve_mesh(config, step.size)
     restarts = restart_count(os.environ)
     say(introduction(allocation, resources, run, given, restarts))
     inbox().pause_within(_never_paused)

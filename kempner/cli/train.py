@@ -9,6 +9,7 @@ from kempner.cli.usage.words import overrides
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
 from kempner.config.sections import Config
+from kempner.model.spec.mesh import resolve_mesh
 from kempner.run.output import logs
 from kempner.run.output.console import expect_a_line_for_now, say
 from kempner.run.output.logs import logger
@@ -38,6 +39,7 @@ def train(context: typer.Context, file: ConfigFile) -> None:
         expect_a_line_for_now()
     else:  # after a node was lost, a supervisor may start fewer
         refuse_absent_ranks(config.resilience.faults, rank_link.world.size)
+        resolve_mesh(config, rank_link.world.size)
     if rank_link.launch is None and rank_link.world.size == 1:
         storage_waits().configure(config.resilience.patience, shutdown.should_shutdown)
         _check(config, rank_link.run)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from kempner.config.model import ModelSection
+from kempner.config.parallelism import ParallelismSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     Beta,
@@ -53,6 +54,20 @@ class TrainSection(Section):
     """Largest global gradient norm; 0 turns clipping off."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type; auto is bfloat16 on CUDA and float32 on CPU. Master weights are float32."""
+    loss_chunk: NonNegativeInt = 1024
+    """Most tokens of a micro batch whose logits exist at once; fewer need less memory, very few are
+    slow. 0 computes those of a whole micro batch. Not for a model of your own."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What a block computes again in the backward instead of keeping it: nothing, all but its
+    matrix products and attention, or everything. Not for a model of your own."""
+    activation_checkpointing_every: PositiveInt | None = None
+    """Only every n-th block does so, the first one included; all by default."""
+    fp8: bool = False
+    """Multiply the matrices of the blocks in float8, with torchao; needs a GPU that can, and
+    compile. Not for a model of your own."""
+    compile: bool = False
+    """Compile each block with torch.compile: the first step takes longer, all others less. What was
+    compiled stays in the run's directory, for its next start. Not for a model of your own."""
     deterministic: bool = False
     """Allow only deterministic kernels (CUDA; on CPU they are deterministic anyway)."""
     log_samples: bool = False
@@ -60,6 +75,18 @@ class TrainSection(Section):
     threads: PositiveInt | None = None
     """Threads for one rank's CPU kernels; results are bit-identical only for the same number.
     Default: OMP_NUM_THREADS, or the rank's share of the machine's cores."""
+
+    @model_validator(mode="after")
+    def _obeys_what_is_set(self) -> Self:
+        if self.fp8 and not self.compile:
+            raise ValueError("fp8=true needs compile=true: uncompiled, it is slower than bfloat16")
+        every = self.activation_checkpointing_every
+        if every is not None and self.activation_checkpointing == "none":
+            raise ValueError(
+                f"activation_checkpointing_every={every} has no effect with "
+                'activation_checkpointing="none"; remove it'
+            )
+        return self
 
     @model_validator(mode="after")
     def _batches_fit(self) -> Self:
@@ -125,6 +152,9 @@ class DataSection(Section):
 
     dataset_path: PathText = "data/train"
     """Directory with index.json and its token files."""
+    document_mask: bool = False
+    """Tokens attend only to those before them in the same document, and not to all of the sequence.
+    Not for a model of your own."""
     num_dataloader_workers: NonNegativeInt = 0
     """Loader processes per rank; 0 reads in the rank itself."""
     num_shards_per_rank: PositiveInt | None = None
@@ -304,6 +334,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     scheduler: SchedulerSection = SchedulerSection()
     data: DataSection = DataSection()
+    parallelism: ParallelismSection = ParallelismSection()
     distributed: DistributedSection = DistributedSection()
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()
@@ -319,4 +350,32 @@ class Config(Section):
                 f"train.seq_len={self.train.seq_len} exceeds "
                 f"model.max_seq_len={self.model.max_seq_len}"
             )
+        if self.model.factory is not None:
+            for key in ("activation_checkpointing", "compile", "fp8"):
+                if getattr(self.train, key) != TrainSection.model_fields[key].default:
+                    raise ValueError(f"train.{key} has no effect with model.factory; remove it")
+            if self.data.document_mask:
+                raise ValueError("data.document_mask has no effect with model.factory; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _tensor_parallel_has_a_plan(self) -> Self:
+        degree = self.parallelism.tensor_parallel_degree
+        without_plan = {
+            "model.factory": (
+                self.model.factory is not None,
+                "is replicated and sharded only",
+            ),
+            'optimizer.name="muon"': (
+                self.optimizer.name == "muon",
+                "needs whole rows of each matrix",
+            ),
+            "train.fp8": (self.train.fp8, "was never tried with it"),
+        }
+        for key, (asked, why) in without_plan.items():
+            if asked and degree > 1:
+                raise ValueError(
+                    f"parallelism.tensor_parallel_degree={degree} does not work with {key}, which "
+                    f"{why}; set it to 1, or remove {key}"
+                )
         return self

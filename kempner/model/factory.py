@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from kempner.config.sections import Config
 from kempner.model.sharding import compute_dtype, shard
+from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.run.process.exit_codes import UsageError
 
 
@@ -59,7 +60,12 @@ def digest(model: nn.Module) -> str:
 
 
 def place(
-    model: nn.Module, config: Config, vocab_size: int, device: torch.device, mesh: DeviceMesh | None
+    model: nn.Module,
+    config: Config,
+    vocab_size: int,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    choice: Choice = EACH_MICRO_BATCH,
 ) -> nn.Module:
     """Bring what `create` returned to its device, sharded in a world of more than one rank.
 
@@ -70,7 +76,7 @@ def place(
         # FSDP warns of logits that are a view, which many modules return: nothing is done to them
         # in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
-        shard(model, mesh, dtype)
+        shard(model, mesh, dtype, choice)
     model.to(device)
     model.forward = _checked(model.forward, str(config.model.factory), vocab_size, device, dtype)
     return model

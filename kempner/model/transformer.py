@@ -11,11 +11,16 @@ exchanged with Hugging Face by renaming alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kempner.model.activation_checkpointing import Mode, checkpointed
+from kempner.model.attention import Mask, attend, document_mask
+from kempner.model.loss import cross_entropy, linear_cross_entropy
 from kempner.model.spec.shape import RopeScaling, Shape
 
 
@@ -67,7 +72,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention; [batch, seq, dim] to the same shape."""
+    """Causal grouped-query attention; [batch, seq, dim] to the same shape. See `attend`."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -80,7 +85,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
         self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim))
             for projection in (self.wq, self.wk, self.wv)
@@ -90,9 +95,7 @@ class Attention(nn.Module):
             q = self.q_norm(q.to(self.q_norm.weight.dtype))
             k = self.k_norm(k.to(self.k_norm.weight.dtype))
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-        attended = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=self.grouped
-        )
+        attended = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask, self.grouped)
         mixed: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
         return mixed
 
@@ -112,24 +115,56 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each added to the residual stream behind dropout."""
+    """Attention and feed-forward, each added to the residual stream behind dropout.
+
+    Attributes:
+        checkpointing: what the backward computes again; None keeps everything.
+        compiled: `run`, compiled; None computes as it is written.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.checkpointing: Mode | None = None
+        self.compiled: Callable[..., Tensor] | None = None
         self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.attention = Attention(shape)
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.ffn = FeedForward(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+        # An evaluation must not begin by compiling what it needs without gradients.
+        if self.compiled is None or not torch.is_grad_enabled():
+            return self.run(x, cos, sin, mask)
+        return self.compiled(x, cos, sin, mask)
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+        """The block itself, keeping for its backward what `checkpointing` says."""
+        if self.checkpointing is None or not torch.is_grad_enabled():
+            return self._computed(x, cos, sin, mask)
+        draws = self.dropout.p > 0
+        return checkpointed(self.checkpointing, self._computed, x, cos, sin, mask, draws=draws)
+
+    def _computed(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, mask))
         deeper: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return deeper
 
 
+class ShardedVocabulary(Protocol):
+    """Stands for the output projection where its rows are spread over a tensor group."""
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """float32, [batch, seq, vocab_size], whole on every rank of the group."""
+        ...
+
+    def loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """The cross entropy in nats, summed over all targets that count, on every rank."""
+        ...
+
+
 class Transformer(nn.Module):
-    """Tokens to logits.
+    """Tokens to logits, or with targets to their loss.
 
     Parameters: `embed.weight`, `layers.<i>.attention_norm.weight`,
     `layers.<i>.attention.{wq,wk,wv,wo}.weight`, `layers.<i>.ffn_norm.weight`,
@@ -142,6 +177,10 @@ class Transformer(nn.Module):
     Attributes:
         autocast_dtype: type in which matrices multiply while the parameters stay as they are;
             None multiplies in the parameters' own type.
+        loss_chunk: most tokens whose logits exist at once when the loss is asked for; 0 is all.
+        document_end: the token that ends a document, if tokens attend to their own only. Positions
+            count on from one document to the next: rotary ones only tell how far two are apart.
+        vocabulary: computes logits and loss under tensor parallelism; None without it.
     """
 
     rotary: Tensor
@@ -150,6 +189,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape = shape
         self.autocast_dtype: torch.dtype | None = None
+        self.loss_chunk = 0
+        self.document_end: int | None = None
+        self.vocabulary: ShardedVocabulary | None = None
         # Its own initial values, on the meta device, would import torch's compiler.
         rows = torch.empty(shape.vocab_rows, shape.dim)
         self.embed = nn.Embedding.from_pretrained(rows, freeze=False)  # type: ignore[no-untyped-call]
@@ -161,27 +203,57 @@ class Transformer(nn.Module):
         empty = torch.empty(2, shape.max_seq_len, shape.head_dim, dtype=torch.float32)
         self.register_buffer("rotary", empty, persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token at every position.
+    @property
+    def blocks(self) -> list[Block]:
+        """`layers`, by their type."""
+        return [layer for layer in self.layers if isinstance(layer, Block)]
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits of the next token at every position; with targets, what they cost.
+
+        The loss is computed here, where a sharded output projection is gathered.
 
         Args:
             tokens: int64, [batch, seq], seq at most `shape.max_seq_len`.
+            targets: int64, [batch, seq], `IGNORE` where there is none.
 
         Returns:
-            float32, [batch, seq, vocab_size].
+            float32, [batch, seq, vocab_size]; with targets a scalar, the cross entropy in nats
+            summed over all that have one.
         """
         if self.autocast_dtype is None:
-            return self._of_tokens(self._logits(tokens).float())
+            return self._computed(tokens, targets)
         with torch.autocast(tokens.device.type, self.autocast_dtype):
-            return self._of_tokens(self._logits(tokens).float())
+            return self._computed(tokens, targets)
 
-    def _logits(self, tokens: Tensor) -> Tensor:
+    def _computed(self, tokens: Tensor, targets: Tensor | None) -> Tensor:
+        hidden = self._hidden(tokens)
+        weight = self.embed.weight if self.output is None else self.output.weight
+        if self.vocabulary is not None:
+            if targets is None:
+                return self.vocabulary.logits(hidden, weight)
+            return self.vocabulary.loss(hidden, weight, targets)
+        if targets is not None and self.loss_chunk > 0:
+            return linear_cross_entropy(
+                hidden.flatten(0, 1),
+                weight,
+                targets.flatten(),
+                vocab_size=self.shape.vocab_size,
+                chunk=self.loss_chunk,
+            )
+        logits = self._of_tokens(F.linear(hidden, weight).float())
+        return logits if targets is None else cross_entropy(logits, targets)
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
+        """What the output projection gets: [batch, seq, dim]."""
         cos, sin = self.rotary[:, : tokens.shape[1]]
+        mask = None if self.document_end is None else document_mask(tokens, self.document_end)
         x = self.embed(tokens)
         for layer in self.layers:
-            x = layer(x, cos, sin)
-        weight = self.embed.weight if self.output is None else self.output.weight
-        return F.linear(self.norm(x), weight)
+            x = layer(x, cos, sin, mask)
+        # Before the output projection is used: where sharded, this gathers it, too.
+        normed: Tensor = self.norm(x)
+        return normed
 
     def _of_tokens(self, logits: Tensor) -> Tensor:
         """Without the rows of no token, which are never predicted so, and get no gradient."""

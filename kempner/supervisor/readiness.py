@@ -25,6 +25,7 @@ from kempner.config.sections import Config
 from kempner.data.files.index import Index, Shard, fingerprint, read_index
 from kempner.data.files.requirements import check_held_out, check_samples, vocabulary
 from kempner.model.spec.memory import moment_elements
+from kempner.model.spec.mesh import check_tensor_degree
 from kempner.model.spec.shape import Shape, model_record
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, UsageError
 from kempner.run.process.retry import describe, empty, is_passing, storage_waits
@@ -102,12 +103,13 @@ def check_ready(
 ) -> Ready:
     """Check data, the newest checkpoint and the room for others against a configuration.
 
-    Raises `DataError` if data or checkpoint do not fit, `CheckpointWriteError` if not even one
-    checkpoint has room, each saying what to do, and as `StorageWaits.retry` where it cannot be seen
-    now.
+    Raises `DataError` if data or checkpoint do not fit, `UsageError` if the model cannot be spread
+    over a tensor group, `CheckpointWriteError` if not even one checkpoint has room, each saying
+    what to do, and as `StorageWaits.retry` where it cannot be seen now.
     """
     index = _find_data(run, "data", config.data.dataset_path)
     vocab_size = vocabulary(config, index)
+    check_tensor_degree(config, vocab_size)
     check_samples(config, index)
     if config.eval.interval is not None and config.eval.dataset_path is not None:
         check_held_out(config, index, _find_data(run, "eval", config.eval.dataset_path))

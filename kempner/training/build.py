@@ -24,9 +24,12 @@ from kempner.data.files.requirements import check_held_out, vocabulary
 from kempner.data.files.token_file import Corpus
 from kempner.data.order.batch_slices import Slicing
 from kempner.data.serve.loader import Feed
+from kempner.model.compilation import compile_blocks
 from kempner.model.factory import create, place
 from kempner.model.factory import digest as weights_digest
 from kempner.model.sharding import build_model
+from kempner.model.spec.communication import Choice
+from kempner.model.spec.mesh import check_tensor_degree
 from kempner.model.spec.shape import Shape, flops_per_token, model_record
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError
@@ -39,6 +42,7 @@ from kempner.run.record.ledger import Recorder
 from kempner.run.record.recorded_config import changes_since, describe_changes
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.used_before import used_before
+from kempner.training.compute.communication import choose_communication
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
@@ -63,10 +67,12 @@ def build(
     run = rank_link.run
     corpus = _open_tokens(run, "data", config.data.dataset_path)
     vocab_size = vocabulary(config, corpus.index)
+    check_tensor_degree(config, vocab_size)
     evaluation = _open_evaluation(config, run, corpus)
     with rank_link.progress.waiting("what the others have read"):
         ranks.agree_on(_what_steps_depend_on(config, corpus, evaluation.corpus))
-    model = _build_model(config, vocab_size, ranks, rank_link)
+    choice = choose_communication(config, vocab_size, ranks)
+    model = _build_model(config, corpus, ranks, rank_link, choice)
     if ranks.device.type == "cpu" and ranks.world.size > 1:
         from kempner.training.groups.collective_timer import time_collectives  # imports FSDP
 
@@ -86,6 +92,7 @@ def build(
             record=record,
             waiting=rank_link.progress.waiting,
             known=_known_checkpoint(config, run, history),
+            local_ranks=ranks.world.local_size,
         ),
         model,
         optimizer,
@@ -112,20 +119,28 @@ def build(
             faults=faults,
             progress=rank_link.progress,
             record=record,
+            communication=choice,
         ),
         state=LoopState(train_state, Health(train_state.losses)),
     )
 
 
-def _build_model(config: Config, vocab_size: int, ranks: Ranks, rank_link: RankLink) -> nn.Module:
+def _build_model(
+    config: Config, corpus: Corpus, ranks: Ranks, rank_link: RankLink, choice: Choice
+) -> nn.Module:
     """The model, ready to train. Raises `UsageError` for one of the user's own that is none."""
+    vocab_size = vocabulary(config, corpus.index)
     if config.model.factory is None:
-        return build_model(config, vocab_size, ranks.device, ranks.mesh)
+        transformer = build_model(config, vocab_size, ranks.device, ranks.mesh, choice)
+        transformer.document_end = corpus.index.eot if config.data.document_mask else None
+        if config.train.compile:
+            compile_blocks(transformer, rank_link.run.compiled)
+        return transformer
     model = create(config, vocab_size)
     with rank_link.progress.waiting("the others' initial weights"):
         fact = f"what model.factory={config.model.factory} made (the digest of its weights)"
         ranks.agree_on({fact: weights_digest(model)})
-    return place(model, config, vocab_size, ranks.device, ranks.mesh)
+    return place(model, config, vocab_size, ranks.device, ranks.mesh, choice)
 
 
 def _flops_per_token(config: Config, vocab_size: int, model: nn.Module) -> float:
@@ -182,7 +197,7 @@ def _resume(
 def _identity(config: Config, corpus: Corpus, vocab_size: int, ranks: Ranks) -> Identity:
     return Identity(
         world=ranks.world.size,
-        mesh=dict(zip(ranks.mesh.mesh_dim_names or (), ranks.mesh.shape, strict=True)),
+        mesh=ranks.degrees.dimensions(),
         seed=config.train.seed,
         data_fingerprint=fingerprint(corpus.index, config.train.seq_len),
         model=model_record(config.model, vocab_size),
@@ -231,8 +246,8 @@ def _open_feed(config: Config, corpus: Corpus, ranks: Ranks, train_state: TrainS
     slicing = Slicing(
         config.train.global_batch_size,
         config.train.micro_batch_size,
-        ranks.world.rank,
-        ranks.world.size,
+        ranks.data_rank,
+        ranks.degrees.data_world,
         skips=tuple((rollback.start, rollback.end) for rollback in train_state.rollbacks),
     )
     return Feed(
@@ -315,6 +330,7 @@ def _open_telemetry(
         run,
         attempt=attempt.number,
         rank=ranks.world.rank,
+        log_samples=config.train.log_samples and ranks.degrees.tensor_rank(ranks.world.rank) == 0,
         flops_per_second_at_peak=peak_flops(ranks.device, ranks.world.size),
         flops_per_token=flops,
         display=display,

@@ -159,7 +159,7 @@ def _take_all() -> None:
 
 
 def _scaling(factor: float) -> Callable[[nn.Module, object, Tensor], Tensor]:
-    return lambda module, given, logits: logits * factor
+    return lambda module, given, returned: returned * factor
 
 
 def _poison_one_gradient(model: nn.Module) -> None:

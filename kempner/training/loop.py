@@ -14,6 +14,7 @@ from kempner.checkpoint.format.train_state import Rollback, TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.config.sections import Config
 from kempner.data.serve.loader import Feed, MicroBatch, StepBatch
+from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Phase
 from kempner.run.output.logs import logger
@@ -76,7 +77,9 @@ class Data:
 
 @dataclass(frozen=True)
 class Tools:
-    """What feeds and measures the steps, tells of them, and disturbs them on demand."""
+    """What feeds and measures the steps, tells of them, and disturbs them on demand; and when the
+    ranks communicate in one.
+    """
 
     data: Data
     step_metrics: StepMetrics
@@ -84,6 +87,7 @@ class Tools:
     faults: FaultInjector
     progress: Progress
     record: Recorder
+    communication: Choice = EACH_MICRO_BATCH
 
 
 @dataclass
@@ -165,7 +169,9 @@ def train(run: Training) -> ExitCode:
                 device=run.ranks.device,
                 seed=run.config.train.seed,
                 step=step,
-                data_rank=run.ranks.world.rank,
+                rank=run.ranks.world.rank,
+                copies=run.ranks.degrees.tensor,
+                choice=run.tools.communication,
                 waiting=run.progress.waiting,
             )
         run.checkpoints.release_staging()

@@ -90,6 +90,8 @@ def run_rank(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> 
     """Connect, build, resume, train. Raises `RunError` for problems that a person can fix."""
     world, run, progress = rank_link.world, rank_link.run, rank_link.progress
     torch.set_num_threads(thread_count(config, world))
+    if config.train.deterministic:  # cuBLAS reads it with its first product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The same as use_deterministic_algorithms(), which imports the compiler to tell it, too.
     torch.set_deterministic_debug_mode("error" if config.train.deterministic else "default")
     faults = arm(config, rank_link)

@@ -20,7 +20,8 @@ def describe_shortage(error: BaseException, progress: Progress) -> str | None:
         return (
             f"out of GPU memory {where}: tensors have {_gib(torch.cuda.memory_allocated())}, "
             f"PyTorch reserved {_gib(torch.cuda.memory_reserved())}, {_gib(free)} of {_gib(total)} "
-            "are free; lower train.micro_batch_size or train.seq_len, or shard over more ranks"
+            "are free; lower train.micro_batch_size or train.seq_len, shard over more ranks, or "
+            "set parallelism.reduce_gradients to micro_batch and reshard_after_forward to always"
         )
     if isinstance(error, MemoryError) or any(words in said for words in _NO_HOST_MEMORY):
         host = psutil.virtual_memory()

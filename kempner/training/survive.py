@@ -333,6 +333,7 @@ def _open_checkpoints(
         record=partial(rank_link.record, attempt),
         waiting=rank_link.progress.waiting,
         known=history.last_step,
+        local_ranks=ranks.world.local_size,
     )
     return CheckpointManager(
         context, model, optimizer, keep=Keep(todo.keep_last), durations=history.durations

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
+from unittest import mock
 
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.fork_server.client import Forked, ForkServerClient
@@ -31,6 +32,10 @@ MODULES = (
     "unittest.mock",
 )
 """What the template imports: whatever else a process needs, it imports by itself."""
+
+
+ENVIRON = {"OMP_NUM_THREADS": "1", **os.environ}
+"""Before the first test: the template is the same, whichever test needs it first."""
 
 
 class Process(Protocol):
@@ -111,7 +116,8 @@ class Template:
         started = threading.Event()
 
         def live() -> None:
-            self._server.start()
+            with mock.patch.dict(os.environ, ENVIRON, clear=True):
+                self._server.start()
             started.set()
             threading.Event().wait()
 

@@ -7,9 +7,10 @@ only that:
     {"format": 1, "world": 4096, "tensors": [["model.norm.weight", [512], "float32", [4096], [0]]],
      "containers": [["float32", [1], 4, 1216]]}
 
-a tensor being its key, shape, dtype, device mesh, and the dimension that is cut along each
-dimension of the mesh, or null; and a container the dtype and sizes of a part, the bytes of its data
-and all of its bytes. What was cut by somebody else is listed; see `listed_index`.
+a tensor being its key, shape, dtype, device mesh, the dimension that is cut along each dimension
+of the mesh, or null, and the dimensions of the mesh as they cut, if not from the first to the last;
+and a container the dtype and sizes of a part, the bytes of its data and all of its bytes. What was
+cut by somebody else is listed; see `listed_index`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,10 @@ class CompactIndex:
 
 def encode(specs: Sequence[TensorSpec], world: int, extents: Extents) -> bytes:
     """The bytes of the index of a state that `world` ranks write; the same at every save."""
-    tensors = [[s.key, s.shape, s.dtype, s.mesh, s.placements] for s in specs]
+    tensors = [
+        [s.key, s.shape, s.dtype, s.mesh, s.placements, *([s.order] if s.order else [])]
+        for s in specs
+    ]
     pieces = ((spec.dtype, sizes) for spec in specs for sizes in piece_sizes(spec))
     containers = list_extents(pieces, extents)
     fields = {"format": _FORMAT, "world": world, "tensors": tensors, "containers": containers}
@@ -117,7 +121,9 @@ def decode(content: bytes, where: Path) -> CompactIndex | ListedIndex:
         ) from error
 
 
-def _spec(key: Any, shape: Any, dtype: Any, mesh: Any, placements: Any) -> TensorSpec:
+def _spec(
+    key: Any, shape: Any, dtype: Any, mesh: Any, placements: Any, order: Any = ()
+) -> TensorSpec:
     """One tensor, checked: the file may be anybody's."""
     dims = [dim for dim in placements if dim is not None]
     sound = (
@@ -126,7 +132,8 @@ def _spec(key: Any, shape: Any, dtype: Any, mesh: Any, placements: Any) -> Tenso
         and all(mesh)
         and all(dim < len(shape) for dim in dims)
         and len(mesh) == len(placements)
+        and (not order or sorted(order) == list(range(len(mesh))))
     )
     if not sound:
         raise ValueError(f"{key!r} makes no sense")
-    return TensorSpec(key, tuple(shape), dtype, tuple(mesh), tuple(placements))
+    return TensorSpec(key, tuple(shape), dtype, tuple(mesh), tuple(placements), tuple(order))

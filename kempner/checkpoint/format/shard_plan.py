@@ -29,7 +29,9 @@ class TensorSpec:
     """One tensor of the state, as every rank knows it.
 
     `placements` has one entry per dimension of the device `mesh`: the tensor dimension that is cut
-    along it, or None where every rank along it holds the same.
+    along it, or None where every rank along it holds the same. `order` lists the dimensions of the
+    mesh as they cut, where that is not from the first to the last: FSDP cuts what tensor
+    parallelism has cut before, although the tensor groups are the last dimension.
     """
 
     key: str
@@ -37,6 +39,13 @@ class TensorSpec:
     dtype: str
     mesh: tuple[int, ...]
     placements: tuple[int | None, ...]
+    order: tuple[int, ...] = ()
+
+    @property
+    def cuts(self) -> Iterator[tuple[int, int, int | None]]:
+        """The dimensions of the mesh as they cut: which one, its size, its placement."""
+        for level in self.order or range(len(self.mesh)):
+            yield level, self.mesh[level], self.placements[level]
 
 
 @dataclass(frozen=True)
@@ -86,14 +95,14 @@ def chunk_of(spec: TensorSpec, rank: int) -> Chunk | None:
         for at, parts, dim in zip(here, spec.mesh, spec.placements, strict=True):
             if dim is None and at != writer % parts:
                 return None
-    cut = _cut(spec.shape, spec.mesh, spec.placements, here)
+    cut = _cut(spec.shape, spec.mesh, spec.placements, spec.order, here)
     return Chunk(spec.key, *cut, spec.dtype) if cut is not None else None
 
 
 def piece_sizes(spec: TensorSpec) -> set[tuple[int, ...]]:
     """The sizes of all parts of a tensor, found without asking every rank."""
     found = {spec.shape}
-    for parts, dim in zip(spec.mesh, spec.placements, strict=True):
+    for _, parts, dim in spec.cuts:
         if dim is not None:
             found = {
                 _replaced(sizes, dim, left)
@@ -112,14 +121,17 @@ def _lengths(whole: int, parts: int) -> set[int]:
 def holders(spec: TensorSpec, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[int]:
     """The ranks that write what overlaps a box of a tensor, found without asking all of them."""
     writer = _writer(spec)
+    # The next rank along a dimension is this much further on.
+    strides = [math.prod(spec.mesh[level + 1 :]) for level in range(len(spec.mesh))]
+    cuts = [(strides[level], parts, dim) for level, parts, dim in spec.cuts]
 
-    def walk(rank: int, start: tuple[int, ...], left: tuple[int, ...], level: int) -> Iterator[int]:
-        if level == len(spec.mesh):
+    def walk(rank: int, start: tuple[int, ...], left: tuple[int, ...], done: int) -> Iterator[int]:
+        if done == len(cuts):
             yield rank
             return
-        parts, dim = spec.mesh[level], spec.placements[level]
+        stride, parts, dim = cuts[done]
         if dim is None:
-            yield from walk(rank * parts + writer % parts, start, left, level + 1)
+            yield from walk(rank + writer % parts * stride, start, left, done + 1)
             return
         piece = max(1, -(-left[dim] // parts))
         first = max(0, (offsets[dim] - start[dim]) // piece)
@@ -127,7 +139,7 @@ def holders(spec: TensorSpec, offsets: Sequence[int], sizes: Sequence[int]) -> I
         for at in range(first, -(-end // piece)):
             inner = _replaced(start, dim, start[dim] + at * piece)
             rest = _replaced(left, dim, min(piece, left[dim] - at * piece))
-            yield from walk(rank * parts + at, inner, rest, level + 1)
+            yield from walk(rank + at * stride, inner, rest, done + 1)
 
     yield from walk(0, (0,) * len(spec.shape), spec.shape, 0)
 
@@ -157,6 +169,7 @@ def _cut(
     shape: tuple[int, ...],
     mesh: tuple[int, ...],
     placements: tuple[int | None, ...],
+    order: tuple[int, ...],
     here: tuple[int, ...],
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Offsets and sizes of the part at a place of the mesh; None where nothing is left for it.
@@ -165,10 +178,11 @@ def _cut(
     parameter and its optimizer state are cut alike, and get the same objects.
     """
     offsets, sizes = [0] * len(shape), list(shape)
-    for at, parts, dim in zip(here, mesh, placements, strict=True):
+    for level in order or range(len(mesh)):
+        at, dim = here[level], placements[level]
         if dim is None:
             continue
-        piece = -(-sizes[dim] // parts)
+        piece = -(-sizes[dim] // mesh[level])
         start = min(at * piece, sizes[dim])
         offsets[dim] += start
         sizes[dim] = min(piece, sizes[dim] - start)
@@ -199,7 +213,7 @@ class Layouts:
         numbers: dict[tuple[object, ...], int] = {}
         self.kinds = {
             spec.key: numbers.setdefault(
-                (spec.shape, spec.mesh, spec.placements, _writers(spec)), len(numbers)
+                (spec.shape, spec.mesh, spec.placements, spec.order, _writers(spec)), len(numbers)
             )
             for spec in specs
         }

@@ -29,8 +29,8 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
     """Compare what a checkpoint was made with to what would go on from it.
 
     Another model or optimizer is always refused. Other data and another seed are refused unless
-    `accept` names them ("data", "seed"). Another world is fine: only bit-identity is not promised
-    across it.
+    `accept` names them ("data", "seed"). Another world or mesh is fine: only bit-identity is not
+    promised across it.
     """
     keys = {**saved.model, **now.model} if saved.model else {}
     refusals = [
@@ -70,9 +70,22 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
         remarks.append(
             f"the checkpoint was written by {saved.world} ranks, now there are {now.world}"
         )
+    elif (
+        saved.mesh and now.mesh and (was := _divided(saved.mesh)) != (is_now := _divided(now.mesh))
+    ):
+        remarks.append(
+            f"the checkpoint was written on a mesh of {was or 'one rank'}, now it is "
+            f"{is_now or 'one rank'}: results may differ in the last bits"
+        )
     if saved.origin.host:
         remarks += _host_remarks(saved.origin.host, now.origin.host)
     return Compatibility(tuple(refusals), tuple(remarks))
+
+
+def _divided(mesh: Mapping[str, int]) -> str:
+    """A mesh in words; "fsdp" is what the dimension "shard" was called when it was the only one."""
+    sizes = {"shard" if name == "fsdp" else name: size for name, size in mesh.items() if size > 1}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _told(model: Mapping[str, Any], key: str) -> str:

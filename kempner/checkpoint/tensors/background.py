@@ -17,11 +17,11 @@ from kempner.checkpoint.format.names import in_progress_name
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import yield_to_training
 from kempner.checkpoint.tensors.context import CheckpointContext
-from kempner.checkpoint.tensors.file_buffer import tensor_specs
+from kempner.checkpoint.tensors.file_buffer import FileBuffer, tensor_specs
 from kempner.checkpoint.tensors.replicas import SharedBuffers, agree, digests
-from kempner.checkpoint.tensors.route import FileLayout, Routes
+from kempner.checkpoint.tensors.route import FileLayout, Route, Routes
 from kempner.checkpoint.tensors.save import SaveJob
-from kempner.checkpoint.tensors.staging import StagedCopy, Stager
+from kempner.checkpoint.tensors.staging import StagedCopy, Stager, room_to_lock
 from kempner.checkpoint.tensors.state import capture
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.save_times import SaveSeconds
@@ -42,8 +42,12 @@ class BackgroundSaver:
         self._context, self._shared = context, SharedBuffers(model)
         self._routes = Routes(context, unwrap(model), optimizer)
         self._stager = Stager(self._routes.device)
+        on_gpu = self._routes.device.type == "cuda"
+        self._room = room_to_lock(context.local_ranks) if on_gpu else 0
+        self._unprepared: Optimizer | None = optimizer if on_gpu else None
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=yield_to_training)
         self._copy: StagedCopy | None = None
+        self._image: FileBuffer | None = None
         self._saves = 0
         self.checked = False
         """Whether the contents have been checked; the same on all ranks."""
@@ -74,6 +78,16 @@ class BackgroundSaver:
         job = SaveJob(context, train_state, path, layout, self._copy, started, held)
         return RunningSave(job, self._writer.submit(self._run, job))
 
+    def prepare(self) -> None:
+        """Plan the file and lock its pages beside training, once the optimizer has its state.
+
+        That is before the first step of a resumed run, and after it in a new one. Only on a GPU.
+        """
+        if self._unprepared is not None and self._unprepared.state:
+            self._unprepared = None
+            with suppress(UsageError):  # the save will say so
+                self._find()
+
     def forget(self) -> None:
         """Let go of the state's tensors, which are about to be replaced."""
         self._learn_from_last_copy()
@@ -91,7 +105,7 @@ class BackgroundSaver:
         if not alone:
             self._shared.share()
         try:
-            route = self._routes.find()
+            route = self._find()
         except UsageError as error:
             nothing = StagedCopy(())
             nothing.done.set_exception(error)
@@ -100,6 +114,14 @@ class BackgroundSaver:
         binding = route.binding
         held = {} if alone else digests({key: binding.table[key] for key in binding.buffers})
         return route.layout, copy, held
+
+    def _find(self) -> Route:
+        """The way of the state into its file, whose pages are locked before anything else."""
+        before, route = self._image, self._routes.find()
+        self._image = route.layout.image
+        if self._image is not before:
+            self._stager.page_lock(self._image, self._room)
+        return route
 
     def _run(self, job: SaveJob) -> SaveSeconds | None:
         if self._saves == 1:  # a manager may save without having restored; later it must be there

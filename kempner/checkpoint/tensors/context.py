@@ -33,7 +33,8 @@ class CheckpointContext:
     `identity` says what a checkpoint must have in common with the run, `fence` which attempt is
     writing. `group` is a Gloo group of its own over all ranks. `record` takes events for the
     ledger. `waiting` is entered while a load waits for other ranks. `known` is the step of the
-    newest checkpoint that the ledger knows of: there must be some, then.
+    newest checkpoint that the ledger knows of: there must be some, then. `local_ranks` share this
+    node's memory.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class CheckpointContext:
     record: Recorder = record_nothing
     waiting: Waiting = untimed
     known: int | None = None
+    local_ranks: int = 1
 
     @cached_property
     def folder(self) -> CheckpointFolder:

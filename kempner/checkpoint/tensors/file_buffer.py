@@ -9,6 +9,7 @@ straight into the holes between them, and the file is one stream; the stock
 from __future__ import annotations
 
 import io
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from kempner.run.process.exit_codes import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True)
@@ -76,21 +79,18 @@ def container(dtype: str, sizes: tuple[int, ...]) -> Container:
         return Container(before, length, file.read())
 
 
-def page_aligned(length: int, *, pinned: bool = False) -> Tensor:
+def page_aligned(length: int) -> Tensor:
     """`length` bytes of zeros, which begin where a write past the page cache may begin."""
-    room = torch.zeros(length + DIRECT_ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    room = torch.zeros(length + DIRECT_ALIGNMENT, dtype=torch.uint8)
     start = -room.data_ptr() % DIRECT_ALIGNMENT
     return room[start : start + length]
 
 
 class FileBuffer:
-    """One rank's file: a buffer that holds `placed`, and views into it for the tensors.
+    """One rank's file: a buffer that holds `placed`, and views into it for the tensors."""
 
-    `pinned` asks for page-locked memory, from which a GPU copies without waiting for the host.
-    """
-
-    def __init__(self, placed: Sequence[Placed], *, pinned: bool) -> None:
-        self._buffer = page_aligned(file_length(placed), pinned=pinned)
+    def __init__(self, placed: Sequence[Placed]) -> None:
+        self._buffer = page_aligned(file_length(placed))
         self.views = [self._install(item) for item in placed]
         """A tensor for each placed chunk, in order, with its dtype and sizes."""
 
@@ -98,6 +98,11 @@ class FileBuffer:
     def content(self) -> memoryview:
         """The bytes of the file."""
         return self._buffer.numpy().data
+
+    @property
+    def address(self) -> int:
+        """Where the buffer begins in memory."""
+        return self._buffer.data_ptr()
 
     def _install(self, item: Placed) -> Tensor:
         around = container(item.chunk.dtype, item.chunk.sizes)
@@ -140,14 +145,45 @@ def _spec(key: str, tensor: Tensor, world: int) -> TensorSpec:
     shape = tuple(tensor.shape)
     if not is_sharded(tensor):
         return TensorSpec(key, shape, dtype, (world,), (None,))
+    placements = tuple(_cut_dimension(key, placement) for placement in tensor.placements)
+    mesh = tuple(tensor.device_mesh.shape)
+    return TensorSpec(key, shape, dtype, mesh, placements, _order(key, tensor))
+
+
+def _cut_dimension(key: str, placement: Placement) -> int | None:
+    """The dimension of a tensor that a placement cuts, None for none."""
     from torch.distributed.tensor.placement_types import Replicate, Shard
 
-    placements: list[int | None] = []
-    for placement in tensor.placements:
-        if type(placement) is Shard:
-            placements.append(placement.dim)
-        elif isinstance(placement, Replicate):
-            placements.append(None)
-        else:
-            raise UsageError(f"{key} is placed as {placement}, which a checkpoint cannot hold")
-    return TensorSpec(key, shape, dtype, tuple(tensor.device_mesh.shape), tuple(placements))
+    if type(placement) is Shard or _is_strided(placement):
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        return dim
+    if isinstance(placement, Replicate):
+        return None
+    raise UsageError(f"{key} is placed as {placement}, which a checkpoint cannot hold")
+
+
+def _is_strided(placement: Placement) -> bool:
+    """Whether a placement cuts what those right of it have cut: FSDP over tensor parallelism.
+
+    By its name: it is private, and of torch's versions some let it inherit from `Shard`.
+    """
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _order(key: str, tensor: DTensor) -> tuple[int, ...]:
+    """`TensorSpec.order`. Raises `UsageError` for strided shards of another kind."""
+    placements, sizes = tensor.placements, tensor.device_mesh.shape
+    late = [level for level, placement in enumerate(placements) if _is_strided(placement)]
+    if not late:
+        return ()
+    for level in late:
+        placement: Any = placements[level]
+        others = [
+            sizes[right]
+            for right in range(level + 1, len(sizes))
+            if getattr(placements[right], "dim", None) == placement.dim and right not in late
+        ]
+        if placement.split_factor != math.prod(others):
+            raise UsageError(f"{key} is placed as {placements}, which a checkpoint cannot hold")
+    early = [level for level in range(len(sizes)) if level not in late]
+    return (*early, *late)

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,7 +15,7 @@ from kempner.checkpoint.format.manifest import FileEntry, whole_sum
 from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
-from kempner.checkpoint.tensors.staging import StagedCopy, Stager, may_pin
+from kempner.checkpoint.tensors.staging import StagedCopy, Stager
 from kempner.checkpoint.tensors.state import Binding, local_part
 
 
@@ -58,16 +57,14 @@ class FileLayout:
         return shard_plan.digest(self.specs)
 
     @classmethod
-    def of(
-        cls, specs: list[shard_plan.TensorSpec], device: torch.device, group: dist.ProcessGroup
-    ) -> FileLayout:
-        """Plan this rank's file and allocate its image, for a state that lives on `device`."""
+    def of(cls, specs: list[shard_plan.TensorSpec], group: dist.ProcessGroup) -> FileLayout:
+        """Plan this rank's file and allocate its image."""
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         placed = shard_plan.place(specs, rank, container)
         return cls(
             specs=specs,
             keys=[item.chunk.key for item in placed],
-            image=FileBuffer(placed, pinned=may_pin(device, shard_plan.file_length(placed))),
+            image=FileBuffer(placed),
             world=world,
         )
 
@@ -155,4 +152,4 @@ class Routes:
         self.route = None
 
     def _plan(self, specs: list[shard_plan.TensorSpec]) -> FileLayout:
-        return FileLayout.of(specs, self.device, self._context.group)
+        return FileLayout.of(specs, self._context.group)

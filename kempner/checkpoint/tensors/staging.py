@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from threading import Lock
 
 import psutil
 import torch
 from torch import Tensor
 
+from kempner.checkpoint.tensors.file_buffer import FileBuffer
+from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
 from kempner.config.fault_spec import FailPoint
+from kempner.run.output.logs import logger
 from kempner.run.process.fail_points import fail_point
 
 
@@ -18,7 +23,8 @@ class Stager:
     """A thread that copies tensors into buffers; on CUDA over a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, "staging", initializer=_use_device, initargs=(device,))
         self._stream = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             if device.type == "cuda"
@@ -30,13 +36,19 @@ class Stager:
 
         `step` is whose state this is; only faults on demand ask for it.
         """
-        ready = torch.cuda.current_stream().record_event() if self._stream else None
+        stream = torch.cuda.current_stream(self._device) if self._stream else None
+        ready = stream.record_event() if stream else None
 
         def work() -> None:
             fail_point(FailPoint.STAGE, step)
             self._copy(list(buffers), list(tensors), ready)
 
         return self._thread.submit(work)
+
+    def page_lock(self, image: FileBuffer, room: int) -> None:
+        """Start to lock the pages of `image`, which later copies then wait for; see `page_lock`."""
+        if self._device.type == "cuda":
+            self._thread.submit(page_lock, image, room, self._device)
 
     def close(self) -> None:
         """End the thread."""
@@ -95,10 +107,62 @@ def _versions(watched: Sequence[tuple[str, Tensor]]) -> list[int]:
     return [tensor._version for _, tensor in watched]  # thousands, twice a save
 
 
-def may_pin(device: torch.device, length: int) -> bool:
-    """Whether a buffer of `length` bytes should be page-locked.
+def room_to_lock(
+    local_ranks: int, available: int | None = None, group: MemoryGroup | None = None
+) -> int:
+    """Bytes that one of a node's `local_ranks` may lock: its share of what the node, or the job's
+    cgroup, has left, whichever is less. By default both are asked.
 
-    Locked pages count against the job's memory and cannot be swapped: with less than twice that
-    much available, a slower copy is better than a killed job.
+    To be asked before any of them locks memory, or the last ones count what the first have.
     """
-    return device.type == "cuda" and psutil.virtual_memory().available > 2 * length
+    if available is None:
+        available, group = psutil.virtual_memory().available, _own_group()
+    with suppress(OSError, KeyError):  # a cgroup that cannot be read does not limit us
+        if group is not None and (limit := group.limit()) is not None:
+            available = min(available, max(0, limit - group.used()))
+    return available // local_ranks
+
+
+def page_lock(image: FileBuffer, room: int, device: torch.device) -> bool:
+    """Lock the pages of `image` for as long as it lives; whether that worked.
+
+    A GPU copies to them without the host. They can be neither swapped nor taken back: where they
+    are more than half of the `room`, a slower copy is better than a killed job. The range is
+    registered as a whole, to the byte: PyTorch's own pinned memory is rounded up to a power of two,
+    and one copy may not span two registered ranges.
+    """
+    address, length = image.address, len(image.content)
+    if length == 0:
+        return True
+    if 2 * length > room:
+        _warn_of_pageable(length, f"this rank's share of the free memory is {room / 2**30:.1f} GiB")
+        return False
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(cudart.cudaHostRegister(address, length, 0))
+    if error != 0:
+        with suppress(RuntimeError):  # CUDA tells a thread of its last error again, once
+            torch.zeros(1, device=device)
+        _warn_of_pageable(length, f"cudaHostRegister gave error {error}")
+        return False
+    weakref.finalize(image, cudart.cudaHostUnregister, address)
+    return True
+
+
+def _own_group() -> MemoryGroup | None:
+    try:
+        return memory_group()
+    except OSError:
+        return None
+
+
+def _warn_of_pageable(length: int, why: str) -> None:
+    logger().warning(
+        f"the checkpoint buffer of {length / 2**30:.1f} GiB is not page-locked, so copies from the "
+        f"GPU are slower: {why}"
+    )
+
+
+def _use_device(device: torch.device) -> None:
+    """Without it a thread is on GPU 0, and every rank would have a context there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from typing import Literal
 
 from kempner.config.sections import OptimizerSection
+from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.model.spec.shape import Shape
 
 MASTER_BYTES = 4
+
+Checkpointing = Literal["none", "selective", "full"]
+"""As `train.activation_checkpointing`."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +25,14 @@ class Estimate:
     parameters: int
     """Float32 master weights, this rank's shard."""
     gradients: int
-    """Float32 gradients, this rank's shard."""
+    """Float32 gradients: this rank's shard, or whole if they are reduced once a step."""
     moments: int
     """The optimizer's float32 state, this rank's shard."""
     gathered: int
-    """Whole weights in the compute type: the root's, and two blocks, in use and on the way."""
+    """Whole weights in the compute type: the output's, and two blocks, in use and on the way; or
+    all, and one block on the way, if they are kept."""
     gradient_buffers: int
-    """Whole gradients of the root or a block, in the compute type and as float32 to be summed."""
+    """Whole gradients of the output or a block, in the compute type and as float32 to be summed."""
     activations: int
     """What the forward keeps for the backward, without the logits."""
     logits: int
@@ -42,46 +48,66 @@ def estimate_memory(
     shape: Shape,
     *,
     world: int,
+    replicate: int = 1,
+    tensor: int = 1,
     micro_batch_size: int,
     seq_len: int,
     compute_bytes: int,
     optimizer: OptimizerSection,
+    loss_chunk: int = 0,
+    checkpointing: Checkpointing = "none",
+    checkpointing_every: int = 1,
+    choice: Choice = EACH_MICRO_BATCH,
 ) -> Estimate:
     """Memory of one rank while it trains.
 
-    With P parameters, W ranks, T tokens in a micro batch and c bytes per element of the compute
-    type: 4 P / W for each of weights, gradients and the moments that the optimizer has; in a world
-    of more than one, c (root + 2 blocks) for gathered weights and (c + 4) max(root, block) for
-    gradients on their way, which are summed over the ranks after every micro batch; alone, c P for
-    autocast's copies unless c = 4. Activations and logits as their own functions say.
-    Nothing is recomputed in the backward. Shards of a matrix whose rows W does not divide are up
-    to one row larger on some ranks.
+    With P parameters, W ranks that shard them, of which t make a tensor group, T tokens in a micro
+    batch and c bytes per element of the compute type: 4 P / W for each of weights, gradients and
+    the moments that the optimizer has; in a world of more than one, c (output + 2 blocks) / t for
+    gathered weights and (c + 4) max(output, block) / t for gradients on their way; alone, c P for
+    autocast's copies unless c = 4. Gradients that are reduced once a step take 4 P / t, and weights
+    that are kept c (P + block) / t. Activations and logits as their own functions say. Shards of
+    a matrix whose rows W does not divide are up to one row larger on some ranks.
 
     Args:
         shape: sizes of the model.
-        world: number of ranks that the parameters are sharded over.
+        world: number of ranks.
+        replicate: groups of ranks that each hold all parameters.
+        tensor: ranks that compute each layer together; each has 1 / tensor of what is gathered.
         micro_batch_size: sequences per forward.
         seq_len: tokens per sequence.
         compute_bytes: 2 for bfloat16, 4 for float32.
         optimizer: which one, and with what.
+        loss_chunk: tokens whose logits exist at once; 0 is all.
+        checkpointing: what is computed again in the backward.
+        checkpointing_every: of every how many blocks one does so, the first one included.
+        choice: when gradients are reduced, and whether weights are kept; of no effect alone.
     """
-    shard = MASTER_BYTES * -(-shape.parameters // world)
+    shards = world // replicate
+    shard = MASTER_BYTES * -(-shape.parameters // shards)
     tokens = micro_batch_size * seq_len
-    root, block = shape.root_parameters, shape.block_parameters
+    head, block = shape.head_parameters, shape.block_parameters
+    gradients = shard
     if world > 1:
-        gathered = compute_bytes * (root + 2 * block)
-        gradient_buffers = (compute_bytes + MASTER_BYTES) * max(root, block)
+        whole = shape.parameters + block if choice.keep_parameters else head + 2 * block
+        gathered = compute_bytes * whole // tensor
+        gradient_buffers = (compute_bytes + MASTER_BYTES) * max(head, block) // tensor
+        if choice.reduce_once:
+            gradients = MASTER_BYTES * shape.parameters // tensor
     else:
         gathered = 0 if compute_bytes == MASTER_BYTES else compute_bytes * shape.parameters
         gradient_buffers = 0
     return Estimate(
         parameters=shard,
-        gradients=shard,
-        moments=MASTER_BYTES * -(-moment_elements(shape, optimizer) // world),
+        gradients=gradients,
+        moments=MASTER_BYTES * -(-moment_elements(shape, optimizer) // shards),
         gathered=gathered,
         gradient_buffers=gradient_buffers,
-        activations=tokens * activation_bytes_per_token(shape, compute_bytes),
-        logits=tokens * logit_bytes_per_token(shape),
+        activations=tokens
+        * activation_bytes_per_token(
+            shape, compute_bytes, checkpointing, checkpointing_every, tensor
+        ),
+        logits=loss_bytes(shape, tokens, loss_chunk, compute_bytes) // tensor,
     )
 
 
@@ -100,15 +126,42 @@ def moment_elements(shape: Shape, optimizer: OptimizerSection) -> int:
             return 2 * shape.parameters - hidden
 
 
-def activation_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
+def activation_bytes_per_token(
+    shape: Shape,
+    compute_bytes: int,
+    checkpointing: Checkpointing = "none",
+    checkpointing_every: int = 1,
+    tensor: int = 1,
+) -> int:
     """Bytes per token that a forward keeps for the backward, without the logits.
+
+    The root keeps the token id and the last norm. Where blocks compute again, one of them at a
+    time has, during its backward, what it would have kept.
+    """
+    root = _divided(8 + compute_bytes * 2 * shape.dim + 4, compute_bytes * shape.dim, tensor)
+    block = block_bytes_per_token(shape, compute_bytes, tensor)
+    if checkpointing == "none":
+        return root + shape.n_layers * block
+    kept = checkpointed_bytes_per_token(shape, compute_bytes, checkpointing, tensor)
+    computed_again = -(-shape.n_layers // checkpointing_every)
+    rest = shape.n_layers - computed_again
+    return root + rest * block + computed_again * kept + max(0, block - kept)
+
+
+def _divided(whole: int, undivided: int, ranks: int) -> int:
+    """What each of `ranks` has of `whole`, of which each needs all that is `undivided`."""
+    return -(-(whole - undivided) // ranks) + undivided
+
+
+def block_bytes_per_token(shape: Shape, compute_bytes: int, tensor: int = 1) -> int:
+    """Bytes per token that a block keeps, if it computes nothing again.
 
     Counted tensor by tensor, with fused RMSNorm and attention as on CUDA. A block keeps the input
     and the output of both norms and a float32 scale for each; queries, keys, values, what was
     attended and, per head, a float32 sum; four tensors of SwiGLU; with dropout, two byte masks;
     where queries and keys are normalised, both before that, and a float32 scale for each head.
-    Outside the blocks: the token id and the last norm. On CPU, where RMSNorm is not fused, each
-    norm keeps one more float32 tensor.
+    On CPU, where RMSNorm is not fused, each norm keeps one more float32 tensor. Each of `tensor`
+    ranks has its part of all but the outputs of the norms, which are gathered along the sequence.
     """
     elements = 4 * shape.dim + 2 * shape.q_dim + 2 * shape.kv_dim + 4 * shape.ffn_dim
     masks = 2 * shape.dim if shape.dropout else 0
@@ -116,15 +169,37 @@ def activation_bytes_per_token(shape: Shape, compute_bytes: int) -> int:
     if shape.qk_norm:
         elements += shape.q_dim + shape.kv_dim
         scales += shape.n_heads + shape.n_kv_heads
-    block = compute_bytes * elements + 4 * scales + masks
-    root = 8 + compute_bytes * 2 * shape.dim + 4
-    return shape.n_layers * block + root
+    whole = compute_bytes * elements + 4 * scales + masks
+    return _divided(whole, compute_bytes * 2 * shape.dim, tensor)
 
 
-def logit_bytes_per_token(shape: Shape) -> int:
-    """Bytes per token of four float32 vectors over the vocabulary.
+def checkpointed_bytes_per_token(
+    shape: Shape, compute_bytes: int, mode: Checkpointing, tensor: int = 1
+) -> int:
+    """Bytes per token that a block keeps which computes again in the backward.
 
-    Logits, their log-softmax, and the gradients of both, which exist together when the backward
-    of the cross entropy begins.
+    full: its input. selective: also what its seven matrices and the attention returned, and the
+    attention's float32 sum per head. Each of `tensor` ranks has its part, but what the last matrix
+    of a branch returned is there as a sum's share, of all tokens.
     """
-    return 4 * 4 * shape.vocab_rows
+    if mode == "full":
+        return -(-compute_bytes * shape.dim // tensor)
+    elements = 3 * shape.dim + 2 * shape.q_dim + 2 * shape.kv_dim + 2 * shape.ffn_dim
+    whole = compute_bytes * elements + 4 * shape.n_heads
+    return _divided(whole, compute_bytes * 2 * shape.dim, tensor)
+
+
+def loss_bytes(shape: Shape, tokens: int, chunk: int, compute_bytes: int) -> int:
+    """Bytes of the logits and of what the loss makes of them, at the end of the forward.
+
+    Whole: four float32 vectors over the vocabulary for each token: logits, their log-softmax, and
+    the gradients of both, which exist together when the backward of the cross entropy begins. In
+    chunks: for each of their tokens, the logits in the compute type and as float32, and their
+    log-softmax; and the gradient of the output projection in float32, which is summed over the
+    chunks before the backward.
+    """
+    if chunk == 0:
+        return tokens * 4 * MASTER_BYTES * shape.vocab_rows
+    cast = 0 if compute_bytes == MASTER_BYTES else compute_bytes
+    per_token = (2 * MASTER_BYTES + cast) * shape.vocab_size
+    return min(tokens, chunk) * per_token + MASTER_BYTES * shape.vocab_rows * shape.dim

@@ -129,6 +129,11 @@ class Shape:
         return 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
+    def head_parameters(self) -> int:
+        """Parameters of the last norm and the output projection, or of the tied embedding."""
+        return self.vocab_rows * self.dim + self.dim
+
+    @property
     def root_parameters(self) -> int:
         """Parameters outside the blocks: embedding, last norm, output projection."""
         tables = 1 if self.tie_embeddings else 2

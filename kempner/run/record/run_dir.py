@@ -54,6 +54,11 @@ class RunDirectory:
         """The default of `checkpoint.dir`."""
         return self.path / "checkpoints"
 
+    @property
+    def compiled(self) -> Path:
+        """What torch.compile has made, for the next start."""
+        return self.path / "compiled"
+
     def samples(self, rank: int) -> Path:
         """The ids that a rank consumed, one JSON line a step."""
         return self.path / "samples" / f"rank-{rank:05d}.jsonl"

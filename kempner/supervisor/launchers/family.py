@@ -15,7 +15,7 @@ import psutil
 from kempner.run.control.launch_env import FORK_SERVER, Launch
 from kempner.run.output.logs import logger
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 KILL_TIME = 2.0
 """Seconds in which a process that was killed is gone, unless it is stuck in the kernel."""
@@ -38,7 +38,7 @@ class Family:
     def __init__(self, server: Callable[[], int | None] = lambda: None) -> None:
         self._server = server
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             reason = os.strerror(ctypes.get_errno())
             logger().warning("a process that leaves its parent may outlive the run", reason=reason)
         self._others = {session for session in map(_session, _children(recursive=True)) if session}

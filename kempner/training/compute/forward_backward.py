@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kempner.data.serve.loader import IGNORE, MicroBatch
+from kempner.model.loss import cross_entropy
+from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
+from kempner.model.transformer import Transformer
 from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.training.compute.seeds import set_rng
 
@@ -21,28 +23,47 @@ def accumulate(
     device: torch.device,
     seed: int,
     step: int,
-    data_rank: int,
+    rank: int,
+    copies: int = 1,
+    choice: Choice = EACH_MICRO_BATCH,
     waiting: Waiting = untimed,
 ) -> Tensor:
     """Add the step's gradient to the parameters; return its loss, a scalar on `device`.
 
     The loss is the sum over all valid tokens of all ranks divided by their global count, so neither
     loss nor gradient depends on how the batch is split. Every rank passes the same number of micro
-    batches; rows without a valid token weigh nothing. Gradients are reduced after every micro
-    batch: kept whole until the last one, they would not fit for the models that need sharding.
-    `waiting` is entered while this rank waits for others.
+    batches; rows without a valid token weigh nothing. Gradients are reduced, and parameters freed,
+    as `choice` says; after the last micro batch all are reduced, and nothing stays gathered.
+    `copies` ranks at a time, those of a tensor group, pass the same samples, of which each computes
+    a part: they count once. What dropout draws follows from `rank`, of the world, since each drops
+    from its own part of the sequence. `waiting` is entered while this rank waits for others.
     """
-    valid = _valid_tokens(micro_batches).to(device)
+    valid = _valid_tokens(micro_batches, device)
     with waiting("the count of tokens"):
-        valid = sum_over_ranks(valid).clamp(min=1)
+        valid = (sum_over_ranks(valid) / copies).clamp(min=1)
     total = torch.zeros((), device=device)
     for micro_step, micro_batch in enumerate(micro_batches):
-        set_rng(seed, step, micro_step, data_rank)
+        set_rng(seed, step, micro_step, rank)
+        if micro_step == 0 or micro_step + 1 == len(micro_batches):
+            _communicate(model, choice, last=micro_step + 1 == len(micro_batches))
         loss = summed_loss(model, micro_batch, device)
         (loss / valid).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     with waiting("the sum of losses"):
-        return sum_over_ranks(total) / valid
+        return sum_over_ranks(total) / copies / valid
+
+
+def _communicate(model: nn.Module, choice: Choice, last: bool) -> None:
+    """What the next backward does about gradients and parameters, `last` in its step or not."""
+    if dist.get_world_size() == 1:
+        return
+    from torch.distributed.fsdp import FSDPModule  # a rank that is alone is spared it
+
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or not choice.reduce_once)
+        # The sum of a step's shards takes no more memory than one of them.
+        model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or not choice.keep_parameters)
 
 
 def weightless(micro_steps: int, micro_batch_size: int, seq_len: int) -> list[MicroBatch]:
@@ -54,11 +75,12 @@ def weightless(micro_steps: int, micro_batch_size: int, seq_len: int) -> list[Mi
 
 def summed_loss(model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
     """Cross-entropy in nats, summed over the valid tokens of one micro batch; a float32 scalar."""
-    logits = model(micro_batch.inputs.to(device, non_blocking=True))
+    tokens = micro_batch.inputs.to(device, non_blocking=True)
     targets = micro_batch.targets.to(device, non_blocking=True)
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    if isinstance(model, Transformer):
+        loss: Tensor = model(tokens, targets)
+        return loss
+    return cross_entropy(model(tokens), targets)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
@@ -68,6 +90,7 @@ def sum_over_ranks(value: Tensor) -> Tensor:
     return value
 
 
-def _valid_tokens(micro_batches: Iterable[MicroBatch]) -> Tensor:
-    counts = [(batch.targets != IGNORE).sum() for batch in micro_batches]
-    return torch.stack(counts).sum().float()
+def _valid_tokens(micro_batches: Iterable[MicroBatch], device: torch.device) -> Tensor:
+    """Counted on the device: the host would wait while a count of its own is copied there."""
+    targets = [batch.targets.to(device, non_blocking=True) for batch in micro_batches]
+    return torch.stack([(each != IGNORE).sum() for each in targets]).sum().float()

@@ -47,7 +47,8 @@ class MuonAndAdamW(Uncompiled):
 
 class GuardedMuon(Uncompiled, Muon):
     """`torch.optim.Muon`, bit for bit, for matrices that are whole, or sharded by rows over one
-    mesh dimension; where `found_inf` is 1, parameters and momentum stay what they are.
+    mesh dimension, and the same along others; where `found_inf` is 1, parameters and momentum stay
+    what they are.
 
     Every rank makes the same steps, since the ranks exchange rows in them.
     """
@@ -62,9 +63,8 @@ class GuardedMuon(Uncompiled, Muon):
         for group in self.param_groups:
             # Matrices of one size go together, so that no rank waits for another's larger one.
             ordered = sorted(group["params"], key=lambda p: p.numel(), reverse=True)
-            mesh = ordered[0].device_mesh if is_sharded(ordered[0]) else None
-            ranks = None if mesh is None else mesh.get_group()
-            world = 1 if mesh is None else mesh.size()
+            ranks = _row_group(ordered[0])
+            world = 1 if ranks is None else dist.get_world_size(ranks)
             for first in range(0, len(ordered), world):
                 self._update(ordered[first : first + world], group, ranks)
 
@@ -107,6 +107,18 @@ class GuardedMuon(Uncompiled, Muon):
         if self.found_inf is None:
             return value
         return torch.where(self.found_inf.bool(), otherwise, value)
+
+
+def _row_group(matrix: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that hold a matrix between them, by rows; None if this one has all of it.
+
+    Where there are several such groups, as in HSDP, each does the same.
+    """
+    if not is_sharded(matrix):
+        return None
+    (cut,) = (level for level, way in enumerate(matrix.placements) if way.is_shard())
+    group: dist.ProcessGroup = matrix.device_mesh.get_group(cut)
+    return group
 
 
 def orthogonalise(

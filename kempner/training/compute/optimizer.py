@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -95,15 +97,32 @@ def clip_gradients(model: nn.Module, max_norm: float, waiting: Waiting = untimed
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     own = [local_part(gradient) for gradient in gradients]
-    norm = nn.utils.get_total_norm(own)
     if gradients and is_sharded(gradients[0]):
-        squared = norm.square_()
+        squared = _own_share(gradients)
         with waiting("the gradient norm"):
-            dist.all_reduce(squared, group=gradients[0].device_mesh.get_group())
+            dist.all_reduce(squared)
         norm = squared.sqrt_()
+    else:
+        norm = nn.utils.get_total_norm(own)
     if max_norm > 0:
         torch._foreach_mul_(own, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _own_share(gradients: Iterable[Tensor]) -> Tensor:
+    """What this rank adds to the squared norm: what several ranks hold, each adds a part of."""
+    held: defaultdict[int, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        held[_holders(gradient)].append(local_part(gradient))
+    shares = [nn.utils.get_total_norm(own).square_() / ranks for ranks, own in held.items()]
+    return torch.stack(shares).sum()
+
+
+def _holders(gradient: Tensor) -> int:
+    """How many ranks hold what this one does of a DTensor."""
+    assert is_sharded(gradient)
+    sides = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, placement in sides if placement.is_replicate())
 
 
 def update(

@@ -21,6 +21,7 @@ from kempner.cluster.network.ports import job_salt
 from kempner.cluster.slurm.scontrol import hostnames
 from kempner.cluster.world import World
 from kempner.config.sections import Config
+from kempner.model.spec.mesh import MeshDegrees, check_tensor_groups, resolve_mesh
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import UsageError
 from kempner.training.groups.rendezvous import agree_on_network, meet
@@ -30,17 +31,24 @@ _FAREWELL = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's connections: one group to train on, and Gloo groups to vote and to save on.
+    """This rank's connections: one mesh to train on, and Gloo groups to vote and to save on.
 
-    `store` is the rendezvous, hosted by rank 0; None where somebody else hosts it, as torchrun.
+    `mesh` has the dimensions of `degrees`. `store` is the rendezvous, hosted by rank 0; None where
+    somebody else hosts it, as torchrun.
     """
 
     world: World
     device: torch.device
+    degrees: MeshDegrees
     mesh: DeviceMesh
     votes: dist.ProcessGroup
     saves: dist.ProcessGroup
     store: Store | None
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of each global batch this rank takes; that of all ranks of a tensor group."""
+        return self.degrees.data_rank(self.world.rank)
 
     def broadcast(self, value: object) -> object:
         """Rank 0's picklable `value`, on every rank."""
@@ -95,8 +103,10 @@ def choose_device(world: World) -> torch.device:
 def connect(world: World, config: Config) -> Ranks:
     """Meet the other ranks. Blocks until all are there, or `distributed.timeout` is over.
 
-    Raises `UsageError` if the network cannot be used as configured, on a node or between nodes.
+    Raises `UsageError` if the network cannot be used as configured, on a node or between nodes, or
+    the ranks cannot be divided as `parallelism` says.
     """
+    degrees = resolve_mesh(config, world.size)
     address = _master_address(world)
     choice = _prepare_environment(world, config, address)
     raise_open_file_limit()
@@ -112,7 +122,10 @@ def connect(world: World, config: Config) -> Ranks:
         world_size=world.size,
         timeout=timeout,
     )
-    return _group(world, device, timeout, None if world.launcher == "torchrun" else store)
+    own_store = None if world.launcher == "torchrun" else store
+    ranks = _group(world, device, timeout, own_store, degrees)
+    _refuse_spread_tensor_groups(ranks)
+    return ranks
 
 
 def adopt(world: World, device: torch.device, timeout: timedelta) -> Ranks:
@@ -127,18 +140,37 @@ def adopt(world: World, device: torch.device, timeout: timedelta) -> Ranks:
                 "torch.distributed.init_process_group first"
             )
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    return _group(world, device, timeout, store=None)
+    return _group(world, device, timeout, store=None, degrees=MeshDegrees(shard=world.size))
 
 
-def _group(world: World, device: torch.device, timeout: timedelta, store: Store | None) -> Ranks:
+def _group(
+    world: World,
+    device: torch.device,
+    timeout: timedelta,
+    store: Store | None,
+    degrees: MeshDegrees,
+) -> Ranks:
+    dimensions = degrees.dimensions()
     return Ranks(
         world=world,
         device=device,
-        mesh=init_device_mesh(device.type, (world.size,), mesh_dim_names=("fsdp",)),
+        degrees=degrees,
+        mesh=init_device_mesh(
+            device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)
+        ),
         votes=_gloo_group(timeout),
         saves=_gloo_group(timeout),
         store=store,
     )
+
+
+def _refuse_spread_tensor_groups(ranks: Ranks) -> None:
+    """Raise `UsageError`, on all ranks alike, where a tensor group is not on one node."""
+    if ranks.degrees.tensor == 1:
+        return
+    hosts = [""] * ranks.world.size
+    dist.all_gather_object(hosts, platform.node(), group=ranks.votes)
+    check_tensor_groups(hosts, ranks.degrees.tensor)
 
 
 def _master_address(world: World) -> str:

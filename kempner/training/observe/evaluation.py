@@ -52,8 +52,8 @@ class Evaluation:
                 seq_len=self.config.train.seq_len,
                 global_batch_size=self.config.train.global_batch_size,
                 micro_batch_size=self.config.train.micro_batch_size,
-                rank=ranks.world.rank,
-                world=ranks.world.size,
+                rank=ranks.data_rank,
+                world=ranks.degrees.data_world,
                 max_batches=self.config.eval.max_batches,
             ):
                 ballot = vote_group.open(vote())

@@ -22,7 +22,9 @@ PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
 class StepMetrics:
-    """Rank 0 writes metrics.jsonl and talks to the terminal; every rank writes its samples."""
+    """Rank 0 writes metrics.jsonl and talks to the terminal; with `log_samples` a rank writes its
+    samples.
+    """
 
     def __init__(
         self,
@@ -31,11 +33,13 @@ class StepMetrics:
         *,
         attempt: int,
         rank: int,
+        log_samples: bool,
         flops_per_second_at_peak: float | None,
         flops_per_token: float,
         display: Display,
     ) -> None:
         self._config, self._attempt, self._rank = config, attempt, rank
+        self._log_samples = log_samples
         self._metrics, self._samples = JsonlWriter(run.metrics), JsonlWriter(run.samples(rank))
         self._peak, self._flops_per_token = flops_per_second_at_peak, flops_per_token
         self._display, self._echo = display, AsyncMetrics()
@@ -55,7 +59,7 @@ class StepMetrics:
         positions: Sequence[int],
     ) -> None:
         """Take note of a step that was asked for, and of the positions that this rank took."""
-        if self._config.train.log_samples:
+        if self._log_samples:
             place = {"step": train_state.step, "attempt": self._attempt, "rank": self._rank}
             self._samples.append({**place, "samples": list(positions)})
         self._echo.send(train_state, loss, norm, rate)

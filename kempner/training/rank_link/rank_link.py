@@ -24,7 +24,7 @@ from kempner.config.sections import Config, SuperviseSection
 from kempner.run.control.client import ControlClient, Reactions
 from kempner.run.control.heartbeat import Progress, describe_places
 from kempner.run.control.launch_env import Launch, forget_secret
-from kempner.run.control.protocol import Event, Usage
+from kempner.run.control.protocol import Event, Phase, Usage
 from kempner.run.output.background_files import LatestContent
 from kempner.run.output.console import leave
 from kempner.run.output.logs import logger, warn
@@ -126,11 +126,19 @@ class RankLink:
 def open_rank_link(config: Config, shutdown: ShutdownHandler) -> RankLink:
     """Find this rank's place, and call its supervisor if it has one. Raises as `join`."""
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
-    return join(run, config.supervise, shutdown)
+    return join(run, config.supervise, shutdown, compiles=config.train.compile)
 
 
-def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler) -> RankLink:
+def join(
+    run: RunDirectory,
+    section: SuperviseSection,
+    shutdown: ShutdownHandler,
+    compiles: bool = False,
+) -> RankLink:
     """Find this rank's place in `run`, and call its supervisor if it has one.
+
+    A rank that `compiles` leaves at once where it can do nothing else for minutes, should its
+    supervisor end.
 
     Raises `UsageError` if the launcher's variables make no sense.
     """
@@ -161,6 +169,8 @@ def join(run: RunDirectory, section: SuperviseSection, shutdown: ShutdownHandler
         supervisor_gone=lambda: launch.parent is not None and not _descends_from(launch.parent),
     )
     link.start()
+    if launch.parent is not None and compiles:
+        call_at_end_of(launch.parent, partial(_leave_first_step, rank_link))
     return rank_link
 
 
@@ -230,6 +240,15 @@ def _stop_in_silence(shutdown: ShutdownHandler, seconds: float) -> None:
     silence = f"no heartbeat from the supervisor for {seconds:.0f} s"
     shutdown.stop(StopReason.SUPERVISOR_LOST, sentence=silence)
     logger().warning(f"{silence}: committing and exiting")
+
+
+def _leave_first_step(rank_link: RankLink) -> None:
+    """End the process from a thread, if the main one compiles: no step is lost."""
+    if rank_link.progress.phase is Phase.COMPILE:
+        sentence = "the supervisor has ended before the first step was made"
+        rank_link.leave(ExitCode.STOPPED, sentence)
+        logger().warning(f"{sentence}: exiting")
+        leave(ExitCode.STOPPED)
 
 
 def _leave_in_silence(rank_link: RankLink, seconds: float) -> None:

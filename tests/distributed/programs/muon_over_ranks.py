@@ -1,13 +1,17 @@
-"""One rank of a test: Muon over shards is Muon over whole matrices, in every bit."""
+"""One rank of a test: Muon over shards is Muon over whole matrices, in every bit.
+
+Usage: muon_over_ranks.py REPLICAS, of each shard.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Muon
 
 from kempner.training.compute.muon import GuardedMuon
@@ -21,11 +25,12 @@ OPTIONS = [
 ]
 
 dist.init_process_group("gloo")
-mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+replicas = int(sys.argv[1])
+mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas))
 
 
 def sharded(whole: torch.Tensor) -> DTensor:
-    return distribute_tensor(whole.clone(), mesh, [Shard(0)])
+    return distribute_tensor(whole.clone(), mesh, [Replicate(), Shard(0)])
 
 
 def state_of(optimizer: Muon) -> dict[int, DTensor]:

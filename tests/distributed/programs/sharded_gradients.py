@@ -7,7 +7,6 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -22,11 +21,18 @@ VOCAB = 257
 ROWS, LENGTH = 6, 32
 
 
-def config(dtype: str = "auto", **model: object) -> Config:
+def config(dtype: str = "auto", checkpointing: str = "none", **model: object) -> Config:
     sizes = {"dim": 48, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 100, **model}
+    train = {
+        "seq_len": LENGTH,
+        "seed": 5,
+        "dtype": dtype,
+        "loss_chunk": 20,
+        "activation_checkpointing": checkpointing,
+    }
     return Config(
         model=ModelSection.model_validate(sizes),
-        train=TrainSection.model_validate({"seq_len": LENGTH, "seed": 5, "dtype": dtype}),
+        train=TrainSection.model_validate(train),
     )
 
 
@@ -36,6 +42,8 @@ ASKED = {
     "tied": config(tie_embeddings=True),
     "qwen": config(qk_norm=True, head_dim=16, vocab_multiple=16),
     "bfloat16": config(dtype="bfloat16"),
+    "full": config(checkpointing="full"),
+    "selective": config(checkpointing="selective", tie_embeddings=True),
 }
 Whole = tuple[dict[str, Tensor], dict[str, Tensor]]
 """Weights and gradients of a model, put together from all ranks."""
@@ -48,8 +56,7 @@ def batch() -> Tensor:
 
 def backward(model: Transformer, rows: Tensor) -> None:
     """Add the gradient of these rows' share of the global batch's mean loss."""
-    logits = model(rows[:, :-1])
-    loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+    loss = model(rows[:, :-1], rows[:, 1:])
     torch.autograd.backward(loss / (ROWS * LENGTH))
 
 

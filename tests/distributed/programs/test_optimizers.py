@@ -11,9 +11,9 @@ from harness import Run, drills, launch
 pytestmark = pytest.mark.timeout(200)
 
 
-@pytest.mark.parametrize("world", [3, *drills(2)])
-def test_muon_over_shards_is_muon(world: int) -> None:
-    launch(Path(__file__).with_name("muon_over_ranks.py"), world)
+@pytest.mark.parametrize(("world", "replicas"), [(4, 2), *drills((3, 1), (2, 1), (2, 2))])
+def test_muon_over_shards_is_muon(world: int, replicas: int) -> None:
+    launch(Path(__file__).with_name("muon_over_ranks.py"), world, replicas)
 
 
 MUON = ['--optimizer.name="muon"']

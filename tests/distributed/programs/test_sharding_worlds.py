@@ -27,13 +27,16 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def alone(config: Config) -> Transformer:
-    """The model of a single process, with the gradient of the whole batch."""
+    """The model of a single process, with the gradient of the whole batch and of all logits."""
     model = build_model(config, VOCAB, CPU, None)
+    model.loss_chunk = 0
     backward(model, batch())
     return model
 
 
-@pytest.mark.parametrize("name", ["grouped", "summed every time", "tied", "qwen"])
+@pytest.mark.parametrize(
+    "name", ["grouped", "summed every time", "tied", "qwen", "full", "selective"]
+)
 def test_gradients_are_the_sum_over_ranks(ranks: Results, name: str) -> None:
     weights, gradients = ranks[name]
     model = alone(ASKED[name])
@@ -44,6 +47,12 @@ def test_gradients_are_the_sum_over_ranks(ranks: Results, name: str) -> None:
         scale = parameter.grad.abs().max().item()
         difference = (gradients[key] - parameter.grad).abs().max().item()
         assert difference <= TOLERANCE * scale, key
+
+
+@pytest.mark.parametrize(("name", "kept"), [("full", "grouped"), ("selective", "tied")])
+def test_blocks_that_compute_again_change_no_bit(ranks: Results, name: str, kept: str) -> None:
+    gradients, expected = ranks[name][1], ranks[kept][1]
+    assert all(torch.equal(gradients[key], expected[key]) for key in expected)
 
 
 def test_bfloat16_ranks_keep_float32_weights_and_sums(ranks: Results) -> None:

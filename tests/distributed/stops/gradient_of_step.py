@@ -39,7 +39,7 @@ loss = accumulate(
     device=ranks.device,
     seed=config.train.seed,
     step=training.train_state.step + 1,
-    data_rank=ranks.world.rank,
+    rank=ranks.world.rank,
 )
 gradient = {}
 for name, parameter in training.model.named_parameters():

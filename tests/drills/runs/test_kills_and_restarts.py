@@ -49,7 +49,7 @@ def test_kills_at_any_moment_heal_in_place(
     if ALL:  # the machine may have got slower since
         plain.append(Run(tmp_path / "again", corpus))
         plain[-1].complete(WORLD, *options)
-    what = "kill and restart" if fork == "true" else "kill and restart, not forked"
+    what = "kill and restart" if fork == "true" else "cold kill and restart"
     note_healing(what, run, kills, plain=[plain_start(one) for one in plain])
 
 

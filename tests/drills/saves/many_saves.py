@@ -64,7 +64,9 @@ for step in range(1, 1 + warm_up + saves):
         wait_until(pruned, "the old ones to be gone")
         assert manager.committed_step == step
         dist.barrier()
-        print(json.dumps(usage()), flush=True)
+        # At once, with its end of line: the other rank writes to the same file.
+        sys.stdout.write(f"{json.dumps(usage())}\n")
+        sys.stdout.flush()
 dist.barrier()
 print(f"rank {rank} has seen it all", flush=True)
 os._exit(0)

@@ -73,6 +73,41 @@ def test_check_estimates_the_memory_of_a_rank(
     assert sum(parts) == pytest.approx(total, abs=0.05 * len(parts))
 
 
+def test_check_says_what_is_sent_and_why(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needs = ["--model.vocab_size=257", "--world=8"]
+    assert run("config", "check", path, *needs, "--nodes=2") == 0
+    _, choice, traffic, _, _ = capsys.readouterr().out.splitlines()
+    assert choice.startswith("communication: reduce_gradients=micro_batch, reshard_after_forward=")
+    assert re.fullmatch(
+        r"in a step each node sends [0-9.]+ GB to other nodes and [0-9.]+ GB among its 4 ranks",
+        traffic,
+    )
+    assert run("config", "check", path, *needs, "--gpu-memory=0") == 0
+    _, choice, traffic, _, _ = capsys.readouterr().out.splitlines()
+    assert "reshard_after_forward=always: it takes least memory, which the CPU ranks" in choice
+    assert re.fullmatch(r"in a step each node sends [0-9.]+ GB among its 8 ranks", traffic)
+    assert run("config", "check", path, *needs, "--nodes=3") == 2
+    assert "8 ranks are not equally many on each of 3 nodes" in capsys.readouterr().err
+
+
+def test_check_says_how_the_ranks_are_divided(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh = ["--parallelism.data_parallel_replicate_degree=2"]
+    assert run("config", "check", path, "--world=8", *mesh) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[3] == "mesh of 8 ranks: replicate 2 x shard 4 x tensor 1"
+
+    assert run("config", "check", path, "--world=7", *mesh) == 2
+    assert "data_parallel_replicate_degree=2" in (error := capsys.readouterr().err)
+    assert "does not divide the 7 ranks" in error
+
+    assert run("config", "check", path, "--parallelism.tensor_parallel_degree=4") == 2
+    said_of_data = capsys.readouterr().err
+    assert "the rows of the vocabulary=257 (257 / 4 = 64.25)" in said_of_data
+    assert "set model.vocab_multiple to a multiple of 4" in said_of_data
+
+
 def test_check_misses_data(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "check", path, "--data.dataset_path=nowhere") == 65
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from kempner.config.loading import load
 from kempner.config.sections import Config, ModelSection, OptimizerSection, TrainSection
 from kempner.model.sharding import build_model, shard
+from kempner.model.spec.communication import Choice
 from kempner.model.spec.memory import Estimate, activation_bytes_per_token, estimate_memory
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
@@ -147,6 +149,19 @@ def test_parts_follow_their_formulas() -> None:
     assert exact.gathered == 0
     pair = estimate_memory(shape, world=2, compute_bytes=2, **sizes)
     assert pair.parameters == 2 * shape.parameters
-    assert pair.gathered == 2 * (shape.root_parameters + 2 * shape.block_parameters)
-    assert pair.gradient_buffers == 6 * max(shape.root_parameters, shape.block_parameters)
+    assert pair.gathered == 2 * (shape.head_parameters + 2 * shape.block_parameters)
+    assert pair.gradient_buffers == 6 * max(shape.head_parameters, shape.block_parameters)
+    once = estimate_memory(
+        shape, world=2, compute_bytes=2, choice=Choice(reduce_once=True), **sizes
+    )
+    assert once == replace(pair, gradients=4 * shape.parameters)
+    kept = estimate_memory(
+        shape, world=2, compute_bytes=2, choice=Choice(keep_parameters=True), **sizes
+    )
+    assert kept == replace(pair, gathered=2 * (shape.parameters + shape.block_parameters))
+    assert alone == estimate_memory(
+        shape, world=1, compute_bytes=2, choice=Choice(True, True), **sizes
+    )
     assert pair.logits == 2 * 32 * 16 * 257
+    chunked = estimate_memory(shape, world=2, compute_bytes=2, loss_chunk=10, **sizes)
+    assert chunked.logits == 10 * 257 * (2 + 4 + 4) + 4 * 257 * 64

@@ -29,6 +29,7 @@ from kempner.config.sections import (
 )
 from kempner.data.files.token_file import Corpus
 from kempner.model.sharding import build_model
+from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.transformer import Transformer
 from kempner.run.control.heartbeat import Progress
 from kempner.run.process.exit_codes import ExitCode
@@ -99,6 +100,7 @@ def run_loop(
         run,
         attempt=1,
         rank=rank,
+        log_samples=config.train.log_samples,
         flops_per_second_at_peak=None,
         flops_per_token=1.0,
         display=NoDisplay(),
@@ -128,9 +130,10 @@ def run_loop(
 def test_each_step_of_each_rank_drops_neurons_of_its_own(tmp_path: Path, ranks: Ranks) -> None:
     """All samples are alike and the weights stand still: only what is dropped can differ."""
     corpus, config = corpus_of(tmp_path / "tokens", [7] * 400), config_for(2, dropout=0.5)
+    pair = replace(ranks, degrees=MeshDegrees(shard=2))
     losses = {
         name: run_loop(
-            tmp_path / name, corpus, config, replace(ranks, world=World(rank, 2, 0, 2, "none"))
+            tmp_path / name, corpus, config, replace(pair, world=World(rank, 2, 0, 2, "none"))
         ).losses
         for name, rank in (("first", 0), ("first again", 0), ("second", 1))
     }

@@ -44,7 +44,7 @@ def write(folder: Path, world: int, placements: tuple[int | None, ...]) -> None:
     folder.mkdir()
     for rank in range(world):
         placed = place(specs, rank, container)
-        image = FileBuffer(placed, pinned=False)
+        image = FileBuffer(placed)
         for view, item in zip(image.views, placed, strict=True):
             view.copy_(part(item))
         write_stream(folder / data_file(rank), image.content)
@@ -94,7 +94,7 @@ def test_metadata_says_what_the_stock_writer_would(tmp_path: Path) -> None:
 def test_views_are_staged_into_the_file_itself() -> None:
     specs = tensor_specs(STATE, 1)
     placed = place(specs, 0, container)
-    image = FileBuffer(placed, pinned=False)
+    image = FileBuffer(placed)
     before = bytes(image.content)
     for view in image.views:
         octets(view).fill_(255)

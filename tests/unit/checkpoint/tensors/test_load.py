@@ -66,7 +66,7 @@ def write_ours(folder: Path, cut: int | None = 0, world: int = 3) -> Manifest:
     folder.mkdir()
     for rank in range(world):
         placed = place(specs, rank, container)
-        image = FileBuffer(placed, pinned=False)
+        image = FileBuffer(placed)
         for view, item in zip(image.views, placed, strict=True):
             part = STATE[item.chunk.key]
             for dim, at in enumerate(item.chunk.offsets):
@@ -127,7 +127,7 @@ def test_what_follows_the_last_tensor_is_checked_too(tmp_path: Path) -> None:
     state = {"weights": torch.randn(room // 4 - 8)}
     specs = tensor_specs(state, 1)
     placed = place(specs, 0, container)
-    image = FileBuffer(placed, pinned=False)
+    image = FileBuffer(placed)
     image.views[0].copy_(state["weights"])
     (tmp_path / data_file(0)).write_bytes(image.content)
     (tmp_path / data_file(1)).write_bytes(b"")

@@ -50,7 +50,7 @@ def bind(model: Subject, optimizer: torch.optim.Optimizer) -> tuple[Route, FileL
     binding = state.Binding(model, optimizer)
     specs = tensor_specs(binding.table, 1)
     placed = place(specs, 0, container)
-    layout = FileLayout(specs, [p.chunk.key for p in placed], FileBuffer(placed, pinned=False), 1)
+    layout = FileLayout(specs, [p.chunk.key for p in placed], FileBuffer(placed), 1)
     return Route.of(binding, layout), layout
 
 

@@ -49,6 +49,22 @@ ARGUMENTS: list[tuple[str, list[str], str]] = [
         ["--model.rope_scaling.low_freq_factor=2"],
         "[model.rope_scaling] low_freq_factor has no effect without factor",
     ),
+    ("", ["--train.fp8=true"], "[train] fp8=true needs compile=true"),
+    (
+        "",
+        ["--train.activation_checkpointing_every=2"],
+        "[train] activation_checkpointing_every=2 has no effect with ... remove it",
+    ),
+    (
+        "",
+        ["--model.factory=ours:build", "--train.compile=true"],
+        "train.compile has no effect with model.factory; remove it",
+    ),
+    (
+        "",
+        ["--model.factory=ours:build", "--data.document_mask=true"],
+        "data.document_mask has no effect with model.factory; remove it",
+    ),
     ("", ["--=5"], 'argument "--=5" is not understood'),
     ("", ["--train=5"], "--train=5: train is a section ... --train.max_steps=VALUE"),
     ("", ["--train={seed = 5}"], "train is a section ... --train.max_steps=VALUE"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from harness import drills, wait_until
 
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.children import ChildRank, Children
-from kempner.supervisor.launchers.family import Family
+from kempner.supervisor.launchers.family import PR_SET_CHILD_SUBREAPER, Family
 from kempner.supervisor.launchers.fork_server import client
 from kempner.supervisor.launchers.fork_server.client import CannotForkError, ForkServerClient
 from kempner.supervisor.launchers.fork_server.messages import (
@@ -49,7 +50,7 @@ sys.exit(int(sys.argv[1]))
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes fork servers, in a process that is a sub-reaper."""
+    """Makes fork servers, in a process that is a sub-reaper until the end of the test."""
     Family()
     made: list[ForkServerClient] = []
 
@@ -62,6 +63,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield make
     for server in made:
         server.close()
+    # Or nobody would reap what later tests leave behind, and it would seem to run.
+    assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
 
 
 def sleeper(folder: Path, seconds: float = 100.0) -> list[str]:

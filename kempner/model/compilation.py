@@ -1,0 +1,46 @@
+"""Compiles each block of a model with `torch.compile`, and keeps what that makes with the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+from kempner.model.transformer import Transformer
+
+
+def compile_blocks(model: Transformer, cache: Path) -> None:
+    """Have every block compile what it computes when it first trains; evaluations compute as ever.
+
+    Blocks are alike, so that one is compiled for all. It is compiled whole, or not at all: what
+    shards and gathers a block stays outside, and so do the names of its parameters.
+
+    Args:
+        model: on any device.
+        cache: folder of what was compiled; another start takes it from there. A folder that
+            TORCHINDUCTOR_CACHE_DIR names takes precedence.
+    """
+    import torch._inductor.config as inductor  # imports torch's compiler
+
+    # Kernels are compiled for the processor (-march=native), by which torch does not look for them:
+    # another one could end with an illegal instruction.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute() / _processor()))
+    # In this process: a pool of compiling processes could outlive a rank that is killed, and for
+    # one block it gains little.
+    inductor.compile_threads = 1
+    # It warns of operations in place where "selective" computes again; a block has none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    for block in model.blocks:
+        block.compiled = torch.compile(block.run, fullgraph=True, dynamic=False)
+
+
+def _processor() -> str:
+    """Short for what this machine's processor can do."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return blake2b(line.encode(), digest_size=4).hexdigest()
+    return platform.machine()

@@ -1,0 +1,38 @@
+"""`benchmarks/models/gpu.py` itself, with what a CPU can show of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[3] / "benchmarks" / "models" / "gpu.py"
+
+
+@pytest.mark.parametrize("planted", ["", "no checkpoint is found"])
+def test_the_checks_of_a_gpu_run_on_a_cpu_and_one_that_fails_is_told(planted: str) -> None:
+    plant = "CheckpointManager.restore = lambda *_: None; " if planted else ""
+    sizes = ["--device", "cpu", "--dim", "32", "--layers", "1", "--seq", "16"]
+    program = (
+        "import sys, runpy; from kempner.checkpoint.manager import CheckpointManager; "
+        f"{plant}sys.argv = {['gpu.py', *sizes]!r}; "
+        f"runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200
+    )
+    verdicts = {line.split()[0]: line[22:31].strip() for line in ended.stdout.splitlines()[1:]}
+    held = "FAILED" if planted else "passed"
+    assert verdicts == {
+        "staging": held,
+        "pinned": "not here",
+        "deterministic_resume": held,
+        "no_sync": "not here",
+        "memory": "not here",
+        "speed": "not here",
+        "stop": "passed",
+        "bf16": "passed",
+    }, ended.stderr
+    assert ended.returncode == (1 if planted else 0)

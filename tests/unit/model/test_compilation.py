@@ -1,0 +1,82 @@
+"""A block is compiled whole, once for all blocks, and keeps its names; kernels are for drills."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kempner.config.sections import Config, ModelSection, TrainSection
+from kempner.model.compilation import compile_blocks
+from kempner.model.sharding import build_model
+from kempner.model.transformer import Transformer
+
+TOKENS = torch.arange(32).view(2, 16)
+TOLERANCE = 3e-6
+"""Largest difference of a gradient, relative to its largest element: a few float32 roundings."""
+
+
+def build(checkpointing: str, document_end: int | None = None) -> Transformer:
+    sizes = ModelSection(dim=16, n_layers=9, n_heads=2, n_kv_heads=1, ffn_dim=24, qk_norm=True)
+    train = {"seq_len": 16, "activation_checkpointing": checkpointing}
+    config = Config(model=sizes, train=TrainSection.model_validate(train))
+    model = build_model(config, 61, torch.device("cpu"), None)
+    model.document_end = document_end
+    return model
+
+
+def step(model: Transformer) -> dict[str, Tensor]:
+    torch.autograd.backward(model(TOKENS, TOKENS))
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "document_end"),
+    [("none", None), ("selective", None), ("full", None), ("selective", 5)],
+)
+def test_one_graph_is_compiled_for_all_blocks(
+    checkpointing: str,
+    document_end: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    backend = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    model = build(checkpointing, document_end)
+    expected = step(build(checkpointing, document_end))
+    compile_blocks(model, tmp_path / "compiled")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
+    assert list(model.state_dict()) == list(build("none").state_dict())
+    with torch.no_grad():
+        model(TOKENS, TOKENS)
+    assert backend.frame_count == 0
+    found = step(model)
+    assert backend.frame_count == 1
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        largest = gradient.abs().max().item()
+        assert (found[name] - gradient).abs().max().item() <= TOLERANCE * largest, name
+
+
+def test_what_is_compiled_stays_with_the_run_for_each_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is as before afterwards
+    folders = set()
+    for processor in ("this", "another"):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+        compile_blocks(build("none"), tmp_path / "compiled")
+        folders.add(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+        if processor == "this":
+            compile_blocks(build("none"), tmp_path / "compiled")
+            monkeypatch.setattr(Path, "read_text", lambda path: "flags : one_more\n")
+    assert len(folders) == 2
+    assert {folder.parent for folder in folders} == {tmp_path / "compiled"}

@@ -32,6 +32,9 @@ _FAILED = re.compile(
     r"failed \(exitcode: (?P<status>-?\d+)\) local_rank: (?P<local_rank>\d+) \(pid: (?P<pid>\d+)\)"
 )
 _FIELD = re.compile(r"\s*(?P<name>time|host|rank|exitcode)\s*: (?P<said>.*)$")
+_LIGHTNING = re.compile(
+    r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)"
+)
 _DEEPSPEED = re.compile(r"exits with return code = (?P<status>-?\d+)")
 _SACCT = re.compile(
     r"^\s*\d+(?:_\d+)?(?:\.\w+)?\+?[\s|].*?\b(?P<state>COMPLETED|FAILED|TIMEOUT|DEADLINE|CANCELLED"
@@ -126,8 +129,9 @@ class EndReader:
             return self._srun(line)
         if (found := _FAILED.search(text)) is not None:
             return _end(line, int(found["status"]), node=line.node, pid=int(found["pid"]))
-        if (found := _DEEPSPEED.search(text)) is not None:
-            return _end(line, int(found["status"]))
+        if (found := _LIGHTNING.search(text) or _DEEPSPEED.search(text)) is not None:
+            ranks = () if line.rank is None else (line.rank,)
+            return _end(line, int(found["status"]), ranks=ranks)
         if (found := _SACCT.search(text)) is not None:
             return _accounted(line, found["state"])
         if "Root Cause (first observed failure)" in text:

@@ -25,6 +25,7 @@ _FACTS = (
         "- [",
         'File "',
         "above exception",
+        "terminated with",
         "TIMEOUT",
         "DEADLINE",
         "PREEMPTED",

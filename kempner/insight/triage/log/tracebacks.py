@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kempner.insight.triage.log.lines import LogLine
 
@@ -15,6 +15,9 @@ _BARE = re.compile(
 _LIBRARY = re.compile(r"site-packages/|dist-packages/|/lib/python3|<frozen |<string>|/torch/|/bin/")
 _MUTED = re.compile(r"Exception ignored in|--- Logging error ---")
 _HEADER = "Traceback (most recent call last)"
+_OF_RANK = re.compile(r"\(RANK (\d+)\)|^-- Process (\d+) terminated with the following error")
+"""How one rank, or the parent of all, repeats what another has raised."""
+
 _HANDLED = "During handling of the above exception"
 _CAUSED = "The above exception was the direct cause"
 
@@ -45,6 +48,7 @@ class _Open:
     stray: int = 0
     muted: bool = False
     follows: bool = False
+    rank: int | None = None
 
 
 @dataclass
@@ -54,6 +58,7 @@ class Tracebacks:
     _open: dict[object, _Open] = field(default_factory=dict)
     _muted: set[object] = field(default_factory=set)
     _linked: set[object] = field(default_factory=set)
+    _repeated: dict[object, int] = field(default_factory=dict)
 
     @property
     def waiting(self) -> bool:
@@ -63,9 +68,12 @@ class Tracebacks:
     def feed(self, line: LogLine) -> Raised | None:
         """The exception that ends with this line, if one does."""
         writer, text = line.writer, line.text
+        if (of := _OF_RANK.search(text)) is not None:
+            self._repeated[writer] = int(of[1] or of[2])
         if _HEADER in text:
             muted, follows = writer in self._muted, writer in self._linked
-            self._open[writer] = _Open(muted=muted, follows=follows)
+            rank = self._repeated.pop(writer, line.rank)
+            self._open[writer] = _Open(muted=muted, follows=follows, rank=rank)
             self._muted.discard(writer)
             self._linked.discard(writer)
             return None
@@ -99,7 +107,8 @@ class Tracebacks:
         del self._open[line.writer]
         if begun.muted:
             return None
-        return Raised(line, _words(found), begun.own or begun.last, begun.follows)
+        said = replace(line, rank=begun.rank)
+        return Raised(said, _words(found), begun.own or begun.last, begun.follows)
 
 
 def _plausible(found: re.Match[str]) -> bool:

@@ -141,6 +141,7 @@ CAUSES = (
             Sign(r"srun: (?:Terminating|Job step aborted)", CASCADE),
             Sign(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*", CASCADE),
             Sign(r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException)\b", CASCADE),
+            Sign(r"^(?:\w+\.)*CheckpointException\b", CASCADE),
             Sign(r"^(?:\w+\.)*CalledProcessError\b|^SystemExit\b", CASCADE),
             Sign(r"taking the entire process down|To avoid data inconsistency", CASCADE),
             Sign(r"due to the asynchronous nature of CUDA kernels", CASCADE),

@@ -21,21 +21,8 @@ from kempner.insight.triage.transports import Transports
 
 _FACTS = (
     *("NCCL", "nranks", "world", "RANK", "Failures:", "Root Cause", "COMPLETED", "desync", "  : "),
-    *(
-        "- [",
-        'File "',
-        "above exception",
-        "terminated with",
-        "TIMEOUT",
-        "DEADLINE",
-        "PREEMPTED",
-        "FAIL",
-        "ERROR",
-        "atal",
-        "FATAL",
-        "CRITICAL",
-        "panic",
-    ),
+    *("- [", 'File "', "above exception", "terminated with", "TIMEOUT", "DEADLINE", "PREEMPTED"),
+    *("FAIL", "ERROR", "atal", "FATAL", "CRITICAL", "panic"),
 )
 """What lines have in them that tell no failure, and are read nevertheless."""
 

@@ -98,8 +98,14 @@ def test_the_page_on_configuration_holds(reader: Reader) -> None:
     assert type_page("docs/configuration.md", reader) >= 1
 
 
+def test_the_page_on_triage_holds(reader: Reader) -> None:
+    log = ROOT / "tests/unit/insight/triage/logs/made/missing_on_one_node.log"
+    shutil.copy(log, reader.folder / "slurm-4711.out")
+    assert type_page("docs/triage.md", reader) == 1
+
+
 def test_each_block_is_typed_or_has_a_reason_not_to_be() -> None:
-    here = {"README.md", "docs/own_loop.md", "docs/configuration.md"}
+    here = {"README.md", "docs/own_loop.md", "docs/configuration.md", "docs/triage.md"}
     untested = [block.name for page in PAGES if page not in here for block in typed(page)]
     assert untested == []
     there = {block.name for page in PAGES for block in blocks(page)}

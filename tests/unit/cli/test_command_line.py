@@ -27,6 +27,7 @@ COMMANDS = (
         "train",
         "supervise",
         "status",
+        "triage",
         "completion",
         "config",
         "config show",

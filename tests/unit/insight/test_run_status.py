@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kempner.checkpoint.store.inventory import locate
-from kempner.cli.status import table_row
+from kempner.cli.insight.status import table_row
 from kempner.insight.progress import Progress, measure
 from kempner.insight.status import DEAD, UNSETTLED, gather, read_status, summarise
 from kempner.run.control.protocol import Phase, Report

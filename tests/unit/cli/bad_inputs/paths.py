@@ -139,4 +139,15 @@ DATA = [
     )
 ]
 
-ROWS = [*INIT, *CHECKPOINTS, *STATUS, *CONFIGURATIONS, *RUN_DIRECTORIES, *DATA]
+TRIAGE = [
+    Row("triage missing", "missing is not there; name a run's directory, or a log"),
+    Row("triage folder", "folder is neither a run, which has a ledger.jsonl, nor a folder with"),
+    Row("triage file/below", "file/below is not there; name a run's directory, or a log"),
+    Row("triage dangling", "dangling is not there; name a run's directory, or a log"),
+    Row("triage loop", LOOP),
+    Row(f"triage {LONG}", TOO_LONG),
+    Row("triage", "RUN_DIR|LOG... is missing"),
+    Row("triage '~nobody-here/log'", NO_HOME),
+]
+
+ROWS = [*TRIAGE, *INIT, *CHECKPOINTS, *STATUS, *CONFIGURATIONS, *RUN_DIRECTORIES, *DATA]

@@ -50,7 +50,7 @@ def status(
         "state": state,
         **_rows(found),
     }.items():
-        for line in table_row(name, value, _columns()):
+        for line in table_row(name, value, terminal_columns()):
             typer.echo(line)
     if found.gave_up is not None:
         typer.echo(found.gave_up)
@@ -77,7 +77,7 @@ def _known(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _columns() -> int | None:
+def terminal_columns() -> int | None:
     """The width of the terminal; None where the output goes elsewhere."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 

@@ -1,0 +1,208 @@
+"""How processes ended, as launchers and the accounting say it.
+
+srun names node and task; torchrun prints a block per process; sacct has `code:signal`; a shell adds
+128 to a signal's number.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass, field, replace
+
+from kempner.insight.triage.log.lines import LogLine
+from kempner.insight.triage.log.times import time_of
+from kempner.insight.triage.rules import Level, Sure
+
+_SRUN = re.compile(
+    r"srun: error: (?P<node>[\w.-]+): tasks? (?P<ranks>[\d,-]+): (?P<how>[A-Z][^\n]*)"
+)
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+_WORDS = {
+    "Killed": -9,
+    "Terminated": -15,
+    "Segmentation fault": -11,
+    "Aborted": -6,
+    "Bus error": -7,
+    "Illegal instruction": -4,
+    "Floating point exception": -8,
+    "Interrupt": -2,
+}
+_FAILED = re.compile(
+    r"failed \(exitcode: (?P<status>-?\d+)\) local_rank: (?P<local_rank>\d+) \(pid: (?P<pid>\d+)\)"
+)
+_FIELD = re.compile(r"\s*(?P<name>time|host|rank|exitcode)\s*: (?P<said>.*)$")
+_LIGHTNING = re.compile(
+    r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)"
+)
+_DEEPSPEED = re.compile(r"exits with return code = (?P<status>-?\d+)")
+_SACCT = re.compile(
+    r"^\s*\d+(?:_\d+)?(?:\.\w+)?\+?[\s|].*?\b(?P<state>COMPLETED|FAILED|TIMEOUT|DEADLINE|CANCELLED"
+    r"(?: by \d+)?|NODE_FAIL|PREEMPTED|OUT_OF_ME\w*|BOOT_FAIL|REQUEUED)\b"
+)
+_STATUS = re.compile(r"(?<![:\d-])(\d+):(\d+)(?![:\d])")
+
+_STATES = {
+    "TIMEOUT": "time_limit",
+    "DEADLINE": "time_limit",
+    "NODE_FAIL": "node_failure",
+    "PREEMPTED": "preemption",
+    "BOOT_FAIL": "node_failure",
+    "REQUEUED": "requeued",
+}
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of processes: `status` is an exit code, or minus a signal's number.
+
+    `cause` names the row of the table. `first` says that torchrun saw it fail first on its node.
+    """
+
+    line: LogLine
+    status: int | None
+    cause: str
+    level: Level
+    sure: Sure = Sure.LIKELY
+    ranks: tuple[int, ...] = ()
+    node: str | None = None
+    first: bool = False
+
+
+_BY_STATUS: dict[int, tuple[str, Level, Sure]] = {
+    -9: ("killed", Level.MECHANISM, Sure.LIKELY),
+    -11: ("segfault", Level.MECHANISM, Sure.CERTAIN),
+    -7: ("bus_error", Level.MECHANISM, Sure.CERTAIN),
+    -4: ("illegal_instruction", Level.MECHANISM, Sure.CERTAIN),
+    -8: ("arithmetic_trap", Level.MECHANISM, Sure.CERTAIN),
+    -2: ("interrupted", Level.MECHANISM, Sure.LIKELY),
+    -6: ("aborted", Level.SYMPTOM, Sure.POSSIBLE),
+    -15: ("terminated", Level.CASCADE, Sure.POSSIBLE),
+    -125: ("host_out_of_memory", Level.GIVEN, Sure.CERTAIN),
+}
+
+
+def plain_status(code: int) -> int:
+    """An exit code as a shell gives it, with a signal as minus its number."""
+    return 128 - code if 128 < code < 160 else code
+
+
+def words_of(status: int) -> str:
+    """An exit status in words: `exit code 1`, `SIGKILL (9)`."""
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"{signal.Signals(-status).name} ({-status})"
+    except ValueError:
+        return f"signal {-status}"
+
+
+def what_status_means(status: int) -> tuple[str, Level, Sure]:
+    """The row of the table for an exit status that is no success, how near to the beginning it is,
+    and how sure that is."""
+    return _BY_STATUS.get(status, ("exit_code", Level.SYMPTOM, Sure.POSSIBLE))
+
+
+def spread_out(ranks: str) -> tuple[int, ...]:
+    """Slurm's or torch's list of ranks, `0-2,5`: at most 4096 of them."""
+    found: list[int] = []
+    for part in re.split(r"[, ]+", ranks.strip(" ,")):
+        low, _, high = part.partition("-")
+        if low.isdigit():
+            found += range(int(low), min(int(high or low), int(low) + 4096) + 1)
+    return tuple(found)
+
+
+@dataclass
+class EndReader:
+    """Takes lines one after the other; knows the block that each torchrun has begun."""
+
+    _blocks: dict[object, dict[str, str]] = field(default_factory=dict)
+    _root: set[object] = field(default_factory=set)
+    _ending: bool = False
+    """Whether Slurm already ends the step: what is killed then is a consequence."""
+
+    def feed(self, line: LogLine) -> End | None:
+        """The end that this line tells, if it does."""
+        text = line.text
+        if "srun: " in text:
+            return self._srun(line)
+        if (found := _FAILED.search(text)) is not None:
+            return _end(line, int(found["status"]), node=line.node, pid=int(found["pid"]))
+        if (found := _LIGHTNING.search(text) or _DEEPSPEED.search(text)) is not None:
+            ranks = () if line.rank is None else (line.rank,)
+            return _end(line, int(found["status"]), ranks=ranks)
+        if (found := _SACCT.search(text)) is not None:
+            return _accounted(line, found["state"])
+        if "Root Cause (first observed failure)" in text:
+            self._root.add(line.writer)
+        elif text.strip() in ("Failures:", "Other Failures:"):
+            self._root.discard(line.writer)
+        elif (found := _FIELD.match(text)) is not None:
+            return self._torchrun(line, found["name"], found["said"])
+        return None
+
+    def _srun(self, line: LogLine) -> End | None:
+        found = _SRUN.search(line.text)
+        if found is None:
+            self._ending |= "Terminating" in line.text or "Job step aborted" in line.text
+            return None
+        exited = _EXIT_CODE.match(found["how"])
+        status = plain_status(int(exited[1])) if exited else None
+        for words, number in _WORDS.items():
+            if status is None and found["how"].startswith(words):
+                status = number
+        if status is None:
+            return None
+        end = _end(line, status, node=found["node"], ranks=spread_out(found["ranks"]))
+        return replace(end, level=Level.CASCADE) if self._ending and status in (-9, -15) else end
+
+    def _torchrun(self, line: LogLine, name: str, said: str) -> End | None:
+        block = self._blocks.setdefault(line.writer, {})
+        block[name] = said
+        if name != "exitcode" or "rank" not in block:
+            return None
+        del self._blocks[line.writer]
+        rank, status = re.match(r"(\d+)", block["rank"]), re.match(r"(-?\d+)", said)
+        if rank is None or status is None:
+            return None
+        when = time_of(block.get("time", "")) or line.time
+        pid = re.search(r"pid: (\d+)", said)
+        return _end(
+            replace(line, time=when),
+            int(status[1]),
+            node=block.get("host"),
+            ranks=(int(rank[1]),),
+            pid=int(pid[1]) if pid else None,
+            first=line.writer in self._root,
+        )
+
+
+def _end(
+    line: LogLine,
+    status: int,
+    node: str | None = None,
+    ranks: tuple[int, ...] = (),
+    pid: int | None = None,
+    first: bool = False,
+) -> End:
+    cause, level, sure = what_status_means(status)
+    who = replace(line, pid=pid if pid is not None else line.pid)
+    return End(who, status, cause, level, sure, ranks, node, first)
+
+
+def _accounted(line: LogLine, state: str) -> End | None:
+    status = _STATUS.search(line.text)
+    code, number = (int(status[1]), int(status[2])) if status else (0, 0)
+    if state == "COMPLETED":
+        return None
+    if state.startswith("OUT_OF_ME") or number == 125:
+        return End(line, None, "host_out_of_memory", Level.GIVEN, Sure.CERTAIN)
+    if state in _STATES:
+        name = _STATES[state]
+        level = Level.GIVEN if name == "node_failure" else Level.CAUSE
+        return End(line, None, name, level, Sure.CERTAIN)
+    if state.startswith("CANCELLED"):
+        sure = Sure.CERTAIN if "by" in state else Sure.LIKELY
+        return End(line, None, "cancelled", Level.CAUSE if "by" in state else Level.SYMPTOM, sure)
+    return _end(line, -number if number else plain_status(code)) if code or number else None

@@ -1,0 +1,171 @@
+"""A line of a log, with who wrote it and when.
+
+Launchers and libraries put that in front of a line, often several of them, one before the other:
+`3: [rank3]:[E321 02:07:08.4 ...] node7:4711:4712 [3] NCCL WARN ...`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+
+from kempner.insight.triage.log.times import UNKNOWN_YEAR, time_of, year_of
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line: `text` without the prefixes that say who wrote it; None where nobody says.
+
+    `place` is `file:number`, `local_rank` counts within the node, `pid` is the writer's process
+    there. A `warning`, or less, is no failure by itself.
+    """
+
+    place: str
+    text: str
+    time: float | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    node: str | None = None
+    pid: int | None = None
+    warning: bool = False
+
+    @property
+    def writer(self) -> tuple[int | None, int | None, str | None]:
+        """Whose lines belong together, as far as it can be told."""
+        return self.rank, self.local_rank, self.node
+
+
+_WRITERS = [
+    re.compile(pattern)
+    for pattern in (
+        r"\[\d+,(?P<rank>\d+)\]<std(?:out|err)>:\s?",  # mpirun --tag-output
+        r"\[[Rr]ank[: ]{0,2}(?P<rank>\d+)\]:?\s?",  # torch; Lightning
+        r"\[(?:default|trainer|worker)(?P<local_rank>\d+)(?:\|\d+)?\]:\s?",  # torchrun --tee
+        r"\(\w+ (?:rank=(?P<rank>\d+) )?pid=(?P<pid>\d+)(?:, ip=(?P<node>[\d.]+))?\)\s?",  # Ray
+        r"\[(?P<rank>\d+)\] (?=\S+:\d+:\d+ \[\d+\])",  # mpiexec -prepend-rank, before NCCL
+        r"(?P<node>[A-Za-z0-9][\w.-]*):(?P<pid>\d+):\d+ \[-?\d+\] (?=.*NCCL)",
+        r"(?:stderr|stdout): ",
+        r"\[?\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[:,]?\s*",
+    )
+]
+_LABEL = re.compile(r"\s*(?P<rank>\d+): ?")
+_HOST = re.compile(r"(?P<node>[A-Za-z][\w-]*\d[\w.-]*|\d+(?:\.\d+){3}): ")
+_NOT_A_HOST = re.compile(r"(?i)(srun|slurmstepd|error|warning|info|step|epoch|rank)\d*$")
+_RANK_INSIDE = re.compile(r"\[(?:PG[^\]]*?)?\bRank (\d+)\]")
+_WARNING = re.compile(r"\b\w*Warning\b|\bWARN(?:ING)?[\]:|]|\[W\s?\d*[ \]]|^W\d{4} ")
+_RANK_OF_FILE = re.compile(r"^(?:rank|task)[-_.]?(\d+)[._]")
+_LOCAL_RANK_OF_FILE = re.compile(r"attempt_\d+/(\d+)/std(?:out|err)\.log$")  # torchrun --log-dir
+_NODE_OF_FILE = re.compile(r"\d{3}[.-](?P<node>[a-z][\w-]*\d)\.(?:out|err|log)$")  # Slurm's %j.%N
+
+SAMPLE = 200
+"""Lines from the start of a file by which its labels are recognised."""
+
+
+@dataclass
+class _Style:
+    """What all lines of a file have in common."""
+
+    rank: int | None = None
+    local_rank: int | None = None
+    node: str | None = None
+    prefixes: list[re.Pattern[str]] = field(default_factory=lambda: list(_WRITERS))
+    year: int = UNKNOWN_YEAR
+
+
+class LogParser:
+    """Parses the lines of one file, by its name and a sample of its first lines."""
+
+    def __init__(self, source: str, sample: Sequence[str]) -> None:
+        self._source = source
+        self._style = _style(source, sample)
+
+    def parse(self, number: int, text: str) -> Iterator[LogLine]:
+        """The line with this number; the lines of a traceback that it holds, too."""
+        if text.startswith("{"):
+            yield from _structured(LogLine(f"{self._source}:{number}", text), self._style)
+        else:
+            yield _parse(LogLine(f"{self._source}:{number}", text), self._style)
+
+
+def _style(source: str, sample: Sequence[str]) -> _Style:
+    name = PurePath(source).name
+    rank, node = _RANK_OF_FILE.search(name), _NODE_OF_FILE.search(name)
+    local = _LOCAL_RANK_OF_FILE.search(source)
+    style = _Style(
+        rank=int(rank[1]) if rank else None,
+        local_rank=int(local[1]) if local else None,
+        node=node["node"] if node else None,
+    )
+    lines = [line for line in sample if line]
+    for prefix, share in ((_LABEL, 0.3), (_HOST, 0.5)):
+        hits = [found for line in lines if (found := prefix.match(line))]
+        hosts = {found["node"] for found in hits} if prefix is _HOST else set()
+        if any(_NOT_A_HOST.match(host) for host in hosts):
+            continue
+        if len(hits) > 1 and len(hits) >= share * len(lines):
+            style.prefixes.insert(0, prefix)
+    return style
+
+
+def _parse(line: LogLine, style: _Style) -> LogLine:
+    said: dict[str, str] = {}
+    text = line.text
+    style.year = year_of(text) or style.year
+    while (found := _prefix(text, style)) is not None:
+        text = text[found.end() :]
+        said = {**{k: v for k, v in found.groupdict().items() if v is not None}, **said}
+    if "rank" not in said and (inside := _RANK_INSIDE.search(text)):
+        said["rank"] = inside[1]
+    return replace(
+        line,
+        text=text,
+        time=time_of(line.text, style.year),
+        rank=_number(said.get("rank"), style.rank),
+        local_rank=_number(said.get("local_rank"), style.local_rank),
+        node=said.get("node") or style.node,
+        pid=_number(said.get("pid"), None),
+        warning="NCCL INFO" in text or bool(_WARNING.search(text)),
+    )
+
+
+def _prefix(text: str, style: _Style) -> re.Match[str] | None:
+    for prefix in style.prefixes:
+        if (found := prefix.match(text)) and found.end():
+            return found
+    return None
+
+
+def _number(said: str | None, otherwise: int | None) -> int | None:
+    return otherwise if said is None else int(said)
+
+
+def _structured(line: LogLine, style: _Style) -> Iterator[LogLine]:
+    """A line of a JSON log, as kempner and structlog write it; its traceback as lines below."""
+    try:
+        entry = json.loads(line.text)
+    except ValueError:
+        entry = None
+    if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
+        yield _parse(line, style)
+        return
+    rank, node = entry.get("rank"), entry.get("node") or entry.get("host")
+    head = LogLine(
+        line.place,
+        _sentence(entry),
+        time=time_of(str(entry.get("timestamp", "")), style.year),
+        rank=rank if isinstance(rank, int) else style.rank,
+        node=node if isinstance(node, str) else style.node,
+        warning=str(entry.get("level", "info")) not in ("error", "critical"),
+    )
+    yield head
+    for below in str(entry.get("exception", "")).splitlines():
+        yield replace(head, text=below.rstrip(), warning=False)
+
+
+def _sentence(entry: Mapping[str, object]) -> str:
+    hidden = {"event", "level", "timestamp", "exception", "attempt", "pid", "rank", "node", "host"}
+    details = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in hidden)
+    return f"{entry['event']}" + (f" ({details})" if details else "")

@@ -1,0 +1,129 @@
+"""Python tracebacks among other lines, also where those of several ranks are mixed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from kempner.insight.triage.log.lines import LogLine
+
+_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
+_RAISED = re.compile(r"(?P<kind>[A-Za-z_][\w.]*?[A-Za-z]\w*)(?:: ?(?P<message>.*))?$")
+_BARE = re.compile(
+    r"(?P<kind>(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Failure|Timeout))(?::\s?(?P<message>.*))?$"
+)
+_LIBRARY = re.compile(r"site-packages/|dist-packages/|/lib/python3|<frozen |<string>|/torch/|/bin/")
+_MUTED = re.compile(r"Exception ignored in|--- Logging error ---")
+_HEADER = "Traceback (most recent call last)"
+_OF_RANK = re.compile(r"\(RANK (\d+)\)|^-- Process (\d+) terminated with the following error")
+"""How one rank, or the parent of all, repeats what another has raised."""
+
+_HANDLED = "During handling of the above exception"
+_CAUSED = "The above exception was the direct cause"
+
+_STRAY = 60
+"""Lines of others that may stand inside a traceback before it counts as torn."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception: `Type: message` and the innermost line that is the user's own.
+
+    Of a chain, `handled` says that another was raised while this one was handled, `follows` that it
+    was raised because of another.
+    """
+
+    line: LogLine
+    text: str
+    frame: str = ""
+    follows: bool = False
+
+
+@dataclass
+class _Open:
+    """A traceback whose last line has not come yet."""
+
+    own: str = ""
+    last: str = ""
+    stray: int = 0
+    muted: bool = False
+    follows: bool = False
+    rank: int | None = None
+
+
+@dataclass
+class Tracebacks:
+    """Takes the lines of a log one after the other; knows what each writer has begun."""
+
+    _open: dict[object, _Open] = field(default_factory=dict)
+    _muted: set[object] = field(default_factory=set)
+    _linked: set[object] = field(default_factory=set)
+    _repeated: dict[object, int] = field(default_factory=dict)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a traceback is open, so that each line may belong to it."""
+        return bool(self._open)
+
+    def feed(self, line: LogLine) -> Raised | None:
+        """The exception that ends with this line, if one does."""
+        writer, text = line.writer, line.text
+        if (of := _OF_RANK.search(text)) is not None:
+            self._repeated[writer] = int(of[1] or of[2])
+        if _HEADER in text:
+            muted, follows = writer in self._muted, writer in self._linked
+            rank = self._repeated.pop(writer, line.rank)
+            self._open[writer] = _Open(muted=muted, follows=follows, rank=rank)
+            self._muted.discard(writer)
+            self._linked.discard(writer)
+            return None
+        if (begun := self._open.get(writer)) is not None:
+            return self._go_on(begun, line)
+        if _MUTED.search(text):
+            self._muted.add(writer)
+        elif text.startswith(_CAUSED):
+            self._linked.add(writer)
+        elif (found := _BARE.match(text)) and not line.warning:
+            return Raised(line, _words(found))
+        return None
+
+    def _go_on(self, begun: _Open, line: LogLine) -> Raised | None:
+        text = line.text
+        if (frame := _FRAME.match(text)) is not None:
+            begun.last = f"{frame['file']}:{frame['line']}"
+            if frame["function"]:
+                begun.last += f" in {frame['function']}"
+            if not _LIBRARY.search(frame["file"]):
+                begun.own = begun.last
+            return None
+        if text[:1] in (" ", "\t", ""):
+            return None
+        found = _RAISED.match(text)
+        if found is None or " " in found["kind"] or not _plausible(found):
+            begun.stray += 1
+            if begun.stray > _STRAY:
+                del self._open[line.writer]
+            return None
+        del self._open[line.writer]
+        if begun.muted:
+            return None
+        said = replace(line, rank=begun.rank)
+        return Raised(said, _words(found), begun.own or begun.last, begun.follows)
+
+
+def _plausible(found: re.Match[str]) -> bool:
+    """Whether the last line of a traceback, rather than somebody else's word, was found."""
+    kind = found["kind"].rpartition(".")[2]
+    if found["message"] is None:
+        return bool(re.search(r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout)$", kind))
+    return kind[:1].isupper() and not kind.isupper()
+
+
+def _words(found: re.Match[str]) -> str:
+    message = found["message"]
+    return f"{found['kind']}: {message}" if message else found["kind"]
+
+
+def is_handled(line: LogLine) -> bool:
+    """Whether this line says that the exception before it was handled when the next came."""
+    return line.text.startswith(_HANDLED)

@@ -1,0 +1,76 @@
+"""Which rank is on which node, as the lines of a log tell on the way."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from kempner.insight.triage.log.lines import LogLine
+
+_COMMUNICATOR = re.compile(r"\brank (?P<rank>\d+) nranks (?P<world>\d+)")
+_WORLD = re.compile(r"\bworld[_ ]size[\"']?\s*[=:]?\s*(\d+)|\bMEMBER: \d+/(\d+)")
+_GLOBAL_RANK = re.compile(r"\bGLOBAL_RANK: (\d+)|\bglobal[_ ]rank[\"']?\s*[=:]\s*(\d+)")
+_ADDRESS = re.compile(r"(?:Bootstrap|NET/\w+|OOB)\s?:? .*?[\w.]+:(\d+\.\d+\.\d+\.\d+)<\d+>")
+
+_MOST = 100_000
+"""Facts of a kind that are kept; a world is not larger."""
+
+
+@dataclass
+class Places:
+    """What is known so far; a node's name counts up to its first dot."""
+
+    nodes: dict[int, str] = field(default_factory=dict)
+    ranks: dict[tuple[str, int], int] = field(default_factory=dict)
+    addresses: dict[str, str] = field(default_factory=dict)
+    seen: dict[str, str] = field(default_factory=dict)
+    world: int | None = None
+
+    def learn(self, line: LogLine) -> None:
+        """Take in what a line says about that."""
+        text, rank = line.text, line.rank
+        if line.node is not None:
+            self._see(line.node)
+            if "Using" in text and (found := _ADDRESS.search(text)) is not None:
+                self.addresses[found[1]] = line.node
+        if (found := _COMMUNICATOR.search(text)) is not None:
+            self.world = max(self.world or 0, int(found["world"]))
+            rank = int(found["rank"]) if int(found["world"]) == self.world else rank
+        elif (found := _WORLD.search(text)) is not None:
+            self.world = max(self.world or 0, int(found[1] or found[2]))
+        if rank is not None and line.node is not None:
+            self.place(rank, line.node, line.pid)
+
+    def place(self, rank: int, node: str, pid: int | None = None) -> None:
+        """A rank is on a node, as a process."""
+        self._see(node)
+        if len(self.nodes) < _MOST:
+            self.nodes[rank] = node
+            if pid is not None:
+                self.ranks[short(node), pid] = rank
+
+    def _see(self, node: str) -> None:
+        if len(self.seen) < _MOST:
+            self.seen.setdefault(short(node), node)
+
+    def rank_of(self, pid: int, node: str | None) -> int | None:
+        """The rank of a process, on whichever node if none is named."""
+        if node is not None:
+            return self.ranks.get((short(node), pid))
+        found = {rank for (_, number), rank in self.ranks.items() if number == pid}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def only_node(self) -> str | None:
+        """The node, if the log speaks of a single one."""
+        return next(iter(self.seen.values())) if len(self.seen) == 1 else None
+
+
+def short(node: str) -> str:
+    """A node's name up to its first dot; an address as it is."""
+    return node if re.fullmatch(r"[\d.]+", node) else node.partition(".")[0]
+
+
+def same_node(one: str | None, other: str | None) -> bool:
+    """Whether two names are of one node, with or without its domain."""
+    return one is not None and other is not None and short(one) == short(other)

@@ -1,0 +1,204 @@
+"""Reads logs line by line and collects what may matter; no log is too long for it."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+
+from kempner.insight.triage.collectives import Collectives
+from kempner.insight.triage.ends import End, EndReader, spread_out
+from kempner.insight.triage.findings import About, Finding, Findings
+from kempner.insight.triage.log.lines import SAMPLE, LogLine, LogParser
+from kempner.insight.triage.log.tracebacks import Raised, Tracebacks, is_handled
+from kempner.insight.triage.places import Places
+from kempner.insight.triage.rules import Blame, Cause, Level, Sign, Sure
+from kempner.insight.triage.table.everything import CAUSES, LITERALS, TABLE, suspicious
+from kempner.insight.triage.table.program import RAISED
+from kempner.insight.triage.transports import Transports
+
+_FACTS = (
+    *("NCCL", "nranks", "world", "RANK", "Failures:", "Root Cause", "COMPLETED", "desync", "  : "),
+    *("- [", 'File "', "above exception", "terminated with", "TIMEOUT", "DEADLINE", "PREEMPTED"),
+    *("FAIL", "ERROR", "atal", "FATAL", "CRITICAL", "panic"),
+)
+"""What lines have in them that tell no failure, and are read nevertheless."""
+
+_TELLING = (*LITERALS, *_FACTS)
+
+BATCH = 64
+"""Lines that are looked at together, before each is looked at by itself."""
+
+_OWN = re.compile(
+    r"kempner: rank (?P<rank>\d+) exited with code (?P<code>\d+)(?: \(\w+\))?"
+    r"(?:: (?P<said>.+?))?(?: at step \d+)?(?:; restarting .*|\. \d+ attempts? .*)?$"
+)
+"""What kempner's supervisor prints of a rank that failed."""
+
+_STEP = re.compile(
+    r"(?i)\b(?:step|iter(?:ation)?)s?\b\W{0,4}(\d+)|(\d+)/\d+ \[\d+:\d+|\bepoch\b\W{0,3}(\d+)"
+)
+_ERROR = re.compile(
+    r"(?i)\b(?:\w*error|fatal|critical|\w*exception|failed|failure|abort\w*|panic|killed|refused|"
+    r"cannot|could not|unable|denied|not found)\b"
+)
+_DIGITS = re.compile(r"\d+")
+
+SHOWN = 12
+"""Most likely lines that are kept for a log that no rule knows, from its begin and from its end."""
+
+
+ENDING = 3
+"""Last lines of all that are kept."""
+
+
+@dataclass
+class Suspects:
+    """Lines that speak of an error; those that differ in numbers alone count as one."""
+
+    first: dict[str, LogLine] = field(default_factory=dict)
+    last: deque[LogLine] = field(default_factory=lambda: deque(maxlen=SHOWN))
+    ending: deque[LogLine] = field(default_factory=lambda: deque(maxlen=ENDING))
+
+    def learn(self, line: LogLine) -> None:
+        """Keep it if it is new."""
+        key = _DIGITS.sub("#", line.text[:120])
+        if key in self.first or line.warning or not _ERROR.search(line.text):
+            return
+        if len(self.first) < 50 * SHOWN:
+            self.first[key] = line
+            self.last.append(line)
+
+
+class Scan:
+    """All that was learnt from logs. Feed it with `read`."""
+
+    def __init__(self) -> None:
+        self.places = Places()
+        self.transports = Transports()
+        self.collectives = Collectives()
+        self.findings = Findings()
+        self.suspects = Suspects()
+        self.lines = 0
+        self.steps = 0
+        self.sources: list[str] = []
+        self._tracebacks = Tracebacks()
+        self._ends = EndReader()
+        self._last_step = -1
+        self._time: float | None = None
+
+    def read(self, source: str, texts: Iterable[str]) -> None:
+        """Take in one file. Most lines are noise, and cost one look each."""
+        self.sources.append(source)
+        self._time = None
+        stream = iter(texts)
+        sample = list(islice(stream, SAMPLE))
+        parser = LogParser(source, sample)
+        numbered = enumerate(chain(sample, stream), start=1)
+        while batch := list(islice(numbered, BATCH)):
+            together = "\n".join(text for _, text in batch)
+            telling = [word for word in _TELLING if word in together]
+            for number, text in batch:
+                self.lines += 1
+                if self._tracebacks.waiting or any(map(text.__contains__, telling)):
+                    for line in parser.parse(number, text):
+                        self._add(line)
+                elif self.findings.counts:
+                    self._count_step(text)
+            ending = [
+                LogLine(f"{source}:{number}", text) for number, text in batch[-ENDING:] if text
+            ]
+            self.suspects.ending.extend(ending)
+        self._tracebacks, self._ends = Tracebacks(), EndReader()
+
+    def _add(self, line: LogLine) -> None:
+        self._time = line.time if line.time is not None else self._time
+        line = line if line.time is not None else replace(line, time=self._time)
+        self.places.learn(line)
+        if "NET/" in line.text or "network " in line.text:
+            self.transports.learn(line)
+        self.collectives.learn(line)
+        self._judge(line)
+        self._count_step(line.text)
+
+    def _judge(self, line: LogLine) -> None:
+        if is_handled(line):
+            self.findings.handled(line)
+        raised = self._tracebacks.feed(line) or _of_kempner(line)
+        if raised is not None:
+            self._raised(raised)
+            return
+        self.suspects.learn(line)
+        end = self._ends.feed(line)
+        if end is not None:
+            self._ended(end)
+        elif suspicious(line.text) and (hit := match(line.text, line.warning)) is not None:
+            self._signed(*hit, line, "")
+
+    def _ended(self, end: End) -> None:
+        if end.node is not None:
+            for rank in end.ranks:
+                self.places.place(rank, end.node, end.line.pid if len(end.ranks) == 1 else None)
+        about = About(end.ranks, end.node, end.line.pid, status=end.status)
+        finding = self._found(CAUSES[end.cause], end.level, end.sure, end.line, about)
+        self.findings.add(replace(finding, first=end.first))
+
+    def _raised(self, raised: Raised) -> None:
+        line, frame = raised.line, raised.frame
+        hit = match(raised.text)
+        if hit is not None:
+            self._signed(*hit, line, frame)
+            return
+        level = Level.CASCADE if raised.follows else Level.CAUSE
+        about = About.writer(line, frame)
+        self.findings.add(self._found(RAISED, level, Sure.CERTAIN, line, about), raised=True)
+
+    def _signed(
+        self, sign: Sign, cause: Cause, found: re.Match[str], line: LogLine, frame: str
+    ) -> None:
+        named = found.groupdict()
+        about = About.writer(line, frame) if sign.blame is Blame.WRITER else About(frame=frame)
+        if said := named.get("ranks") or named.get("rank"):
+            about = replace(about, ranks=spread_out(said))
+        if named.get("pid"):
+            about = replace(about, pid=int(named["pid"]), ranks=())
+        if address := named.get("address"):
+            about = replace(about, node=self.places.addresses.get(address, address))
+        if node := named.get("node"):
+            about = replace(about, node=node)
+        self.findings.add(self._found(cause, sign.level, sign.sure, line, about))
+
+    def _found(
+        self, cause: Cause, level: Level, sure: Sure, line: LogLine, about: About
+    ) -> Finding:
+        return Finding(cause, level, sure, line, self.lines, self.steps, about)
+
+    def _count_step(self, text: str) -> None:
+        found = _STEP.search(text)
+        if found is None:
+            return
+        step = int(next(group for group in found.groups() if group is not None))
+        self.steps += step > self._last_step
+        self._last_step = step
+
+
+def match(text: str, warning: bool = False) -> tuple[Sign, Cause, re.Match[str]] | None:
+    """The first row of the table that knows this text; of a `warning` only those that may."""
+    for sign, cause in TABLE:
+        if warning and not sign.warned:
+            continue
+        found = sign.regex.search(text)
+        if found is not None:
+            return sign, cause, found
+    return None
+
+
+def _of_kempner(line: LogLine) -> Raised | None:
+    """What a rank raised, as its supervisor repeats it."""
+    found = _OWN.search(line.text)
+    if found is None:
+        return None
+    said = found["said"] or f"exited with code {found['code']}"
+    return Raised(replace(line, rank=int(found["rank"]), text=said), said)

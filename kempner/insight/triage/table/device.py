@@ -1,0 +1,117 @@
+"""GPUs and their drivers.
+
+Xid numbers: https://docs.nvidia.com/deploy/xid-errors/. Those of programs (13, 31, 43, 45, 68) say
+nothing against the GPU.
+"""
+
+from __future__ import annotations
+
+from kempner.insight.triage.rules import Blame, Cause, Level, Sign, Sure
+
+GIVEN, MECHANISM = Level.GIVEN, Level.MECHANISM
+LIKELY, NAMED = Sure.LIKELY, Blame.NAMED
+
+_XID = r"NVRM: Xid \([^)]*\): "
+_EXCLUDE = "exclude the node (sbatch --exclude=NODE) and tell the operators; nothing in the program"
+
+CAUSES = (
+    Cause(
+        "gpu_memory_error",
+        "a GPU has an uncorrectable memory error (ECC)",
+        f"{_EXCLUDE} is at fault. A reset or reboot remaps the row; if it returns, the GPU is bad",
+        (
+            Sign(r"hipErrorECCNotCorrectable", GIVEN),
+            Sign(r"uncorrectable ECC error|ECC_UNCORRECTABLE|ECCUncorrectable", GIVEN),
+            Sign(_XID + r"(?:48|63|64|94|95|140)\b", GIVEN),
+            Sign(r"[Rr]ow[- ]remap\w* (?:failure|failed|pending)|[Dd]ouble [Bb]it ECC", GIVEN),
+            Sign(r"amdgpu.*uncorrectable hardware errors|RAS.*[Uu]ncorrectable", GIVEN),
+        ),
+    ),
+    Cause(
+        "gpu_lost",
+        "a GPU does not answer any more",
+        f"{_EXCLUDE} is at fault. The node needs at least a reboot",
+        (
+            Sign(r"fallen off the bus", GIVEN),
+            Sign(_XID + r"(?:79|119|120|62|92)\b", GIVEN),
+            Sign(r"(?i)GPU \S+ (?:is )?unhealthy|GPU requires reset", GIVEN, LIKELY),
+            Sign(r"GPU is lost|Unable to determine the device handle for GPU", GIVEN),
+            Sign(r"amdgpu.*(?:GPU reset begin|ring \w+ timeout)|HW Exception by GPU", GIVEN),
+        ),
+    ),
+    Cause(
+        "gpu_link",
+        "a link between GPUs (NVLink, NVSwitch, XGMI) failed",
+        f"{_EXCLUDE} is at fault",
+        (
+            Sign(_XID + r"(?:74|137|155)\b", GIVEN),
+            Sign(r"[Uu]ncorrectable NVLink error|cudaErrorNvlinkUncorrectable", GIVEN),
+            Sign(r"system not yet initialized|cudaErrorSystemNotReady"),
+        ),
+    ),
+    Cause(
+        "device_assert",
+        "a check in a CUDA kernel failed, most often an index that is out of range",
+        "compare the ids in the data with the sizes of vocabulary and labels; run on the CPU or "
+        "with CUDA_LAUNCH_BLOCKING=1 to see the line",
+        (
+            Sign(r"device-side assert triggered", MECHANISM),
+            Sign(r"[Bb]lock: \[.*[Tt]hread: \[.*Assertion .* failed"),
+        ),
+    ),
+    Cause(
+        "illegal_memory_access",
+        "a CUDA kernel read or wrote where it must not. CUDA says so later: the line shown is not "
+        "the place",
+        "start with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer to find the kernel; if only "
+        "one node does it, suspect its GPU",
+        (
+            Sign(r"illegal memory access", MECHANISM),
+            Sign(r"Memory access fault by GPU|amdgpu.*page fault", MECHANISM),
+            Sign(_XID + r"(?:13|31)\b", MECHANISM, LIKELY),
+            Sign(r"misaligned address|illegal instruction was encountered", MECHANISM),
+        ),
+    ),
+    Cause(
+        "cuda_failure",
+        "a CUDA kernel or call failed without a reason that would tell more",
+        "look at the node's dmesg for Xid; start with CUDA_LAUNCH_BLOCKING=1 to see the line",
+        (
+            Sign(r"HSA_STATUS_ERROR_(?:HARDWARE_)?EXCEPTION", MECHANISM, LIKELY),
+            Sign(r"unspecified launch failure|CUDA error: unknown error", MECHANISM, LIKELY),
+            Sign(r"CUBLAS_STATUS_(?:EXECUTION_FAILED|NOT_INITIALIZED)", MECHANISM, LIKELY),
+            Sign(r"CUDNN_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING)", MECHANISM, LIKELY),
+        ),
+    ),
+    Cause(
+        "gpu_driver",
+        "the GPU's driver and the CUDA or ROCm of torch do not fit",
+        "install a torch that is built for the driver's CUDA version, or have the driver updated; "
+        "if other nodes work, exclude this one",
+        (
+            Sign(r"NVIDIA driver on your system is too old", warned=True),
+            Sign(r"CUDA driver version is insufficient"),
+            Sign(r"no kernel image is available|hipErrorNoBinaryForGpu"),
+            Sign(r"forward compatibility was attempted|unsupported display driver"),
+            Sign(r"Failed to initialize NVML: Driver/library version mismatch"),
+            Sign(r"libcuda\.so\.1: cannot open shared object"),
+        ),
+    ),
+    Cause(
+        "no_gpu",
+        "a process sees no GPU, or fewer than it wants to use",
+        "compare --gres or --gpus-per-task with the number of processes, and CUDA_VISIBLE_DEVICES; "
+        "look at nvidia-smi on the node",
+        (
+            Sign(r"No (?:CUDA|HIP) GPUs are available|no CUDA-capable device is detected"),
+            Sign(r"invalid device ordinal|Found no NVIDIA driver on your system"),
+            Sign(r"CUDA-capable device\(s\) is/are busy or unavailable"),
+        ),
+    ),
+    Cause(
+        "duplicate_gpu",
+        "two ranks use the same GPU",
+        "call torch.cuda.set_device(local_rank) first, and start as many processes as GPUs",
+        (Sign(r"Duplicate GPU detected\s*: rank (?P<rank>\d+)"),),
+    ),
+)

@@ -1,0 +1,85 @@
+"""The program itself: its environment, its command line, and a loss that is no number."""
+
+from __future__ import annotations
+
+from kempner.insight.triage.rules import Cause, Level, Sign, Sure
+
+MECHANISM, LIKELY = Level.MECHANISM, Sure.LIKELY
+
+RAISED = Cause(
+    "exception",
+    "the program raised an exception",
+    "look at the line of the program below; the message is its own",
+)
+"""An exception that no rule knows."""
+
+CAUSES = (
+    Cause(
+        "import_error",
+        "a Python package is missing, or another version than the program wants",
+        "install it in the environment that the job uses; if other nodes have it, the environment "
+        "is not shared or not activated there",
+        (
+            Sign(r"^(?:\w+\.)*ModuleNotFoundError\b|No module named '"),
+            Sign(r"^(?:\w+\.)*ImportError: (?!.*(?:undefined symbol|shared object|GLIBC))"),
+            Sign(r"(?:VersionConflict|DistributionNotFound|PackageNotFoundError)\b"),
+        ),
+    ),
+    Cause(
+        "binary_mismatch",
+        "a compiled library does not fit the others, or is not there",
+        "build the extension again for this torch, CUDA and system; do not mix conda, pip and "
+        "modules; compare LD_LIBRARY_PATH on the nodes",
+        (
+            Sign(r"undefined symbol|GLIBC(?:XX)?_[\d.]+' not found"),
+            Sign(r"cannot open shared object file"),
+        ),
+    ),
+    Cause(
+        "command_not_found",
+        "a command is not there",
+        "load the module or activate the environment in the job script, before srun",
+        (
+            Sign(r"(?:line \d+: |bash: |sh: \d*:? ?)\S+: (?:command )?not found"),
+            Sign(r"(?:execvp?|execve)\S*: .*No such file|module\(s\) are unknown"),
+        ),
+    ),
+    Cause(
+        "usage",
+        "the command line or the configuration is wrong",
+        "correct it; the message names the argument",
+        (
+            Sign(r"error: (?:unrecognized arguments|the following arguments are required)"),
+            Sign(r"^\S+: error: (?:argument|invalid choice|ambiguous option)"),
+            Sign(r"^(?:\w+\.)*(?:ConfigAttributeError|ConfigKeyError|ValidationError)\b"),
+        ),
+    ),
+    Cause(
+        "loss_not_finite",
+        "the loss or the gradients are not finite any more, or the loss diverged",
+        "look at the loss before it; lower the learning rate, clip gradients, use bfloat16 instead "
+        "of float16, look at the data of that step, and go back to an earlier checkpoint",
+        (
+            Sign(r"loss scale already at minimum"),
+            Sign(r"(?i)\bloss (?:is|was|became|=)\s?(?:nan|inf)\b.*(?:stop|abort|exit|terminat)"),
+            Sign(r"(?i)^(?:\w+\.)*\w*(?:Error|Exception): .*\b(?:nan|inf)s?\b.*(?:loss|grad|norm)"),
+            Sign(r"(?i)^(?:\w+\.)*\w*(?:Error|Exception): .*(?:loss|grad|norm).*\b(?:nan|inf)s?\b"),
+            Sign(
+                r"(?i)function '\w+' returned nan values|found nan in (?:local )?(?:grad|forward)"
+            ),
+            Sign(r"Minimum loss scale reached|loss diverged"),
+        ),
+    ),
+    Cause(
+        "unused_parameters",
+        "DistributedDataParallel waits for gradients of parameters that this step did not use",
+        "pass find_unused_parameters=True, or use all parameters on every rank in every step",
+        (Sign(r"Expected to have finished reduction in the prior iteration"),),
+    ),
+    Cause(
+        "experiment_logger",
+        "the logger of metrics (Weights & Biases) failed, and took the program with it",
+        "set WANDB_MODE=offline on nodes without network, or give the job its API key",
+        (Sign(r"wandb\.(?:errors?|sdk)\.\S*(?:CommError|UsageError|AuthenticationError)"),),
+    ),
+)

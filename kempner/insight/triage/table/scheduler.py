@@ -1,0 +1,150 @@
+"""What Slurm does to a job, and how processes end.
+
+Slurm's words: https://slurm.schedmd.com/sacct.html#SECTION_JOB-STATE-CODES and src/srun.
+"""
+
+from __future__ import annotations
+
+from kempner.insight.triage.rules import Blame, Cause, Level, Sign, Sure
+
+GIVEN, MECHANISM, SYMPTOM = Level.GIVEN, Level.MECHANISM, Level.SYMPTOM
+CASCADE, LIKELY, POSSIBLE = Level.CASCADE, Sure.LIKELY, Sure.POSSIBLE
+NAMED = Blame.NAMED
+
+CAUSES = (
+    Cause(
+        "time_limit",
+        "the job reached its time limit",
+        "raise --time, or save before the limit and requeue: --signal=B:TERM@120 and --requeue",
+        (Sign(r"CANCELLED AT \S+ DUE TO TIME LIMIT", blame=NAMED),),
+        ends_from_outside=True,
+    ),
+    Cause(
+        "preemption",
+        "Slurm preempted the job for another of higher priority",
+        "requeue it and go on from its checkpoint; save at least as often as the grace time allows",
+        (Sign(r"CANCELLED AT \S+ DUE TO PREEMPTION", blame=NAMED),),
+        ends_from_outside=True,
+    ),
+    Cause(
+        "requeued",
+        "the job was put back into the queue while it ran",
+        "nothing, if it goes on from its checkpoint; `sacct -D -j JOB` shows each launch",
+        (Sign(r"CANCELLED AT \S+ DUE TO JOB REQUEUE", blame=NAMED),),
+        ends_from_outside=True,
+    ),
+    Cause(
+        "cancelled",
+        "somebody or something cancelled the job",
+        "ask `sacct -j JOB --format=State%30` who: it says CANCELLED by and the user's number",
+        (Sign(r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*", MECHANISM, LIKELY, NAMED),),
+        ends_from_outside=True,
+    ),
+    Cause(
+        "node_failure",
+        "a node failed",
+        "exclude the node (sbatch --exclude=NODE), requeue, and tell the operators its name",
+        (
+            Sign(r"(?:srun|salloc): error: Node failure on (?P<node>[\w.-]+)", GIVEN, blame=NAMED),
+            Sign(r"DUE TO NODE FAILURE", GIVEN, blame=NAMED),
+            Sign(r"DUE TO NODE (?P<node>[\w.-]+) FAILURE", GIVEN, blame=NAMED),
+            Sign(r"Node (?P<node>[\w.-]+) (?:is )?(?:not responding|DOWN)\b", GIVEN, LIKELY, NAMED),
+        ),
+    ),
+    Cause(
+        "launch_failure",
+        "Slurm could not start the processes on a node",
+        "try again without the node; if it is any node, check the step's options and the clocks",
+        (
+            Sign(r"Task launch for \S+ failed on node (?P<node>[\w.-]+)", blame=NAMED),
+            Sign(r"(?:srun|slurmstepd): error: .*(?:execve\(\)|Unable to create step for job)"),
+            Sign(r"JobLaunchFailure|launch failed requeued held", blame=NAMED),
+            Sign(r"pyxis: (?:failed to import|couldn't start container)|Exec format error"),
+        ),
+    ),
+    Cause(
+        "killed",
+        "a process was killed with SIGKILL (9; a shell says 137); nothing here says by whom",
+        "ask `sacct -j JOB --format=JobID,State,ExitCode,MaxRSS` and the node's dmesg: most often "
+        "it is the kernel, for lack of host memory, but Slurm and people send it as well",
+        (
+            Sign(r"died with <Signals\.SIGKILL", MECHANISM, LIKELY),
+            Sign(r"kempner: rank (?P<rank>\d+) was killed by SIGKILL", MECHANISM, LIKELY, NAMED),
+            Sign(r"(?:^|line \d+:\s+\d+ )Killed\b", MECHANISM, LIKELY),
+        ),
+    ),
+    Cause(
+        "segfault",
+        "a process crashed with a segmentation fault (SIGSEGV) in native code",
+        "start with PYTHONFAULTHANDLER=1 to see the Python line; suspect extensions, NCCL and "
+        "driver versions, or the node if it is always the same",
+        (
+            Sign(r"Fatal Python error: Segmentation fault", MECHANISM),
+            Sign(r"Caught signal 11|died with <Signals\.SIGSEGV", MECHANISM),
+            Sign(r"Segmentation fault\b", MECHANISM, LIKELY),
+        ),
+    ),
+    Cause(
+        "bus_error",
+        "a process got a bus error (SIGBUS): a mapped file or shared memory was not there",
+        "look at free space in /dev/shm and on the disk, and whether somebody truncated a mapped "
+        "file",
+        (
+            Sign(r"Fatal Python error: Bus error|died with <Signals\.SIGBUS", MECHANISM),
+            Sign(r"line \d+:\s+\d+ Bus error", MECHANISM),
+        ),
+    ),
+    Cause(
+        "illegal_instruction",
+        "a process ran an instruction that the node's processor does not have (SIGILL)",
+        "the binary was built for another processor: rebuild it, or choose nodes with --constraint",
+        (
+            Sign(r"Fatal Python error: Illegal instruction", MECHANISM),
+            Sign(r"line \d+:\s+\d+ Illegal instruction", MECHANISM),
+        ),
+    ),
+    Cause(
+        "arithmetic_trap",
+        "a process divided by zero in native code (SIGFPE)",
+        "look at the native library that ran; an update of cuBLAS or the kernel's inputs may help",
+    ),
+    Cause(
+        "aborted",
+        "a process aborted itself (SIGABRT)",
+        "the lines before it say why; torch's NCCL watchdog does so when a collective times out",
+    ),
+    Cause(
+        "terminated",
+        "processes got SIGTERM (15; a shell says 143): something outside of them ended them",
+        "look at the end of the job in `sacct`, and in the logs of the ranks that are not here",
+    ),
+    Cause(
+        "interrupted",
+        "the program was interrupted with Ctrl-C (SIGINT)",
+        "start it again; if nobody pressed it, look for what sends SIGINT to the job",
+        (Sign(r"^KeyboardInterrupt\b", MECHANISM, LIKELY),),
+    ),
+    Cause(
+        "exit_code",
+        "a process ended with an exit code that is no success, and without saying why",
+        "look at that rank's own output: its error is not in this log",
+    ),
+    Cause(
+        "cascade",
+        "a process was ended because another had ended",
+        "look for the first that ended",
+        (
+            Sign(r"closing signal SIGTERM|Killing subprocess \d+", CASCADE, warned=True),
+            Sign(r"^(?:\w+\.)*(?:SIGTERMException|SignalException)\b", CASCADE),
+            Sign(r"Received SIGTERM: 15|Bypassing SIGTERM", CASCADE, warned=True),
+            Sign(r"CANCELLED AT \S+ DUE TO TASK FAILURE|NOT ENDING WITH SIGNALS", CASCADE),
+            Sign(r"srun: (?:Terminating|Job step aborted)", CASCADE),
+            Sign(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*", CASCADE),
+            Sign(r"(?:ChildFailedError|ProcessRaisedException|ProcessExitedException)\b", CASCADE),
+            Sign(r"^(?:\w+\.)*CheckpointException\b", CASCADE),
+            Sign(r"^(?:\w+\.)*CalledProcessError\b|^SystemExit\b", CASCADE),
+            Sign(r"taking the entire process down|To avoid data inconsistency", CASCADE),
+            Sign(r"due to the asynchronous nature of CUDA kernels", CASCADE),
+        ),
+    ),
+)

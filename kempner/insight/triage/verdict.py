@@ -1,0 +1,345 @@
+"""What failed first: a pure function of what a scan has found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kempner.insight.status import spans
+from kempner.insight.triage.ends import words_of
+from kempner.insight.triage.findings import SURVIVED, Finding
+from kempner.insight.triage.log.lines import LogLine
+from kempner.insight.triage.places import same_node
+from kempner.insight.triage.rules import Level, Sure
+from kempner.insight.triage.scan import SHOWN, Scan
+
+UNKNOWN = "unknown"
+"""The cause of what no rule knows."""
+
+_UNEXPLAINED = {"exit_code", "aborted", "cascade", "terminated"}
+"""Ends that say nothing about their cause."""
+
+_OF_SLURM = ("srun: ", "slurmstepd: ")
+"""Whose lines are of the whole step, where they name no node."""
+
+_WAITS = {"nccl_timeout", "gloo_timeout"}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A line of a log: `place` is `file:line`."""
+
+    place: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Where:
+    """The rank that failed first, and its node; all ranks and nodes that failed with that cause."""
+
+    rank: int | None = None
+    node: str | None = None
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was `raised` or said first, the user's line of code (`frame`), and lines to show it."""
+
+    raised: str = ""
+    frame: str = ""
+    evidence: tuple[Evidence, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What failed first, where, why, and what to do; None and empty where that is not known.
+
+    `cause` names a row of the table, or is UNKNOWN; then the evidence is the most likely lines.
+    `consequences` are sentences about the other ranks.
+    """
+
+    cause: str
+    says: str
+    do: str
+    sure: Sure
+    where: Where = Where()
+    told: Told = Told()
+    consequences: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether a cause was found."""
+        return self.cause != UNKNOWN
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that failed first."""
+        return self.where.rank
+
+    @property
+    def node(self) -> str | None:
+        """Its node."""
+        return self.where.node
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        """The lines that show it."""
+        return self.told.evidence
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, in one flat object."""
+        fields = asdict(self)
+        where, told = fields.pop("where"), fields.pop("told")
+        return {**fields, "sure": self.sure.label, **where, **told}
+
+
+def decide(scan: Scan) -> Verdict:
+    """The earliest of what is nearest to the beginning."""
+    found = [_placed(finding, scan) for finding in scan.findings]
+    fatal = [finding for finding in found if scan.steps - finding.steps < SURVIVED]
+    fatal = _without_late_ends(_without_aftermath(fatal))
+    by_time = len(scan.sources) > 1
+    first = _first(fatal, by_time)
+    if first is None or first.cause.name in _UNEXPLAINED:
+        return _unknown(scan, fatal, first)
+    return _known(scan, fatal, first)
+
+
+def _placed(finding: Finding, scan: Scan) -> Finding:
+    """With rank or node added where the other tells it."""
+    about = finding.about
+    if not about.ranks and about.pid is not None:
+        rank = scan.places.rank_of(about.pid, about.node)
+        about = about if rank is None else replace(about, ranks=(rank,))
+    if about.node is None and about.ranks:
+        about = replace(about, node=scan.places.nodes.get(about.ranks[0]))
+    return replace(finding, about=about)
+
+
+def _without_aftermath(found: Sequence[Finding]) -> list[Finding]:
+    """Without exceptions of ranks that had complained of another before."""
+    complained: set[object] = set()
+    kept = []
+    for finding in found:
+        writer = finding.line.rank
+        if finding.cause.name == "exception" and writer is not None and writer in complained:
+            continue
+        if finding.level is Level.SYMPTOM and finding.status is None:
+            complained.add(writer)
+        kept.append(finding)
+    return kept
+
+
+def _without_late_ends(found: Sequence[Finding]) -> list[Finding]:
+    """Without what ended the job from outside after it had failed; or with nothing else, where that
+    came first."""
+    ends = [finding for finding in found if finding.cause.ends_from_outside]
+    if not ends:
+        return list(found)
+    told = [f for f in found if f.cause.name == "cascade" and "SIGTERM" in f.line.text]
+    begins = min(finding.order for finding in [*ends, *told])
+    earlier = [
+        finding
+        for finding in found
+        if not finding.cause.ends_from_outside
+        and finding.level < Level.CASCADE
+        and (finding.order < begins or finding.level is Level.GIVEN)
+        and finding.cause.name not in _UNEXPLAINED
+    ]
+    return earlier or [f for f in found if f.cause.ends_from_outside or f.level is Level.CASCADE]
+
+
+def _first(found: Sequence[Finding], by_time: bool) -> Finding | None:
+    if not found:
+        return None
+    level = min(finding.level for finding in found)
+    nearest = [finding for finding in found if finding.level is level]
+    explained = [finding for finding in nearest if finding.cause.name not in _UNEXPLAINED]
+    return min(explained or nearest, key=lambda finding: _order(finding, nearest, by_time))
+
+
+def _order(finding: Finding, among: Iterable[Finding], by_time: bool) -> tuple[float, int]:
+    """By time where each has one and files are compared, or torchrun's blocks; else by line."""
+    times = [other.line.time for other in among]
+    comparable = by_time or all(other.status is not None for other in among)
+    if comparable and None not in times and finding.line.time is not None:
+        return finding.line.time, finding.order
+    return 0.0, finding.order
+
+
+def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
+    same = [finding for finding in fatal if finding.cause is first.cause]
+    rank, node, notes = _who(scan, fatal, first, same)
+    ranks = sorted({number for finding in same for number in finding.ranks})
+    nodes = list(dict.fromkeys(finding.node for finding in same if finding.node is not None))
+    notes += _only_there(scan, nodes)
+    others = [finding for finding in fatal if finding.cause is not first.cause]
+    return Verdict(
+        first.cause.name,
+        first.cause.says,
+        first.cause.do,
+        min(first.sure, Sure.LIKELY) if first.level >= Level.SYMPTOM else first.sure,
+        Where(rank, node, tuple(ranks), tuple(nodes)),
+        Told(
+            first.line.text.strip(),
+            next((finding.about.frame for finding in same if finding.about.frame), ""),
+            tuple(_evidence([first, *same, *_ends_of(rank, fatal)])),
+        ),
+        tuple(_consequences(others, [*ranks, *(() if rank is None else (rank,))])),
+        (*notes, *_network(scan)),
+    )
+
+
+def _who(
+    scan: Scan, fatal: Sequence[Finding], first: Finding, same: Sequence[Finding]
+) -> tuple[int | None, str | None, tuple[str, ...]]:
+    """The rank and node that failed first, and how that was told."""
+    if first.cause.ends_from_outside:
+        return None, None, ()
+    if first.cause.name in _WAITS:
+        return _missing(scan, fatal)
+    if first.cause.name == "peer_lost" and (end := _end_of_another(fatal)) is not None:
+        return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and complains of nobody",)
+    ended = [f for f in fatal if f.status is not None and f.ranks and f.level < Level.CASCADE]
+    rank = first.ranks[0] if first.ranks else _rank_of_end(first, same, ended)
+    node = first.node
+    if node is None and rank is not None:
+        node = scan.places.nodes.get(rank)
+    if node is None:
+        node = next((f.node for f in same if f.node is not None), None)
+    if node is None and not first.line.text.startswith(_OF_SLURM):
+        node = scan.places.only_node
+    return rank, node, ()
+
+
+def _missing(
+    scan: Scan, fatal: Sequence[Finding]
+) -> tuple[int | None, str | None, tuple[str, ...]]:
+    """Whom the others waited for in a collective."""
+    missing, end = scan.collectives.missing(scan.places.world), _end_of_another(fatal)
+    if missing is not None:
+        nodes = {scan.places.nodes.get(rank) for rank in missing.ranks}
+        node = nodes.pop() if len(nodes) == 1 else None
+        several = len(missing.ranks) > 1
+        who = f"rank{'s' if several else ''} {spans(missing.ranks[:64])}"
+        rank = missing.ranks[0] if not several or node is not None else None
+        return rank, node, (f"{who} did not come: {missing.why}",)
+    if end is not None:
+        return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and complains of nobody",)
+    return None, None, ("which rank did not come cannot be told from this log",)
+
+
+def _end_of_another(fatal: Sequence[Finding]) -> Finding | None:
+    """The first end of a rank that does not complain of others, if it ended by itself."""
+    complained = {f.line.rank for f in fatal if f.level is Level.SYMPTOM and f.status is None}
+    ends = [
+        finding
+        for finding in fatal
+        if finding.status not in (None, -6) and finding.level < Level.CASCADE and finding.ranks
+    ]
+    others = [finding for finding in ends if not complained.intersection(finding.ranks)]
+    if complained <= {None} or not others:
+        return None
+    return min(others, key=lambda finding: _order(finding, others, by_time=True))
+
+
+def _rank_of_end(first: Finding, same: Sequence[Finding], ended: Sequence[Finding]) -> int | None:
+    """The rank whose process ended first, where the line itself names none."""
+    named = [finding for finding in same if finding.ranks]
+    if named and first.level is Level.GIVEN:
+        return named[0].ranks[0]
+    if first.level >= Level.SYMPTOM and first.status is None:
+        return None  # who complains is not who failed
+    if first.cause.name == "node_failure":
+        return None
+    on_node = [f for f in ended if first.node is None or same_node(f.node, first.node)]
+    if not on_node:
+        return named[0].ranks[0] if named else None
+    roots = [finding for finding in on_node if finding.first] or on_node
+    return min(roots, key=lambda f: _order(f, roots, by_time=True)).ranks[0]
+
+
+def _ends_of(rank: int | None, found: Sequence[Finding]) -> list[Finding]:
+    return [f for f in found if f.status is not None and (rank is None or rank in f.ranks)]
+
+
+def _evidence(found: Iterable[Finding]) -> Iterable[Evidence]:
+    lines = list(dict.fromkeys(finding.line for finding in found))
+    return [_quoted(line) for line in lines[:5]]
+
+
+def _quoted(line: LogLine) -> Evidence:
+    text = line.text.strip()
+    return Evidence(line.place, text if len(text) < 300 else text[:297] + "...")
+
+
+def _consequences(others: Sequence[Finding], first: Iterable[int]) -> Iterable[str]:
+    """One sentence for each kind of end or complaint of the ranks but the `first`."""
+    failed = set(first)
+    for name in dict.fromkeys(finding.cause.name for finding in others):
+        same = [finding for finding in others if finding.cause.name == name]
+        ranks = sorted({rank for finding in same for rank in _complaining(finding)} - failed)
+        statuses = sorted({finding.status for finding in same if finding.status is not None})
+        if name == "cascade" or not ranks:
+            continue
+        how = ", ".join(map(words_of, statuses)) if statuses else f"{same[0].cause.says} ({name})"
+        yield f"rank{'s' if ranks[1:] else ''} {spans(ranks)}: {how}"
+
+
+def _complaining(finding: Finding) -> tuple[int, ...]:
+    """Whose end, or whose complaint it is."""
+    return finding.ranks or (() if finding.line.rank is None else (finding.line.rank,))
+
+
+def _only_there(scan: Scan, nodes: Sequence[str]) -> tuple[str, ...]:
+    """Whether one node of several is different from the others."""
+    known = len(scan.places.seen)
+    if len(nodes) == 1 and known > 1:
+        return (f"only on {nodes[0]}, of {known} nodes that this log speaks of",)
+    return ()
+
+
+def _network(scan: Scan) -> tuple[str, ...]:
+    """Ranks whose NCCL uses plain sockets, if any does."""
+    table = scan.transports.table(scan.places)
+    slow = [rank for rank, net in table.items() if net == "Socket"]
+    if not slow:
+        return ()
+    return (
+        f"NCCL talks over plain sockets (NET/Socket) on ranks {spans(slow)} of {len(table)} that "
+        "say so: check InfiniBand there, and NCCL_IB_DISABLE, NCCL_IB_HCA",
+    )
+
+
+def _unknown(scan: Scan, fatal: Sequence[Finding], first: Finding | None) -> Verdict:
+    ended = [f for f in fatal if f.status is not None and f.level < Level.CASCADE]
+    rank = node = None
+    says = "no rule knows what is in this log" if scan.suspects.first else "no sign of a failure"
+    do = "look at the lines below, and at the logs of the ranks that are not here"
+    if ended:
+        root = [finding for finding in ended if finding.first] or ended
+        end = min(root, key=lambda f: _order(f, root, by_time=True))
+        rank, node = (end.ranks[0] if end.ranks else None), end.node
+        says = f"a process ended with {words_of(end.status or 0)}, and does not say why"
+    elif first is not None:
+        says, do = first.cause.says, first.cause.do
+    return Verdict(
+        UNKNOWN,
+        says,
+        do,
+        Sure.UNKNOWN,
+        Where(rank, node or (scan.places.only_node if rank is not None else None)),
+        Told(evidence=tuple(_most_likely(scan))),
+        consequences=tuple(_consequences(fatal, () if rank is None else (rank,))),
+        notes=_network(scan),
+    )
+
+
+def _most_likely(scan: Scan) -> list[Evidence]:
+    """Lines that speak of errors, the last ones before the end; or the end itself."""
+    lines = [*scan.suspects.last] or [*scan.suspects.ending]
+    return [_quoted(line) for line in lines[-SHOWN // 2 :]]

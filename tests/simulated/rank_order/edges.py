@@ -153,7 +153,13 @@ class Metrics:
         self._pending.clear()
 
     def record(
-        self, train_state: TrainState, loss: Tensor, norm: Tensor, rate: float, positions: object
+        self,
+        train_state: TrainState,
+        loss: Tensor,
+        norm: Tensor,
+        rate: float,
+        positions: object,
+        saving: float,
     ) -> None:
         self._pending.append(Numbers(train_state, loss.item(), norm.item(), rate))
 

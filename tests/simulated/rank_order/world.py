@@ -21,6 +21,7 @@ from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.cluster.world import World
+from kempner.model.spec.mesh import MeshDegrees
 from kempner.run.control.heartbeat import Progress
 from kempner.run.process.exit_codes import ExitCode, RunError
 from kempner.run.process.retry import storage_waits
@@ -93,6 +94,7 @@ class Rank:
         return Ranks(
             world=World(self.number, plan.world, self.number, plan.world, "none"),
             device=CPU,
+            degrees=MeshDegrees(shard=plan.world),
             mesh=None,  # type: ignore[arg-type]
             votes=fabric.groups["votes"].members[self.number],  # type: ignore[arg-type]
             saves=fabric.groups["saves"].members[self.number],  # type: ignore[arg-type]

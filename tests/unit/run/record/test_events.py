@@ -49,6 +49,11 @@ ALLOWED = {
     ("kempner/config/fault_spec.py", "hang"): "a kind of fault that a configuration asks for",
     ("kempner/training/fault_injection.py", "hang"): "the same, where it is injected",
     ("kempner/insight/report/interruptions.py", "hang"): "a kind of interruption",
+    ("kempner/insight/triage/table/run.py", "hang"): "the name of a cause",
+    ("kempner/insight/triage/table/run.py", "stopped"): "the name of a cause",
+    ("kempner/insight/triage/table/scheduler.py", "requeued"): "the name of a cause",
+    ("kempner/insight/triage/ledger.py", "requeued"): "the name of a cause",
+    ("kempner/insight/triage/ends.py", "requeued"): "the name of a cause",
     ("kempner/supervisor/policy/outcome.py", "completed"): "a sentence that happens to be one word",
     ("kempner/supervisor/policy/outcome.py", "stopped"): "the first word of a sentence",
 }

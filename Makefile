@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 SHARED_OUT := --dist=loadfile --no-loadscope-reorder --durations=8
 
-.PHONY: install demo test test-slurm test-rest drills planted walk lint clean
+.PHONY: install demo test test-slurm test-rest drills planted walk lint docs clean
 
 install: $(READY)
 
@@ -51,6 +51,10 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/shellcheck --external-sources scripts/slurm/*.sh tests/slurm/*.sh .ci/run
+
+# The pages as a site, in build/docs/index.html.
+docs: $(READY)
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.timeout(900)
 ELSEWHERE = {
     "README.md: pip install .": "installs; `make walk` does",
     "README.md: make demo": "takes minutes; it is its own test",
+    "docs/communication.md: kempner config check configs/train/7b.toml --world 32 --nodes 8": "it "
+    "asks for 81 GB of disk; its lines: tests/unit/config/test_config_command.py",
     "docs/own_loop.md: exec kempner supervise --launcher srun --run.name=mine -- python "
     "my_train.py": "on a cluster: tests/slurm/jobs/test_own_program.py",
     "docs/slurm.md: sbatch --nodes=2 --time=00:30:00 scripts/slurm/multinode.sh train.toml "
@@ -82,6 +84,12 @@ def test_the_readme_holds_for_ones_own_texts_and_tokenizer(reader: Reader) -> No
     assert "vocab_size = " not in config
 
 
+def test_the_quickstart_holds(reader: Reader) -> None:
+    assert type_page("docs/quickstart.md", reader) >= 9
+    assert (reader.folder / "report.html").exists()
+    assert list((reader.folder / "exports" / "train").glob("*.safetensors"))
+
+
 def test_the_page_on_own_loops_holds(reader: Reader) -> None:
     shutil.copy(ROOT / "docs/examples/surviving.py", reader.folder)
     own = 'import os, sys\nassert sys.argv[1:] == ["--my-option", "3"], os.environ["RANK"]\n'
@@ -105,7 +113,10 @@ def test_the_page_on_triage_holds(reader: Reader) -> None:
 
 
 def test_each_block_is_typed_or_has_a_reason_not_to_be() -> None:
-    here = {"README.md", "docs/own_loop.md", "docs/configuration.md", "docs/triage.md"}
+    here = {
+        "README.md",
+        *("docs/quickstart.md", "docs/own_loop.md", "docs/configuration.md", "docs/triage.md"),
+    }
     untested = [block.name for page in PAGES if page not in here for block in typed(page)]
     assert untested == []
     there = {block.name for page in PAGES for block in blocks(page)}

@@ -81,7 +81,8 @@ class BackgroundSaver:
     def prepare(self) -> None:
         """Plan the file and lock its pages beside training, once the optimizer has its state.
 
-        That is before the first step of a resumed run, and after it in a new one. Only on a GPU.
+        Asked before each update, that is in the first step of a resumed run, and in the second of a
+        new one, whose optimizer has no state before. Only on a GPU.
         """
         if self._unprepared is not None and self._unprepared.state:
             self._unprepared = None

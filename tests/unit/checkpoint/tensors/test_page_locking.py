@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from managers import open_manager
 
 from kempner.checkpoint.format import shard_plan
+from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.tensors import staging
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
 from kempner.cluster.machine.cgroup import MemoryGroup
+from kempner.run.record.run_dir import RunDirectory
 
 CPU = torch.device("cpu")
 
@@ -118,3 +123,41 @@ def test_pages_are_locked_before_the_first_copy(
     locked = stager._thread.submit(lambda: dict(cudart.ranges)).result()
     stager.close()
     assert locked == {image.address: len(image.content)}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """Of a world of one."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.new_group(backend="gloo")
+    dist.destroy_process_group()
+
+
+def steps_until_locked(run: RunDirectory, group: dist.ProcessGroup) -> list[int]:
+    """In which steps of an attempt the buffer of the saves is locked; its last step is saved."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = open_manager(run, model, optimizer, group)
+    manager.restore()
+    saver, locked = manager._saver, []
+    saver._unprepared = optimizer  # as on a GPU
+    for step in range(1, 5):
+        model(torch.ones(4)).sum().backward()
+        manager.release_staging()
+        if saver._image is not None:
+            locked.append(step)
+            saver._image = None
+        optimizer.step()
+    manager.save(TrainState(step=4))
+    manager.join()
+    saver.close()
+    return locked
+
+
+def test_a_resumed_run_locks_in_its_first_step_and_a_new_one_in_its_second(
+    tmp_path: Path, group: dist.ProcessGroup
+) -> None:
+    run = RunDirectory(tmp_path)
+    assert steps_until_locked(run, group) == [2]
+    assert steps_until_locked(run, group) == [1]

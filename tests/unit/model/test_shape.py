@@ -64,7 +64,14 @@ def test_a_named_model_has_its_published_size(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("file", "preset"),
-    [("13b", "llama2-13b"), ("70b", "llama3-70b"), ("qwen3_32b", "qwen3-32b"), ("7b", "llama2-7b")],
+    [
+        ("1b", "llama3.2-1b"),
+        ("7b", "llama2-7b"),
+        ("8b", "llama3.1-8b"),
+        ("13b", "llama2-13b"),
+        ("32b", "qwen3-32b"),
+        ("70b", "llama3-70b"),
+    ],
 )
 def test_a_ready_configuration_has_the_sizes_of_its_model(file: str, preset: str) -> None:
     model = load(Path(__file__).parents[3] / f"configs/train/{file}.toml").model

@@ -1,0 +1,81 @@
+"""configs/train: each fits the GPUs that it names, and is bound by compute on the network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kempner.cli.config import Job
+from kempner.config.loading import load
+from kempner.data.order.batch_slices import micro_steps
+from kempner.model.spec.communication_choice import Situation, choose, needed_memory, step_traffic
+from kempner.model.spec.mesh import resolve_mesh
+from kempner.model.spec.shape import Shape, count_parameters
+
+FOLDER = Path(__file__).parents[3] / "configs/train"
+READY = sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != "debug")
+
+GPU = 80 * 10**9
+USED = 0.9
+"""The share that may be filled by count, as `auto` takes it."""
+LINK = 400e9 / 8
+"""Bytes a second of one NDR InfiniBand link."""
+HALF_OF_H100 = 989e12 / 2
+"""FLOPs a second: half of the dense bfloat16 peak in NVIDIA's data sheet."""
+
+MEANT = re.compile(
+    r"Meant for (?P<nodes>\d+) nodes? of (?P<gpus>\d+) GPUs of 80 GB\. "
+    r"A rank needs about (?P<memory>\d+) GB"
+)
+SENDS = re.compile(r"node sends (?P<sent>\d+) GB to other nodes, which takes (?P<link>[\d.]+) s")
+COMPUTES = re.compile(r"H100s compute a step in (?P<compute>\d+) s at half of their peak")
+
+
+def header_of(name: str) -> str:
+    lines = (FOLDER / f"{name}.toml").read_text().split("\n[run]")[0].splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in lines)
+
+
+@pytest.mark.parametrize("name", READY)
+def test_it_fits_and_computes_for_longer_than_it_sends(name: str) -> None:
+    """And its header says so, in figures that are right."""
+    header, config = header_of(name), load(FOLDER / f"{name}.toml")
+    meant, computes, sends = (words.search(header) for words in (MEANT, COMPUTES, SENDS))
+    assert meant is not None
+    assert computes is not None
+    nodes, vocab_size = int(meant["nodes"]), config.model.vocab_size
+    assert vocab_size is not None
+    job = Job.of(config, nodes * int(meant["gpus"]), nodes, GPU)
+    train, shape = config.train, Shape.of(config.model, vocab_size)
+    mesh = resolve_mesh(config, job.world)
+    passes = micro_steps(train.global_batch_size, mesh.data_world, train.micro_batch_size)
+    situation = Situation(shape, mesh, job.ranks_per_node, passes, 2, job.gpu_memory)
+    choice = choose(config, situation)
+
+    memory = needed_memory(config, situation, shape, choice).total
+    assert memory <= USED * GPU
+    assert round(memory / 1e9) == int(meant["memory"])
+
+    tokens = train.global_batch_size * train.seq_len
+    again = 4 / 3 if train.activation_checkpointing == "full" else 1.0
+    flops = 6 * count_parameters(config.model, vocab_size) * tokens * again
+    compute = flops / (job.world * HALF_OF_H100)
+    assert round(compute) == int(computes["compute"])
+
+    if nodes == 1:
+        return
+    sent = step_traffic(config, situation, shape, choice).between
+    assert sends is not None
+    assert round(sent / 1e9) == int(sends["sent"])
+    decimals = len(sends["link"].partition(".")[2])
+    assert f"{sent / LINK:.{decimals}f}" == sends["link"]
+    assert sent / LINK < compute
+
+
+def test_there_is_one_for_every_size_of_a_job() -> None:
+    meant = [MEANT.search(header_of(name)) for name in READY]
+    sizes = {(int(found["nodes"]), int(found["gpus"])) for found in meant if found is not None}
+    assert {nodes for nodes, _ in sizes} == {1, 2, 4, 8, 32}
+    assert {gpus for _, gpus in sizes} == {4, 8}

@@ -25,6 +25,7 @@ _MODULES = {
     "status": ("insight.status",),
     "report": ("insight.report",),
     "triage": ("insight.triage",),
+    "metrics": ("insight.metrics",),
     "sample": ("sample",),
     "prune": ("prune",),
     "checkpoint": ("checkpoint.inspect", "checkpoint.convert"),

@@ -302,10 +302,17 @@ class SlurmSection(Section):
 
 
 class MetricsSection(Section):
-    """What is recorded while training."""
+    """What is recorded while training, and where it is shown besides metrics.jsonl."""
 
     log_interval: PositiveInt = 1
     """Steps between lines of metrics.jsonl."""
+    tensorboard: bool = False
+    """The supervisor keeps tensorboard/ in the run's directory up to date."""
+    wandb: Text | None = None
+    """A project of Weights & Biases, in which the run is one run; offline unless WANDB_MODE says
+    otherwise."""
+    prometheus: PathText | None = None
+    """A file with the last numbers, for the textfile collector of a node exporter."""
 
 
 class EvalSection(Section):

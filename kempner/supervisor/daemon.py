@@ -40,6 +40,7 @@ from kempner.supervisor.control.rank_roster import RankRoster
 from kempner.supervisor.control.rank_status import RankStatusFile
 from kempner.supervisor.control.server import ControlServer
 from kempner.supervisor.launchers.base import Launcher, Program
+from kempner.supervisor.metrics_export import MetricsExports
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.nodes.exclusion import suspects
 from kempner.supervisor.policy.outcome import Decision, decide_outcome
@@ -99,10 +100,13 @@ def _supervise(
         launcher.close()
         end = Decision(error.code, str(error))
         return _leave(end, run, Ledger(run.ledger), RunHistory(), job, None, {})
+    exports = MetricsExports()
     try:
+        exports.start(run, config.metrics)
         context = SupervisorContext(run, launcher, program, config, signals, job, lease)
         return _bring_to_an_end(context)
     finally:
+        exports.close()  # after the job was put back into the queue
         lease.release()
 
 

@@ -106,6 +106,14 @@ def test_the_page_on_configuration_holds(reader: Reader) -> None:
     assert type_page("docs/configuration.md", reader) >= 1
 
 
+def test_the_page_on_metrics_holds(reader: Reader) -> None:
+    (reader.folder / "runs" / "mine").mkdir(parents=True)
+    line = '{"step": 1, "attempt": 1, "loss": 5.0, "time": 1.0}\n'
+    (reader.folder / "runs" / "mine" / "metrics.jsonl").write_text(line)
+    assert type_page("docs/metrics.md", reader) == 3
+    assert "kempner_loss" in (reader.folder / "mine.prom").read_text()
+
+
 def test_the_page_on_triage_holds(reader: Reader) -> None:
     log = ROOT / "tests/unit/insight/triage/logs/made/missing_on_one_node.log"
     shutil.copy(log, reader.folder / "slurm-4711.out")
@@ -116,6 +124,7 @@ def test_each_block_is_typed_or_has_a_reason_not_to_be() -> None:
     here = {
         "README.md",
         *("docs/quickstart.md", "docs/own_loop.md", "docs/configuration.md", "docs/triage.md"),
+        "docs/metrics.md",
     }
     untested = [block.name for page in PAGES if page not in here for block in typed(page)]
     assert untested == []

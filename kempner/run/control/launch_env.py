@@ -33,6 +33,8 @@ AS_FORKED = {_FORKED: "1"}
 FORK_SERVER = "KEMPNER_FORK_SERVER"
 """Is in the environment of a fork server. The kernel shows that as the environment of all that it
 forks, too."""
+EXPORT_FOR = "KEMPNER_EXPORT_FOR"
+"""The process id of the supervisor, for an exporter of metrics that is to end with it."""
 
 
 @dataclass(frozen=True)

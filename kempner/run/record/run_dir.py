@@ -59,6 +59,11 @@ class RunDirectory:
         """What torch.compile has made, for the next start."""
         return self.path / "compiled"
 
+    @property
+    def exports(self) -> Path:
+        """What `kempner metrics` keeps: how far it is, and the files of TensorBoard and W&B."""
+        return self.path / "exports"
+
     def samples(self, rank: int) -> Path:
         """The ids that a rank consumed, one JSON line a step."""
         return self.path / "samples" / f"rank-{rank:05d}.jsonl"

@@ -1,0 +1,69 @@
+"""`kempner metrics`: a run's metrics, where people already look."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kempner.cli.usage.words import usable_path
+from kempner.insight.metrics.exporters import Exporter, Prometheus, TensorBoard, WandB
+from kempner.insight.metrics.follow import follow
+from kempner.insight.metrics.lines import Position
+from kempner.run.control.launch_env import EXPORT_FOR
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.signals import follow_parent
+from kempner.run.record.run_dir import RunDirectory
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `metrics` to `app`."""
+    app.command()(metrics)
+
+
+def metrics(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's directory.")],
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="To an event file in RUN_DIR/tensorboard/.")
+    ] = False,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="To Weights & Biases, one run for all.")
+    ] = None,
+    prometheus: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="To a text file with the last numbers.")
+    ] = None,
+    following: Annotated[
+        bool, typer.Option("--follow", help="Go on with what comes, until Ctrl-C or SIGTERM.")
+    ] = False,
+) -> None:
+    """Hand the metrics of a run on to TensorBoard, Weights & Biases or Prometheus.
+
+    It reads metrics.jsonl only, and goes on where it was. Works for a run that goes on, too.
+    """
+    run = RunDirectory(usable_path(run_dir))
+    if [tensorboard, wandb is not None, prometheus is not None].count(True) != 1:
+        raise UsageError("name one of --tensorboard, --wandb PROJECT and --prometheus FILE")
+    if not run.path.is_dir():
+        raise UsageError(f"{run.path} is no directory of a run")
+
+    def open_exporter(since: Position) -> Exporter:
+        if wandb is not None:
+            return WandB(run, wandb, since)
+        if prometheus is not None:
+            return Prometheus(usable_path(prometheus), run)
+        return TensorBoard(run.path / "tensorboard", since)
+
+    kind = "wandb" if wandb is not None else "prometheus" if prometheus else "tensorboard"
+    told = threading.Event()
+    if following:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: told.set())
+        if supervisor := os.environ.get(EXPORT_FOR):
+            follow_parent(int(supervisor), signal.SIGTERM)
+    else:
+        told.set()
+    follow(run, kind, open_exporter, told.wait)

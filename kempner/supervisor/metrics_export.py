@@ -1,0 +1,114 @@
+"""Exporters of metrics: processes of their own, so that nothing they do touches the training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from kempner.config.sections import MetricsSection
+from kempner.run.control.launch_env import EXPORT_FOR
+from kempner.run.output.logs import logger
+from kempner.run.record.run_dir import RunDirectory
+
+LEFT_WITHIN = 5.0
+"""Seconds at the end of a run in which all exporters hand on what is left; then they are killed."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """An exporter to start: its name, the options of `kempner metrics`, the package it needs."""
+
+    name: str
+    options: Sequence[str]
+    package: str | None = None
+
+
+def wanted_exports(section: MetricsSection) -> Iterator[Export]:
+    """What the configuration asks for."""
+    if section.tensorboard:
+        yield Export("tensorboard", ["--tensorboard"], "tensorboard")
+    if section.wandb is not None:
+        yield Export("wandb", ["--wandb", section.wandb], "wandb")
+    if section.prometheus is not None:
+        yield Export("prometheus", ["--prometheus", section.prometheus])
+
+
+class MetricsExports:
+    """The exporters of a run. Each follows metrics.jsonl by itself, with a log in `exports/`.
+
+    They take no part in training: no rank knows of them. One that fails, hangs or finds the disk
+    full is told of once, or killed at the end, and goes on where it was at the next start.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._closing = threading.Event()
+
+    def start(self, run: RunDirectory, section: MetricsSection) -> None:
+        """To be called in the main thread: they end with the thread that has started them."""
+        for export in wanted_exports(section):
+            if export.package is not None and find_spec(export.package) is None:
+                logger().warning(
+                    f"metrics.{export.name} has no effect: {export.package} is not installed "
+                    f"(pip install 'kempner[{export.package}]'); metrics.jsonl has everything"
+                )
+                continue
+            try:
+                self._running[export.name] = _start(run, export)
+            except OSError as error:
+                logger().warning(f"metrics.{export.name} has no effect", error=str(error))
+                continue
+            threading.Thread(target=self._follow, args=(export.name,), daemon=True).start()
+
+    def close(self) -> None:
+        """Let them hand on what is left, and end them."""
+        self._closing.set()
+        for process in self._running.values():
+            process.terminate()
+        end = time.monotonic() + LEFT_WITHIN
+        for process in self._running.values():
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                with suppress(ProcessLookupError):  # with all that it has started
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def _follow(self, name: str) -> None:
+        """Wait for its end, which nobody else would take note of."""
+        code = self._running[name].wait()
+        if code and not self._closing.is_set():
+            logger().warning(
+                f"metrics.{name}: its exporter failed; see exports/{name}.log", code=code
+            )
+
+
+def _start(run: RunDirectory, export: Export) -> subprocess.Popen[bytes]:
+    """In the supervisor's session, or it would be taken for one of the ranks' processes; in a group
+    of its own, which a terminal's Ctrl-C does not reach. Raises `OSError`."""
+    run.exports.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "kempner",
+        "metrics",
+        str(run.path),
+        *export.options,
+        "--follow",
+    ]
+    with (run.exports / f"{export.name}.log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, EXPORT_FOR: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            process_group=0,
+        )

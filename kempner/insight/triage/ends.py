@@ -31,6 +31,7 @@ _WORDS = {
 _FAILED = re.compile(
     r"failed \(exitcode: (?P<status>-?\d+)\) local_rank: (?P<local_rank>\d+) \(pid: (?P<pid>\d+)\)"
 )
+_LAUNCHER = re.compile(r"torch[./]distributed[./](?:elastic|launch|run)\b|\[launch\.py:\d+:")
 _FIELD = re.compile(r"\s*(?P<name>time|host|rank|exitcode)\s*: (?P<said>.*)$")
 _LIGHTNING = re.compile(
     r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)"
@@ -117,6 +118,8 @@ def spread_out(ranks: str) -> tuple[int, ...]:
 class EndReader:
     """Takes lines one after the other; knows the block that each torchrun has begun."""
 
+    elastic: bool = False
+    """Whether torchrun, or a launcher like it, starts the ranks: then srun's tasks are no ranks."""
     _blocks: dict[object, dict[str, str]] = field(default_factory=dict)
     _root: set[object] = field(default_factory=set)
     _ending: bool = False
@@ -127,6 +130,7 @@ class EndReader:
         text = line.text
         if "srun: " in text:
             return self._srun(line)
+        self.elastic = self.elastic or _LAUNCHER.search(text) is not None
         if (found := _FAILED.search(text)) is not None:
             return _end(line, int(found["status"]), node=line.node, pid=int(found["pid"]))
         if (found := _LIGHTNING.search(text) or _DEEPSPEED.search(text)) is not None:
@@ -154,7 +158,8 @@ class EndReader:
                 status = number
         if status is None:
             return None
-        end = _end(line, status, node=found["node"], ranks=spread_out(found["ranks"]))
+        ranks = () if self.elastic else spread_out(found["ranks"])
+        end = _end(line, status, node=found["node"], ranks=ranks)
         return replace(end, level=Level.CASCADE) if self._ending and status in (-9, -15) else end
 
     def _torchrun(self, line: LogLine, name: str, said: str) -> End | None:

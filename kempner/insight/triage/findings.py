@@ -91,7 +91,8 @@ class Findings:
         """
         writer = finding.line.writer
         before = self._last_raised.pop(writer, None)
-        if before is not None and finding.order - before.order <= CONTINUED and not raised:
+        near = before is not None and finding.order - before.order <= CONTINUED and not raised
+        if before is not None and near and finding.level <= before.level:
             self._by_cause[before.cause.name].remove(before)
             about = replace(finding.about, frame=finding.about.frame or before.about.frame)
             finding = replace(finding, about=about, order=before.order)

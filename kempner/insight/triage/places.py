@@ -12,6 +12,11 @@ _WORLD = re.compile(r"\bworld[_ ]size[\"']?\s*[=:]?\s*(\d+)|\bMEMBER: \d+/(\d+)"
 _GLOBAL_RANK = re.compile(r"\bGLOBAL_RANK: (\d+)|\bglobal[_ ]rank[\"']?\s*[=:]\s*(\d+)")
 _ADDRESS = re.compile(r"(?:Bootstrap|NET/\w+|OOB)\s?:? .*?[\w.]+:(\d+\.\d+\.\d+\.\d+)<\d+>")
 
+_USES = re.compile(r"\bUsing (?:\[\d+\])?(?P<name>[\w.-]+):(?P<address>\d+\.\d+\.\d+\.\d+)<\d+>")
+_OF_RAY = re.compile(r"\bip=(?P<node>[\d.]+), pid=(?P<pid>\d+)\) world_rank=(?P<rank>\d+)")
+_VIRTUAL = re.compile(r"(?:docker|virbr|br-|veth|lxc|lxd|cni|flannel|podman|tun|tap)\S*$")
+"""Interfaces that lead to other nodes on no cluster."""
+
 _MOST = 100_000
 """Facts of a kind that are kept; a world is not larger."""
 
@@ -24,6 +29,9 @@ class Places:
     ranks: dict[tuple[str, int], int] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
     seen: dict[str, str] = field(default_factory=dict)
+    local_ranks: dict[tuple[str, int], int] = field(default_factory=dict)
+    uses: dict[str, tuple[str, LogLine]] = field(default_factory=dict)
+    """By node: the first address that NCCL says to use there, and the line."""
     world: int | None = None
 
     def learn(self, line: LogLine) -> None:
@@ -31,8 +39,15 @@ class Places:
         text, rank = line.text, line.rank
         if line.node is not None:
             self._see(line.node)
+            if (used := _USES.search(text)) is not None and len(self.uses) < _MOST:
+                self.uses.setdefault(short(line.node), (f"{used['name']}:{used['address']}", line))
+            if rank is not None and line.local_rank is not None and len(self.local_ranks) < _MOST:
+                self.local_ranks[short(line.node), line.local_rank] = rank
             if "Using" in text and (found := _ADDRESS.search(text)) is not None:
                 self.addresses[found[1]] = line.node
+        if "world_rank=" in text and (ray := _OF_RAY.search(text)) is not None:
+            self.place(int(ray["rank"]), ray["node"], int(ray["pid"]))
+            return
         if (found := _COMMUNICATOR.search(text)) is not None:
             self.world = max(self.world or 0, int(found["world"]))
             rank = int(found["rank"]) if int(found["world"]) == self.world else rank
@@ -59,6 +74,26 @@ class Places:
             return self.ranks.get((short(node), pid))
         found = {rank for (_, number), rank in self.ranks.items() if number == pid}
         return found.pop() if len(found) == 1 else None
+
+    def rank_of_local(self, local_rank: int, node: str | None) -> int | None:
+        """The rank of a local rank of a node, if a line has told it."""
+        return None if node is None else self.local_ranks.get((short(node), local_rank))
+
+    @property
+    def lonely_interface(self) -> tuple[str, LogLine] | None:
+        """What NCCL uses though it leads to no other node, of several; and the line that says so.
+
+        That is a bridge for containers or virtual machines, or an address that two nodes share.
+        """
+        if len(self.uses) < 2:
+            return None
+        told = [used for used, _ in self.uses.values()]
+        for used, line in self.uses.values():
+            name, _, address = used.partition(":")
+            shared = sum(other.endswith(f":{address}") for other in told) > 1
+            if _VIRTUAL.match(name) or shared:
+                return used, line
+        return None
 
     @property
     def only_node(self) -> str | None:

@@ -83,6 +83,8 @@ class Scan:
         self.suspects = Suspects()
         self.lines = 0
         self.steps = 0
+        self.steps_of: dict[str, int] = {}
+        """By file: how many steps had been counted when it was over."""
         self.sources: list[str] = []
         self._tracebacks = Tracebacks()
         self._ends = EndReader()
@@ -105,13 +107,14 @@ class Scan:
                 if self._tracebacks.waiting or any(map(text.__contains__, telling)):
                     for line in parser.parse(number, text):
                         self._add(line)
-                elif self.findings.counts:
+                elif self.findings.counts or self.places.uses:
                     self._count_step(text)
             ending = [
                 LogLine(f"{source}:{number}", text) for number, text in batch[-ENDING:] if text
             ]
             self.suspects.ending.extend(ending)
-        self._tracebacks, self._ends = Tracebacks(), EndReader()
+        self.steps_of[source] = self.steps
+        self._tracebacks, self._ends = Tracebacks(), EndReader(self._ends.elastic)
 
     def _add(self, line: LogLine) -> None:
         self._time = line.time if line.time is not None else self._time

@@ -13,6 +13,7 @@ from kempner.insight.triage.log.lines import LogLine
 from kempner.insight.triage.places import same_node
 from kempner.insight.triage.rules import Level, Sure
 from kempner.insight.triage.scan import SHOWN, Scan
+from kempner.insight.triage.table.everything import CAUSES
 
 UNKNOWN = "unknown"
 """The cause of what no rule knows."""
@@ -24,6 +25,9 @@ _OF_SLURM = ("srun: ", "slurmstepd: ")
 """Whose lines are of the whole step, where they name no node."""
 
 _WAITS = {"nccl_timeout", "gloo_timeout"}
+
+_NETWORK = {*_WAITS, "nccl_error", "nccl_init_timeout", "peer_lost", "rendezvous_timeout"}
+"""What an interface that leads nowhere makes of a job."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +104,22 @@ class Verdict:
 def decide(scan: Scan) -> Verdict:
     """The earliest of what is nearest to the beginning."""
     found = [_placed(finding, scan) for finding in scan.findings]
-    fatal = [finding for finding in found if scan.steps - finding.steps < SURVIVED]
+    fatal = [finding for finding in found if _steps_after(scan, finding) < SURVIVED]
     fatal = _without_late_ends(_without_aftermath(fatal))
     by_time = len(scan.sources) > 1
     first = _first(fatal, by_time)
     if first is None or first.cause.name in _UNEXPLAINED:
         return _unknown(scan, fatal, first)
+    lonely = scan.places.lonely_interface
+    if first.cause.name in _NETWORK and scan.steps < SURVIVED and lonely is not None:
+        first = replace(first, cause=CAUSES["wrong_interface"], sure=Sure.LIKELY, line=lonely[1])
     return _known(scan, fatal, first)
+
+
+def _steps_after(scan: Scan, finding: Finding) -> int:
+    """How many more steps its own file tells of: another file may be another node's."""
+    source = finding.line.place.rpartition(":")[0]
+    return scan.steps_of.get(source, scan.steps) - finding.steps
 
 
 def _placed(finding: Finding, scan: Scan) -> Finding:
@@ -114,6 +127,10 @@ def _placed(finding: Finding, scan: Scan) -> Finding:
     about = finding.about
     if not about.ranks and about.pid is not None:
         rank = scan.places.rank_of(about.pid, about.node)
+        about = about if rank is None else replace(about, ranks=(rank,))
+    local = finding.line.local_rank
+    if not about.ranks and local is not None and finding.line.rank is None:
+        rank = scan.places.rank_of_local(local, about.node or finding.line.node)
         about = about if rank is None else replace(about, ranks=(rank,))
     if about.node is None and about.ranks:
         about = replace(about, node=scan.places.nodes.get(about.ranks[0]))
@@ -186,7 +203,7 @@ def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
         Where(rank, node, tuple(ranks), tuple(nodes)),
         Told(
             first.line.text.strip(),
-            next((finding.about.frame for finding in same if finding.about.frame), ""),
+            next((f.about.frame for f in [first, *same] if f.about.frame), ""),
             tuple(_evidence([first, *same, *_ends_of(rank, fatal)])),
         ),
         tuple(_consequences(others, [*ranks, *(() if rank is None else (rank,))])),

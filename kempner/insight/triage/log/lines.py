@@ -53,7 +53,14 @@ _WRITERS = [
 ]
 _LABEL = re.compile(r"\s*(?P<rank>\d+): ?")
 _HOST = re.compile(r"(?P<node>[A-Za-z][\w-]*\d[\w.-]*|\d+(?:\.\d+){3}): ")
-_NOT_A_HOST = re.compile(r"(?i)(srun|slurmstepd|error|warning|info|step|epoch|rank)\d*$")
+_BRACKETED_HOST = re.compile(
+    r"\[(?!(?i:rank|default|trainer|worker|gpu|[ewif])[: ]?\d)"
+    r"(?P<node>[A-Za-z][\w-]*\d[\w.-]*)\]:? ?"
+)
+_NOT_A_HOST = re.compile(
+    r"(?i)(srun|slurmstepd|error|warning|info|step|epoch|(?:global_|local_)?rank|default|"
+    r"trainer|worker|gpu|cuda|proc(?:ess)?|pid|task|[ew]\d*)\d*$"
+)
 _RANK_INSIDE = re.compile(r"\[(?:PG[^\]]*?)?\bRank (\d+)\]")
 _WARNING = re.compile(r"\b\w*Warning\b|\bWARN(?:ING)?[\]:|]|\[W\s?\d*[ \]]|^W\d{4} ")
 _RANK_OF_FILE = re.compile(r"^(?:rank|task)[-_.]?(\d+)[._]")
@@ -100,13 +107,15 @@ def _style(source: str, sample: Sequence[str]) -> _Style:
         node=node["node"] if node else None,
     )
     lines = [line for line in sample if line]
-    for prefix, share in ((_LABEL, 0.3), (_HOST, 0.5)):
+    for prefix, share in ((_LABEL, 0.3), (_HOST, 0.5), (_BRACKETED_HOST, 0.5)):
         hits = [found for line in lines if (found := prefix.match(line))]
-        hosts = {found["node"] for found in hits} if prefix is _HOST else set()
+        hosts = set() if prefix is _LABEL else {found["node"] for found in hits}
         if any(_NOT_A_HOST.match(host) for host in hosts):
             continue
         if len(hits) > 1 and len(hits) >= share * len(lines):
             style.prefixes.insert(0, prefix)
+            if len(hosts) > 1:
+                style.node = None  # the file has the output of several, whatever its name says
     return style
 
 
@@ -116,7 +125,10 @@ def _parse(line: LogLine, style: _Style) -> LogLine:
     style.year = year_of(text) or style.year
     while (found := _prefix(text, style)) is not None:
         text = text[found.end() :]
-        said = {**{k: v for k, v in found.groupdict().items() if v is not None}, **said}
+        new = {k: v for k, v in found.groupdict().items() if v is not None}
+        said = {**new, **said}
+        if "rank" in new:  # the inner one is the program's; outside, a launcher counts its own way
+            said["rank"] = new["rank"]
     if "rank" not in said and (inside := _RANK_INSIDE.search(text)):
         said["rank"] = inside[1]
     return replace(

@@ -18,6 +18,12 @@ _HEADER = "Traceback (most recent call last)"
 _OF_RANK = re.compile(r"\(RANK (\d+)\)|^-- Process (\d+) terminated with the following error")
 """How one rank, or the parent of all, repeats what another has raised."""
 
+_CARRIED = re.compile(r"Caught \w+ in (?:\w+ )*(?:DataLoader worker|replica|pin memory|thread)\b")
+"""What torch raises in place of what a worker has raised, whose traceback comes below."""
+
+_OF_RAY = re.compile(r"RayTaskError\(.*\(pid=(?P<pid>\d+), ip=(?P<node>[\d.]+)")
+"""Whose exception the driver of Ray shows below."""
+
 _HANDLED = "During handling of the above exception"
 _CAUSED = "The above exception was the direct cause"
 
@@ -59,6 +65,7 @@ class Tracebacks:
     _muted: set[object] = field(default_factory=set)
     _linked: set[object] = field(default_factory=set)
     _repeated: dict[object, int] = field(default_factory=dict)
+    _of_ray: dict[object, re.Match[str]] = field(default_factory=dict)
 
     @property
     def waiting(self) -> bool:
@@ -68,6 +75,8 @@ class Tracebacks:
     def feed(self, line: LogLine) -> Raised | None:
         """The exception that ends with this line, if one does."""
         writer, text = line.writer, line.text
+        if "RayTaskError" in text and (ray := _OF_RAY.search(text)) is not None:
+            self._of_ray[writer] = ray
         if (of := _OF_RANK.search(text)) is not None:
             self._repeated[writer] = int(of[1] or of[2])
         if _HEADER in text:
@@ -108,7 +117,11 @@ class Tracebacks:
         if begun.muted:
             return None
         said = replace(line, rank=begun.rank)
-        return Raised(said, _words(found), begun.own or begun.last, begun.follows)
+        if (ray := self._of_ray.pop(line.writer, None)) is not None:
+            said = replace(said, pid=int(ray["pid"]), node=ray["node"])
+        words = _words(found)
+        follows = begun.follows or _CARRIED.search(words) is not None
+        return Raised(said, words, begun.own or begun.last, follows)
 
 
 def _plausible(found: re.Match[str]) -> bool:

@@ -61,10 +61,10 @@ CAUSES = (
     ),
     Cause(
         "illegal_memory_access",
-        "a CUDA kernel read or wrote where it must not. CUDA says so later: the line shown is not "
-        "the place",
-        "start with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer to find the kernel; if only "
-        "one node does it, suspect its GPU",
+        "a GPU kernel read or wrote where it must not. The GPU says so later: the line shown is "
+        "not the place",
+        "start with CUDA_LAUNCH_BLOCKING=1 or under compute-sanitizer (on AMD "
+        "AMD_SERIALIZE_KERNEL=3) to find the kernel; if only one node does it, suspect its GPU",
         (
             Sign(r"illegal memory access", MECHANISM),
             Sign(r"Memory access fault by GPU|amdgpu.*page fault", MECHANISM),

@@ -20,7 +20,7 @@ CAUSES = (
     ),
     Cause(
         "wrong_interface",
-        "the network interface that NCCL or Gloo was told to use does not work on a node",
+        "the network interface that NCCL or Gloo uses does not lead to the other nodes",
         "compare `ip -br addr` on every node with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME; a "
         "host name must not lead to 127.0.0.1 or 127.0.1.1 in /etc/hosts",
         (
@@ -29,6 +29,12 @@ CAUSES = (
             Sign(r"Unable to find (?:address|interface) for[: ]"),
             Sign(
                 r"connect \[?127\.0\.\d\.1\]?[:<]?\d+.*refused|unsupported gloo device", sure=LIKELY
+            ),
+            # What libvirt and docker call their bridges by default, and a host itself.
+            Sign(
+                r"[Cc]onnect\w* (?:timeout|timed out|refused).*"
+                r"\b(?:192\.168\.122|172\.17\.0|127\.0\.\d)\.\d",
+                sure=LIKELY,
             ),
         ),
     ),
@@ -121,6 +127,7 @@ CAUSES = (
             Sign(r"Rendezvous(?:Timeout|Connection)Error", SYMPTOM, LIKELY, NAMED),
             Sign(r"Timeout waiting for key: default_pg", SYMPTOM, LIKELY, NAMED),
             Sign(r"[Cc]onnectFullMesh failed", SYMPTOM, LIKELY, NAMED),
+            Sign(r"gloo.*\bConnect timeout \[(?P<address>[\d.]+)\]", SYMPTOM, LIKELY, NAMED),
             Sign(
                 r"client socket has failed to connect to \[?(?P<address>[\w.-]+)", SYMPTOM, POSSIBLE
             ),

@@ -17,6 +17,7 @@ LOGS = Path(__file__).parent / "logs"
 
 PUBLIC = tomli.loads((LOGS / "public" / "index.toml").read_text())
 MADE = tomli.loads((LOGS / "made" / "index.toml").read_text())
+EXAMS = tomli.loads((LOGS / "exams" / "index.toml").read_text())
 
 
 def verdict_on(*lines: str) -> Verdict:
@@ -39,6 +40,17 @@ def test_the_first_failure_is_named(folder: str, name: str) -> None:
     )
     assert verdict.known == (verdict.sure is not Sure.UNKNOWN)
     assert verdict.evidence
+
+
+@pytest.mark.parametrize("name", EXAMS)
+def test_what_examiners_have_made_is_solved(name: str) -> None:
+    """Their logs are longer, of more ranks, and full of what comes after the failure."""
+    expected = EXAMS[name]
+    verdict = triage_logs(sorted((LOGS / "exams" / expected["exam"] / name).iterdir()))
+    assert verdict.cause == expected["cause"]
+    unknown = verdict.rank is None and expected["rank_may_be_unknown"]
+    assert unknown or verdict.rank in expected["ranks"]
+    assert verdict.node == expected.get("node", verdict.node)
 
 
 def test_there_are_logs_of_many_threads() -> None:
@@ -185,3 +197,63 @@ def test_a_long_log_needs_no_more_memory_than_a_short_one() -> None:
         return len(list(scan.findings)) + len(scan.suspects.first)
 
     assert kept(endless(40_000)) <= kept(endless(4_000)) < 100
+
+
+@pytest.mark.parametrize(
+    ("second", "steps", "cause"),
+    [
+        ("docker0:172.17.0.1", 0, "wrong_interface"),
+        ("ib0:10.0.0.1", 0, "wrong_interface"),  # the same address on both
+        ("ib0:10.0.0.2", 0, "nccl_error"),
+        ("docker0:172.17.0.1", 30, "nccl_error"),  # it has worked for a while
+    ],
+)
+def test_a_bridge_leads_to_no_other_node(second: str, steps: int, cause: str) -> None:
+    first = "docker0:172.17.0.1" if "docker" in second else "ib0:10.0.0.1"
+    verdict = verdict_on(
+        *(
+            f"{node}:7:7 [0] NCCL INFO Bootstrap : Using {used}<0>"
+            for node, used in (("n1", first), ("n2", second))
+        ),
+        *(f"step {step} loss 5.0" for step in range(steps)),
+        "[rank3]: torch.distributed.DistBackendError: NCCL error, unhandled system error",
+    )
+    assert verdict.cause == cause
+
+
+def test_what_a_worker_has_raised_counts_and_not_that_it_did() -> None:
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/home/u/train.py", line 3, in <module>',
+        "{kind}: Caught {kind} in {where}.",
+        "Original Traceback (most recent call last):",
+        '  File "/home/u/data.py", line 7, in load',
+        "{said}",
+    ]
+    for where in ("DataLoader worker process 5", "pin memory thread for device 0", "replica 1"):
+        stale = "OSError: [Errno 116] Stale file handle: '/nfs/x'"
+        words = {"kind": "OSError", "where": where, "said": stale}
+        assert verdict_on(*(line.format(**words) for line in lines)).cause == "stale_file_handle"
+    words = {"kind": "KeyError", "where": "DataLoader worker process 0", "said": "KeyError: 'de'"}
+    verdict = verdict_on(*(line.format(**words) for line in lines))
+    assert (verdict.told.raised, verdict.told.frame) == (
+        "KeyError: 'de'",
+        "/home/u/data.py:7 in load",
+    )
+
+
+def test_a_local_rank_is_no_rank_where_there_are_several_nodes() -> None:
+    error = "ImportError: x.so: undefined symbol: y"
+    lines = [f"[n{n % 2 + 1}] [default{n // 2}]:starting" for n in range(4)]
+    verdict = verdict_on(*lines, f"[n2] [default1]:{error}")
+    assert (verdict.cause, verdict.rank, verdict.node) == ("binary_mismatch", None, "n2")
+    told = [f"[n2] [default1]:[rank3]: world_size=4, {n}" for n in range(2)]
+    verdict = verdict_on(*lines, *told, f"[n2] [default1]:{error}")
+    assert (verdict.rank, verdict.node) == (3, "n2")
+
+
+def test_a_task_of_srun_is_no_rank_where_torchrun_starts_them() -> None:
+    end = "srun: error: n2: task 1: Exited with exit code 1"
+    assert verdict_on(end).rank == 1
+    agent = "W0101 00:00:00 torch/distributed/elastic/agent/server/api.py:900] Sending SIGTERM"
+    assert (verdict_on(agent, end).rank, verdict_on(agent, end).node) == (None, "n2")

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kempner.insight.status import spans
 from kempner.insight.triage.ends import words_of
 from kempner.insight.triage.findings import SURVIVED, Finding
 from kempner.insight.triage.log.lines import LogLine
 from kempner.insight.triage.places import same_node
 from kempner.insight.triage.rules import Level, Sure
 from kempner.insight.triage.scan import SHOWN, Scan
+from kempner.insight.words import spans
 
 UNKNOWN = "unknown"
 """The cause of what no rule knows."""

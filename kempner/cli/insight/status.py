@@ -78,8 +78,8 @@ def _print_rows(name: str, found: Status) -> None:
     for label, value in rows(name, found):
         for text in table_row(label, value, terminal_columns()):
             typer.echo(text)
-    if found.gave_up is not None:
-        typer.echo(found.gave_up)
+    if found.facts.gave_up is not None:
+        typer.echo(found.facts.gave_up)
 
 
 def _all(*, patient: bool) -> Read:

@@ -81,11 +81,11 @@ def panel(name: str, status: Status, columns: int, note: str = "") -> Renderable
     parts.append(_details(status, width - 6))
     if status.ends:
         parts += [Text(), _interruptions(status)]
-    if status.ranks:
+    if status.ranks.groups:
         parts += [Text(), _ranks(status)]
-    if status.gave_up is not None:
-        parts += [Text(), Text(str(status.gave_up), style="red")]
-    parts += [Text(sentence, style="yellow", overflow="fold") for sentence in status.unread]
+    if status.facts.gave_up is not None:
+        parts += [Text(), Text(str(status.facts.gave_up), style="red")]
+    parts += [Text(sentence, style="yellow", overflow="fold") for sentence in status.facts.unread]
     title = Path(name).name or "no run yet"
     return Panel(
         Group(*parts),
@@ -143,7 +143,10 @@ def _details(status: Status, width: int) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, min_width=NAMES)
     grid.add_column(ratio=1)
-    curves = {"loss": status.losses, "speed": _if_it_varies(status.speeds)}
+    curves = {
+        "loss": status.curve("loss"),
+        "speed": _if_it_varies(status.curve("tokens_per_second")),
+    }
     job = [] if status.job is None else words.job_rows(status.job)
     for name, value in (*words.facts(status), *job):
         if name == "step" and status.progress.total:
@@ -173,9 +176,9 @@ def _emphasis(name: str, value: str, status: Status) -> str:
         return "bold yellow"
     if name == "next deadline" and status.doing.activity is Activity.STOPPING:
         return "bold yellow"
-    if name == "allocation" and status.fits is False:
+    if name == "allocation" and status.outlook.fits is False:
         return "yellow"
-    return "yellow" if name == "slowest rank" and status.slowest is not None else ""
+    return "yellow" if name == "slowest rank" and status.ranks.slowest is not None else ""
 
 
 def sparkline(values: Sequence[float], columns: int, *, from_zero: bool = False) -> str:
@@ -247,9 +250,9 @@ def _cells(name: str, status: Status, narrow: bool, wide: bool) -> Iterator[Rend
         return
     live = activity.is_live
     yield Text(words.UNKNOWN if progress.loss is None else f"{progress.loss:.4f}")
-    rate = progress.tokens_per_second if live else None
+    rate = progress.pace.tokens_per_second if live else None
     yield Text(words.UNKNOWN if rate is None else f"{rate:,.0f}")
-    left = None if status.done_at is None else max(0.0, status.done_at - status.now)
+    left = None if status.outlook.done_at is None else max(0.0, status.outlook.done_at - status.now)
     yield Text(words.UNKNOWN if left is None else duration(round(left)))
     yield Text(words.UNKNOWN if status.attempt is None else str(status.attempt.number))
     if wide:

@@ -31,7 +31,7 @@ def rows(name: str, status: Status) -> Iterator[tuple[str, str]]:
     for end in status.ends:
         yield "interrupted", f"{moment(end.time, status.now)}: {describe_end(end)}"
     yield from places(status)
-    for sentence in status.unread:
+    for sentence in status.facts.unread:
         yield "problem", sentence
 
 
@@ -42,34 +42,34 @@ def facts(status: Status) -> Iterator[tuple[str, str]]:
     yield "loss", loss(progress)
     if activity.is_live:
         yield "speed", speed(progress)
-    if status.done_at is not None:
-        yield "time left", time_left(status, status.done_at)
+    if status.outlook.done_at is not None:
+        yield "time left", time_left(status, status.outlook.done_at)
     if (allocation := allocation_left(status)) is not None:
         yield "allocation", allocation
-    if status.deadline is not None and not _is_end_of_job(status):
+    if status.outlook.deadline is not None and not _is_end_of_job(status):
         yield "next deadline", deadline(status)
-    yield "latest checkpoint", checkpoint(status.checkpoint, status.now)
+    yield "latest checkpoint", checkpoint(status.facts.checkpoint, status.now)
     yield "attempt", attempt(status.attempt, status.now)
-    if status.waits_for not in ("", status.doing.reason):
-        yield "waits for", status.waits_for
+    if status.ranks.waits_for not in ("", status.doing.reason):
+        yield "waits for", status.ranks.waits_for
     if activity.is_live:
-        slow = status.slowest
+        slow = status.ranks.slowest
         yield "slowest rank", "none stands out" if slow is None else slow.sentence
 
 
 def _is_end_of_job(status: Status) -> bool:
     """Whether the row "allocation" tells of the next deadline."""
-    job, next_ = status.job, status.deadline
+    job, next_ = status.job, status.outlook.deadline
     return job is not None and next_ is not None and job.ends_at == next_.time and not job.preempted
 
 
 def places(status: Status) -> Iterator[tuple[str, str]]:
     """Where the ranks are: the largest groups."""
-    groups = sorted(status.ranks, key=lambda group: -len(group.ranks))[:SHOWN_GROUPS]
+    groups = sorted(status.ranks.groups, key=lambda group: -len(group.ranks))[:SHOWN_GROUPS]
     for group in sorted(groups, key=lambda group: (group.step, group.ranks)):
         name = name_or_count(group.ranks)
         yield (name, group.place) if len(name) <= 18 else ("ranks", f"{name}: {group.place}")
-    if rest := len(status.ranks) - len(groups):
+    if rest := len(status.ranks.groups) - len(groups):
         yield "", f"and {count(rest, 'other place')}"
 
 
@@ -100,11 +100,11 @@ def loss(progress: Progress) -> str:
 
 def speed(progress: Progress) -> str:
     """Tokens a second of all ranks, and what else is known."""
-    said = [_known(progress.tokens_per_second, "{:,.0f} tokens/s")]
-    if progress.mfu is not None:
-        said.append(f"MFU {progress.mfu:.1%}")
-    if progress.seconds_per_step is not None:
-        said.append(f"{duration(progress.seconds_per_step)} a step")
+    said = [_known(progress.pace.tokens_per_second, "{:,.0f} tokens/s")]
+    if progress.pace.mfu is not None:
+        said.append(f"MFU {progress.pace.mfu:.1%}")
+    if progress.pace.seconds_per_step is not None:
+        said.append(f"{duration(progress.pace.seconds_per_step)} a step")
     return ", ".join(said)
 
 
@@ -120,21 +120,21 @@ def allocation_left(status: Status) -> str | None:
     if ends_at is None:
         return None
     left = duration(round(max(0.0, ends_at - status.now)))
-    if status.done_at is None:
+    if status.outlook.done_at is None:
         return f"ends in {left}"
-    apart = duration(round(abs(ends_at - status.done_at)))
-    if status.fits:
+    apart = duration(round(abs(ends_at - status.outlook.done_at)))
+    if status.outlook.fits:
         return f"ends in {left}, {apart} after the run is done"
     return f"ends in {left}, {apart} before the run is done"
 
 
 def deadline(status: Status) -> str:
     """What happens next, and when."""
-    if status.deadline is None:
+    if status.outlook.deadline is None:
         return UNKNOWN
-    left = status.deadline.time - status.now
+    left = status.outlook.deadline.time - status.now
     when = f"in {duration(round(left))}" if left > 0 else f"{duration(round(-left))} ago"
-    return f"{when}: {status.deadline.what}"
+    return f"{when}: {status.outlook.deadline.what}"
 
 
 def checkpoint(found: CheckpointFacts | None, now: float) -> str:
@@ -183,12 +183,12 @@ def line(name: str, status: Status) -> str:
 def cells(status: Status) -> tuple[str, ...]:
     """State, step, loss, speed, time left and attempt, each as short as can be."""
     progress, live = status.progress, status.doing.activity.is_live
-    left = None if status.done_at is None else max(0.0, status.done_at - status.now)
+    left = None if status.outlook.done_at is None else max(0.0, status.outlook.done_at - status.now)
     return (
         short_state(status),
         UNKNOWN if progress.step is None else f"step {step(progress).replace(' of ', '/')}",
         UNKNOWN if progress.loss is None else f"loss {progress.loss:.4f}",
-        _known(progress.tokens_per_second if live else None, "{:,.0f} tokens/s"),
+        _known(progress.pace.tokens_per_second if live else None, "{:,.0f} tokens/s"),
         UNKNOWN if left is None else f"{duration(round(left))} left",
         UNKNOWN if status.attempt is None else f"attempt {status.attempt.number}",
     )
@@ -197,8 +197,8 @@ def cells(status: Status) -> tuple[str, ...]:
 def short_state(status: Status) -> str:
     """The activity; with its reason where a person may want to act."""
     activity, reason = status.doing
-    if status.unread and activity is Activity.NOT_STARTED:
-        return status.unread[0]
+    if status.facts.unread and activity is Activity.NOT_STARTED:
+        return status.facts.unread[0]
     return f"{activity} ({reason})" if activity in _TELLS and reason else str(activity)
 
 

@@ -83,9 +83,8 @@ class View:
 
 def _as_of_now(status: Status, last: Look) -> Status:
     """Its durations counted on, with what has gone wrong since it was read."""
-    now = status.now + time.monotonic() - last.at
     wrong = () if last.error is None else (str(last.error),)
-    return replace(status, now=now, unread=(*status.unread, *wrong))
+    return status.later(time.monotonic() - last.at, *wrong)
 
 
 def _age(last: Look) -> str:

@@ -90,13 +90,13 @@ def decide(facts: RunFacts, attempts: Sequence[AttemptFacts]) -> Doing:
     if waits and facts.job is not None:
         return Doing(Activity.QUEUED, facts.job.why_waiting)
     if last is None:
-        return Doing(Activity.HEALTH_CHECK if facts.alive else Activity.NOT_STARTED)
-    if facts.alive is False:
+        return Doing(Activity.HEALTH_CHECK if facts.live.alive else Activity.NOT_STARTED)
+    if facts.live.alive is False:
         return _not_owned(facts, last)
-    if facts.attempt is not None and facts.attempt > last.number and facts.alive:
-        return Doing(Activity.HEALTH_CHECK, f"before attempt {facts.attempt}")
+    if facts.live.attempt is not None and facts.live.attempt > last.number and facts.live.alive:
+        return Doing(Activity.HEALTH_CHECK, f"before attempt {facts.live.attempt}")
     if last.over:
-        return _between(last) if facts.alive else _ended(last)
+        return _between(last) if facts.live.alive else _ended(last)
     return _in_attempt(facts, last)
 
 
@@ -106,8 +106,8 @@ def _not_owned(facts: RunFacts, last: AttemptFacts) -> Doing:
         return Doing(Activity.STARTING, "its job runs again, and the supervisor begins")
     if last.requeued_at is not None and (facts.job is None or not facts.job.known):
         return Doing(Activity.QUEUED, "its job went back into the queue")
-    if facts.attempt is not None and facts.attempt > last.number:
-        return Doing(Activity.DEAD, f"before attempt {facts.attempt} had begun")
+    if facts.live.attempt is not None and facts.live.attempt > last.number:
+        return Doing(Activity.DEAD, f"before attempt {facts.live.attempt} had begun")
     if last.over or last.stopped:
         return _ended(last)
     asked = last.stop_reason
@@ -149,24 +149,24 @@ def _in_attempt(facts: RunFacts, last: AttemptFacts) -> Doing:
         said = "" if asked is None else asked.event.sentence
         words = last.stop_reason.words
         return Doing(Activity.STOPPING, f"{words}: {said}" if said and said != words else words)
-    if facts.alive is None:
+    if facts.live.alive is None:
         return Doing(Activity.UNKNOWN)
-    stuck = [place for place in facts.ranks if place.storage]
+    stuck = [place for place in facts.live.ranks if place.storage]
     if stuck:
-        return Doing(Activity.WAITING_FOR_STORAGE, _who(stuck, facts.ranks))
+        return Doing(Activity.WAITING_FOR_STORAGE, _who(stuck, facts.live.ranks))
     return _by_phase(facts, last)
 
 
 def _by_phase(facts: RunFacts, last: AttemptFacts) -> Doing:
-    phases = {place.phase for place in facts.ranks}
+    phases = {place.phase for place in facts.live.ranks}
     if last.ready_at is None:
         return _on_the_way(facts, last, phases)
     if phases and phases <= {Phase.EXIT}:
         return Doing(Activity.STOPPING, "the ranks leave")
     for phase, activity in ((Phase.SAVE, Activity.SAVING), (Phase.EVAL, Activity.EVALUATING)):
         if phase in phases:
-            there = [place for place in facts.ranks if place.phase == phase]
-            return Doing(activity, _who(there, facts.ranks))
+            there = [place for place in facts.live.ranks if place.phase == phase]
+            return Doing(activity, _who(there, facts.live.ranks))
     if phases and phases <= {Phase.COMPILE}:
         return Doing(Activity.STARTING, "the first step")
     return Doing(Activity.TRAINING)
@@ -178,14 +178,14 @@ def _on_the_way(facts: RunFacts, last: AttemptFacts, phases: Collection[str]) ->
         if facts.now - last.begin > SILENT_AFTER:
             return Doing(Activity.RUNNING, "its program does not report steps")
         return Doing(Activity.STARTING, "the ranks are launched")
-    missing = last.started.ranks - len(facts.ranks)
+    missing = last.started.ranks - len(facts.live.ranks)
     if missing > 0:
-        told = f"{len(facts.ranks):,} of {last.started.ranks:,} ranks have connected"
+        told = f"{len(facts.live.ranks):,} of {last.started.ranks:,} ranks have connected"
         return Doing(Activity.STARTING, told)
     for phase, activity, words in _FIRST_PHASES:
-        there = [place for place in facts.ranks if place.phase == phase]
+        there = [place for place in facts.live.ranks if place.phase == phase]
         if there:
-            return Doing(activity, f"{_who(there, facts.ranks)}{words}")
+            return Doing(activity, f"{_who(there, facts.live.ranks)}{words}")
     return Doing(Activity.RUNNING)
 
 

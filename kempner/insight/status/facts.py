@@ -42,22 +42,37 @@ class CheckpointFacts:
 
 
 @dataclass(frozen=True)
+class Live:
+    """Who works on a run: whether somebody owns it (`alive`, None if that cannot be seen), the
+    number of the live `attempt`, the last one that was begun, and where its ranks are.
+    """
+
+    alive: bool | None = None
+    attempt: int | None = None
+    ranks: Sequence[RankPlace] = ()
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The last `lines` of the metrics, and `train.max_steps`."""
+
+    lines: Sequence[Mapping[str, Any]] = ()
+    total_steps: int | None = None
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """A run at `now`, in seconds since the epoch; what is not known is None.
 
-    `history` may begin in the middle of the run: `attempt` is the number of the live attempt, the
-    last one that was begun. `alive` is whether somebody owns the run. `metrics` are the last lines.
-    `total_steps` is `train.max_steps`. `unread` says what could not be read now.
+    `history` may begin in the middle of the run. `job` is what Slurm says. `unread` are sentences
+    on what could not be read now.
     """
 
     now: float
     history: RunHistory = field(default_factory=RunHistory)
-    attempt: int | None = None
-    alive: bool | None = None
-    metrics: Sequence[Mapping[str, Any]] = ()
-    ranks: Sequence[RankPlace] = ()
+    live: Live = Live()
+    metrics: Metrics = Metrics()
     checkpoint: CheckpointFacts | None = None
-    total_steps: int | None = None
     job: JobStatus | None = None
     gave_up: GaveUp | None = None
     unread: Sequence[str] = ()

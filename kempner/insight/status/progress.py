@@ -13,24 +13,33 @@ RECENT = 50
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How fast the last steps of the last attempt were made; what is not known is None.
+
+    `mfu` is the model FLOPs utilization (0 to 1), and `logged_every` the seconds from one logged
+    step to the next: medians, the others are means. `seconds_left` is until the last step.
+    """
+
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    seconds_per_step: float | None = None
+    seconds_left: float | None = None
+    logged_every: float | None = None
+
+
+@dataclass(frozen=True)
 class Progress:
-    """The last step, of how many, and its loss; what is not known is None."""
+    """The last logged step, of how many, and its loss; what is not known is None.
+
+    `logged_at` is in seconds since the epoch; losses are in nats per token.
+    """
 
     step: int | None = None
     total: int | None = None
+    logged_at: float | None = None
     loss: float | None = None
     eval_loss: float | None = None
-    tokens_per_second: float | None = None
-    """Over the last steps of the last attempt."""
-    mfu: float | None = None
-    """Model FLOPs utilization (0 to 1), the median of the same steps."""
-    seconds_per_step: float | None = None
-    seconds_left: float | None = None
-    """Until the last step, at that speed."""
-    logged_at: float | None = None
-    """When the last step was logged, in seconds since the epoch."""
-    logged_every: float | None = None
-    """Seconds from one logged step to the next, the median."""
+    pace: Pace = Pace()
 
 
 def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> Progress:
@@ -50,17 +59,20 @@ def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> Progress:
     used = [line["mfu"] for line in recent if _is_number(line.get("mfu"))]
     each = seconds / made if seconds and made else None
     left = None if total is None or each is None else max(0, total - last["step"]) * each
-    return Progress(
-        step=int(last["step"]),
-        total=total,
-        loss=last["loss"] if _is_number(last["loss"]) else None,
-        eval_loss=held_out[-1] if held_out else None,
+    pace = Pace(
         tokens_per_second=tokens / seconds if tokens and seconds and made else None,
         mfu=median(used) if used else None,
         seconds_per_step=each,
         seconds_left=left,
-        logged_at=last["time"] if _is_number(last.get("time")) else None,
         logged_every=_usual_gap(recent),
+    )
+    return Progress(
+        step=int(last["step"]),
+        total=total,
+        logged_at=last["time"] if _is_number(last.get("time")) else None,
+        loss=last["loss"] if _is_number(last["loss"]) else None,
+        eval_loss=held_out[-1] if held_out else None,
+        pace=pace,
     )
 
 

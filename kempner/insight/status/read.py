@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from kempner.checkpoint.format.manifest import digest, read
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
 from kempner.checkpoint.io.verify_log import read_findings
-from kempner.insight.status.facts import CheckpointFacts, RankPlace, RunFacts
+from kempner.insight.status.facts import CheckpointFacts, Live, Metrics, RankPlace, RunFacts
 from kempner.insight.status.job import JobStatus, job_of, read_job
 from kempner.insight.status.owner import OwnerWatch
 from kempner.insight.status.tail import Tail
@@ -67,8 +67,8 @@ class RunReader:
         self._ranks = _RanksFile()
         self._unread: list[str] = []
 
-    def read(self, job: JobStatus | None = None) -> RunFacts:
-        """What is known now; `job` is what Slurm says.
+    def read(self) -> RunFacts:
+        """What is known now, but for what Slurm says.
 
         Raises `OSError` if the ledger cannot be read now. Anything else that cannot be is left
         unknown, and named in `unread`.
@@ -79,16 +79,13 @@ class RunReader:
         alive = self._try(self._owner.look if self._patient else self._owner.glance, None)
         self._try(self._read_metrics, None)
         folder = self._try(lambda: CheckpointFolder(checkpoint_folder(self.run)), None)
+        places = self._try(lambda: self._places(attempt), ()) if alive else ()
         return RunFacts(
             now=time.time(),
             history=self.history,
-            attempt=None if attempt is None else attempt.number,
-            alive=alive,
-            metrics=tuple(self._lines),
-            ranks=self._try(lambda: self._places(attempt), ()) if alive else (),
+            live=Live(alive, None if attempt is None else attempt.number, places),
+            metrics=Metrics(tuple(self._lines), self._try(lambda: total_steps(self.run), None)),
             checkpoint=None if folder is None else self._checkpoint(folder),
-            total_steps=self._try(lambda: total_steps(self.run), None),
-            job=job,
             gave_up=self._try(lambda: gave_up.read(self.run), None),
             unread=tuple(self._unread),
         )

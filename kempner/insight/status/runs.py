@@ -77,7 +77,7 @@ class RunFollower:
 def _may_have_job(status: Status) -> bool:
     """Whether Slurm may know more: not of the jobs of all runs that have ended."""
     activity = status.doing.activity
-    return status.alive is not False or activity in (Activity.QUEUED, Activity.DEAD)
+    return status.facts.live.alive is not False or activity in (Activity.QUEUED, Activity.DEAD)
 
 
 class AllRuns:

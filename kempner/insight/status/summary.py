@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kempner.insight.report.attempts import AttemptFacts, attempts_of
@@ -18,7 +18,6 @@ from kempner.insight.words import name_or_count
 from kempner.run.control.protocol import Phase
 from kempner.run.record.events.attempt import AttemptEnded, AttemptFailed, RankReady
 from kempner.run.record.events.stop import StopRequested
-from kempner.run.record.gave_up import GaveUp
 
 SHOWN_ENDS = 5
 """Interruptions that are shown: the last ones."""
@@ -62,31 +61,48 @@ class Deadline:
 
 
 @dataclass(frozen=True)
-class Status:
-    """A run at `now` (Unix, seconds); what is not known is None, or empty.
-
-    `done_at` is when the last step is made at the speed of the last ones; `fits` whether that is
-    before the job's end, which is `job.ends_at`. `ends` are the last interruptions, oldest first.
+class Outlook:
+    """What comes next: `done_at` (Unix, seconds) is when the last step is made at the speed of the
+    last ones, `fits` whether that is before the job's end, and `deadline` the next one.
     """
 
-    now: float
-    doing: Doing
-    alive: bool | None
-    progress: Progress
-    attempt: AttemptStatus | None
-    ends: tuple[EndOfAttempt, ...]
-    checkpoint: CheckpointFacts | None
     done_at: float | None
     fits: bool | None
     deadline: Deadline | None
-    waits_for: str
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """Ranks in the same place together, the slowest one if one stands out, and what has to happen
+    before they go on; empty while they do.
+    """
+
+    groups: tuple[RankGroup, ...]
     slowest: SlowRank | None
-    ranks: tuple[RankGroup, ...]
-    job: JobStatus | None
-    gave_up: GaveUp | None
-    losses: tuple[float, ...]
-    speeds: tuple[float, ...]
-    unread: tuple[str, ...]
+    waits_for: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run by its facts. `ends` are the last interruptions, oldest first."""
+
+    facts: RunFacts
+    doing: Doing
+    progress: Progress
+    attempt: AttemptStatus | None
+    ends: tuple[EndOfAttempt, ...]
+    outlook: Outlook
+    ranks: RankStatus
+
+    @property
+    def now(self) -> float:
+        """When it was read, in seconds since the epoch."""
+        return self.facts.now
+
+    @property
+    def job(self) -> JobStatus | None:
+        """Slurm's view of the job."""
+        return self.facts.job
 
     @property
     def state(self) -> str:
@@ -94,34 +110,43 @@ class Status:
         reason = self.doing.reason
         return f"{self.doing.activity}{f' ({reason})' if reason else ''}"
 
+    def curve(self, key: str) -> list[float]:
+        """The last values of a number of the metrics."""
+        return curve(self.facts.metrics.lines, key)
+
+    def later(self, seconds: float, *wrong: str) -> Status:
+        """The same, read so many seconds ago, with what has gone wrong since."""
+        unread = (*self.facts.unread, *wrong)
+        return replace(self, facts=replace(self.facts, now=self.now + seconds, unread=unread))
+
     def to_json(self) -> dict[str, Any]:
         """As `--json` prints it; docs/status.md lists the keys."""
-        progress, attempt = self.progress, self.attempt
+        facts, progress, outlook = self.facts, self.progress, self.outlook
         return {
             "time": round(self.now, 3),
             "state": self.doing.activity.value,
             "reason": self.doing.reason,
-            "alive": self.alive,
+            "alive": facts.live.alive,
             "step": progress.step,
             "total_steps": progress.total,
             "loss": progress.loss,
             "eval_loss": progress.eval_loss,
-            "tokens_per_second": progress.tokens_per_second,
-            "mfu": progress.mfu,
-            "seconds_per_step": progress.seconds_per_step,
-            "seconds_left": progress.seconds_left,
-            "done_at": self.done_at,
-            "done_before_job_ends": self.fits,
-            "attempt": None if attempt is None else vars(attempt),
+            "tokens_per_second": progress.pace.tokens_per_second,
+            "mfu": progress.pace.mfu,
+            "seconds_per_step": progress.pace.seconds_per_step,
+            "seconds_left": progress.pace.seconds_left,
+            "done_at": outlook.done_at,
+            "done_before_job_ends": outlook.fits,
+            "attempt": None if self.attempt is None else vars(self.attempt),
             "interruptions": [vars(end) for end in self.ends],
-            "checkpoint": None if self.checkpoint is None else _checkpoint(self.checkpoint),
-            "deadline": None if self.deadline is None else vars(self.deadline),
-            "waits_for": self.waits_for,
-            "slowest": None if self.slowest is None else vars(self.slowest),
-            "ranks": [_group(group) for group in self.ranks],
+            "checkpoint": None if facts.checkpoint is None else _checkpoint(facts.checkpoint),
+            "deadline": None if outlook.deadline is None else vars(outlook.deadline),
+            "waits_for": self.ranks.waits_for,
+            "slowest": None if self.ranks.slowest is None else vars(self.ranks.slowest),
+            "ranks": [_group(group) for group in self.ranks.groups],
             "job": None if self.job is None else _job(self.job),
-            "gave_up": None if self.gave_up is None else self.gave_up.fields(),
-            "unread": list(self.unread),
+            "gave_up": None if facts.gave_up is None else facts.gave_up.fields(),
+            "unread": list(facts.unread),
         }
 
 
@@ -145,32 +170,23 @@ def summarise(facts: RunFacts) -> Status:
     """The status that follows from these facts."""
     attempts = attempts_of(facts.history, {})
     last = attempts[-1] if attempts else None
-    doing, progress = decide(facts, attempts), measure(facts.metrics, facts.total_steps)
+    progress = measure(facts.metrics.lines, facts.metrics.total_steps)
+    doing = decide(facts, attempts)
     if doing.activity is Activity.TRAINING:
         doing = Doing(Activity.TRAINING, _stands_still(facts, progress, last))
-    live = doing.activity.is_live and facts.alive is not False
-    places = facts.ranks if live else ()
-    done_at = _done_at(doing.activity, progress, facts.now)
-    ends_at = None if facts.job is None else facts.job.ends_at
+    live = doing.activity.is_live and facts.live.alive is not False
     return Status(
-        now=facts.now,
+        facts=facts,
         doing=doing,
-        alive=facts.alive,
         progress=progress,
         attempt=None if last is None else _attempt(last),
         ends=_ends(attempts, live),
-        checkpoint=facts.checkpoint,
-        done_at=done_at,
-        fits=None if done_at is None or ends_at is None else done_at <= ends_at,
-        deadline=_deadline(facts, doing.activity, last),
-        waits_for=_waits_for(facts, doing),
-        slowest=slowest(places, last) if live else None,
-        ranks=gather(places),
-        job=facts.job,
-        gave_up=facts.gave_up,
-        losses=tuple(curve(facts.metrics, "loss")),
-        speeds=tuple(curve(facts.metrics, "tokens_per_second")),
-        unread=tuple(facts.unread),
+        outlook=_outlook(facts, doing.activity, progress, last),
+        ranks=RankStatus(
+            gather(facts.live.ranks if live else ()),
+            slowest(facts.live.ranks, last) if live else None,
+            _waits_for(facts, doing),
+        ),
     )
 
 
@@ -200,11 +216,16 @@ def _ends(attempts: Sequence[AttemptFacts], live: bool) -> tuple[EndOfAttempt, .
     return tuple(found[-SHOWN_ENDS:])
 
 
-def _done_at(activity: Activity, progress: Progress, now: float) -> float | None:
-    """When the last step is made if it goes on like this."""
-    if activity not in _MOVING or progress.seconds_left is None:
-        return None
-    return max(now, (progress.logged_at or now) + progress.seconds_left)
+def _outlook(
+    facts: RunFacts, activity: Activity, progress: Progress, last: AttemptFacts | None
+) -> Outlook:
+    done_at = None
+    if activity in _MOVING and progress.pace.seconds_left is not None:
+        since = progress.logged_at or facts.now
+        done_at = max(facts.now, since + progress.pace.seconds_left)
+    ends_at = None if facts.job is None else facts.job.ends_at
+    fits = None if done_at is None or ends_at is None else done_at <= ends_at
+    return Outlook(done_at, fits, _deadline(facts, activity, last))
 
 
 _MOVING = (Activity.TRAINING, Activity.SAVING, Activity.EVALUATING)
@@ -231,11 +252,11 @@ def _waits_for(facts: RunFacts, doing: Doing) -> str:
         case Activity.QUEUED:
             return "" if facts.job is None else facts.job.why_waiting
         case Activity.WAITING_FOR_STORAGE:
-            return next(place.storage for place in facts.ranks if place.storage)
+            return next(place.storage for place in facts.live.ranks if place.storage)
         case Activity.TRAINING:
-            return who_waits(facts.ranks) if doing.reason else ""
+            return who_waits(facts.live.ranks) if doing.reason else ""
         case Activity.STARTING | Activity.LOADING | Activity.STOPPING:
-            return _last_ones(facts.ranks) if facts.alive else ""
+            return _last_ones(facts.live.ranks) if facts.live.alive else ""
     return ""
 
 
@@ -243,7 +264,7 @@ def _stands_still(facts: RunFacts, progress: Progress, last: AttemptFacts | None
     """For how long no step was logged, if that is long; empty if not."""
     ready = 0.0 if last is None or last.ready_at is None else last.ready_at
     since = max(ready, progress.logged_at or 0.0)
-    usual = progress.logged_every
+    usual = progress.pace.logged_every
     patience = max(STILL_AFTER, STILL_FACTOR * (usual or 0.0))
     if not since or facts.now - since <= patience or usual is None:
         return ""

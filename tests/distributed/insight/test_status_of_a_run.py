@@ -47,16 +47,16 @@ def test_status_follows_a_run_through_all_that_happens_to_it(run: Run) -> None:
     onlooker = Onlooker(run)
     status = onlooker.wait(job, Activity.TRAINING, attempt=1)
     assert set(onlooker.seen) <= {Activity.NOT_STARTED, *ON_THE_WAY, Activity.TRAINING}
-    assert (status.alive, status.ends, status.progress.total) == (True, (), 100000)
+    assert (status.facts.live.alive, status.ends, status.progress.total) == (True, (), 100000)
     assert status.attempt is not None
     assert status.attempt.ranks == 2
     run.reach(12, job)
     status = onlooker.look()
     assert status.progress.step is not None
     assert 12 <= status.progress.step <= max(run.steps())
-    assert status.checkpoint is not None
-    assert status.checkpoint.step in run.committed()
-    there = lambda: sorted(rank for group in onlooker.look().ranks for rank in group.ranks)  # noqa: E731
+    assert status.facts.checkpoint is not None
+    assert status.facts.checkpoint.step in run.committed()
+    there = lambda: sorted(rank for group in onlooker.look().ranks.groups for rank in group.ranks)  # noqa: E731
     wait_until(lambda: there() == [0, 1], "where the ranks are", job=job)
 
     del onlooker.seen[:]
@@ -84,9 +84,9 @@ def test_status_follows_a_run_through_all_that_happens_to_it(run: Run) -> None:
     (stopped,) = run.events("stopped")
     assert status.doing.activity is Activity.STOPPED
     assert (status.doing.reason, status.progress.step) == ("signal", stopped["step"])
-    assert status.checkpoint is not None
-    assert status.checkpoint.step == stopped["step"]
-    assert status.ranks == ()
+    assert status.facts.checkpoint is not None
+    assert status.facts.checkpoint.step == stopped["step"]
+    assert status.ranks.groups == ()
     assert set(onlooker.seen) <= {Activity.STOPPING, Activity.STOPPED}
 
     last = stopped["step"] + 10

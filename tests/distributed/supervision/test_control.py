@@ -131,7 +131,7 @@ def test_ranks_of_a_killed_supervisor_tell_how_the_run_ended(run: Run) -> None:
     places = json.loads(run.record.ranks(1).read_text())
     assert [(p["step"], p["phase"]) for p in places] == 2 * [(last, "exit")]
     status = summarise(RunReader(run.record).read())
-    assert (status.alive, status.ranks) == (False, ())
+    assert (status.facts.live.alive, status.ranks.groups) == (False, ())
     assert status.state == "stopped (supervisor lost)"
 
 

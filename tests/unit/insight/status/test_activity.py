@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kempner.insight.status.activity import Activity
-from kempner.insight.status.facts import RankPlace, RunFacts
+from kempner.insight.status.facts import Live, Metrics, RankPlace, RunFacts
 from kempner.insight.status.job import NO_ANSWER, JobStatus
 from kempner.insight.status.summary import Status, summarise
 from kempner.run.process.exit_codes import ExitCode
@@ -40,8 +40,10 @@ KILLED = ended(1, "rank 1 was killed by SIGKILL")
 LEFT = ended(75, "stopped (time limit); start again to continue")
 
 
-def status(*lines: dict[str, Any], **facts: Any) -> Status:
-    return summarise(RunFacts(NOW, RunHistory(lines), **facts))
+def status(*lines: dict[str, Any], now: float = NOW, **facts: Any) -> Status:
+    live = {name: facts.pop(name) for name in ("alive", "attempt", "ranks") if name in facts}
+    metrics = Metrics(facts.pop("metrics", ()), facts.pop("total_steps", None))
+    return summarise(RunFacts(now, RunHistory(lines), Live(**live), metrics, **facts))
 
 
 def ranks(*phases: str) -> tuple[RankPlace, ...]:
@@ -129,8 +131,8 @@ def test_the_activity_and_its_reason(
 
 
 def test_a_program_that_never_reports_is_not_starting_for_ever() -> None:
-    facts = RunFacts(NOW + 200, RunHistory([STARTED]), alive=True)
-    assert summarise(facts).doing.activity is Activity.RUNNING
+    found = status(STARTED, now=NOW + 200, alive=True)
+    assert found.doing.activity is Activity.RUNNING
 
 
 def test_storage_that_is_waited_for_is_named_with_its_ranks() -> None:
@@ -139,7 +141,7 @@ def test_storage_that_is_waited_for_is_named_with_its_ranks() -> None:
     ]
     found = status(STARTED, READY, alive=True, ranks=there)
     assert found.state == "waiting for storage (rank 1)"
-    assert found.waits_for == "/x: Stale file handle"
+    assert found.ranks.waits_for == "/x: Stale file handle"
 
 
 def step(number: int, at: float) -> dict[str, Any]:
@@ -151,10 +153,9 @@ def test_a_run_that_stands_still_says_since_when_and_for_whom() -> None:
     there = [RankPlace(0, 59, "step", waiting="vote"), RankPlace(1, 58, "step")]
     found = status(STARTED, READY, alive=True, metrics=metrics, ranks=there)
     assert found.doing.reason == "no step for 41 s, usually one every 1 s"
-    assert found.waits_for == "1 of 2 ranks wait in vote for rank 1 (step 58, step)"
-    facts = RunFacts(965.0, RunHistory([STARTED, READY]), alive=True, metrics=metrics, ranks=there)
-    moving = summarise(facts)
-    assert (moving.doing.reason, moving.waits_for) == ("", "")
+    assert found.ranks.waits_for == "1 of 2 ranks wait in vote for rank 1 (step 58, step)"
+    moving = status(STARTED, READY, now=965.0, alive=True, metrics=metrics, ranks=there)
+    assert (moving.doing.reason, moving.ranks.waits_for) == ("", "")
 
 
 def test_the_end_of_the_run_is_set_against_the_end_of_the_job() -> None:
@@ -163,17 +164,17 @@ def test_the_end_of_the_run_is_set_against_the_end_of_the_job() -> None:
         running = job("RUNNING", ends_at=ends_at)
         facts = {"alive": True, "metrics": metrics, "total_steps": 100, "job": running}
         found = status(STARTED, READY, ranks=ranks("step", "step"), **facts)
-        assert (found.done_at, found.fits) == (1040.0, fits)
-        assert found.deadline is not None
-        assert found.deadline.time == ends_at
+        assert (found.outlook.done_at, found.outlook.fits) == (1040.0, fits)
+        assert found.outlook.deadline is not None
+        assert found.outlook.deadline.time == ends_at
 
 
 def test_the_nearest_deadline_counts() -> None:
     ends = job("RUNNING", ends_at=1100.0)
-    asked = status(STARTED, READY, ASKED, alive=True, job=ends).deadline
+    asked = status(STARTED, READY, ASKED, alive=True, job=ends).outlook.deadline
     assert asked is not None
     assert (asked.time, "killed" in asked.what) == (1030.0, True)
-    taken = status(STARTED, READY, alive=True, job=replace(ends, preempted=True)).deadline
+    taken = status(STARTED, READY, alive=True, job=replace(ends, preempted=True)).outlook.deadline
     assert taken is not None
     assert taken.what == "the preemption takes the nodes"
 
@@ -206,15 +207,15 @@ def test_the_slowest_rank_is_named_if_one_stands_out(
     worked: tuple[float, ...], named: int | None
 ) -> None:
     there = [RankPlace(n, 7, "step", w, 110.0 - w) for n, w in enumerate(worked)]
-    slow = status(STARTED, READY, alive=True, ranks=there).slowest
+    slow = status(STARTED, READY, alive=True, ranks=there).ranks.slowest
     assert (None if slow is None else slow.rank) == named
 
 
 def test_what_the_supervisor_says_of_a_straggler_goes_first() -> None:
     told = {"worked": 2.0, "usual": 1.0, "lost": 0.5, "reason": "rank 1 on node2 is slow"}
     named = event("straggler", 950.0, rank=1, node="node2", **told)
-    slow = status(STARTED, READY, named, alive=True).slowest
+    slow = status(STARTED, READY, named, alive=True).ranks.slowest
     assert slow is not None
     assert (slow.rank, slow.node) == (1, "node2")
     over = event("recovered", 960.0, of="straggler")
-    assert status(STARTED, READY, named, over, alive=True).slowest is None
+    assert status(STARTED, READY, named, over, alive=True).ranks.slowest is None

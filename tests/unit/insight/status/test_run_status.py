@@ -15,7 +15,7 @@ from kempner.cli.insight.rows import table_row
 from kempner.cli.insight.status_words import checkpoint
 from kempner.insight.status.facts import CheckpointFacts, RankPlace
 from kempner.insight.status.owner import judge_lease
-from kempner.insight.status.progress import Progress, measure
+from kempner.insight.status.progress import measure
 from kempner.insight.status.ranks import gather
 from kempner.insight.status.read import ATTEMPTS, KEPT, RunReader
 from kempner.insight.status.runs import find_runs, places
@@ -66,17 +66,17 @@ ENDED = {"event": "attempt_ended", "code": 1, "reason": "", "culprit": 1, "exits
 def test_what_the_supervisor_heard_is_what_the_status_says(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     write(run, STARTED)
-    assert read(run).ranks == ()
+    assert read(run).ranks.groups == ()
     attempt = begin_attempt(run)
-    assert read(run).ranks == ()
+    assert read(run).ranks.groups == ()
     seen = {rank: LastReport(Report(12, Phase.EVAL, 1.0, 2.0), at=0.0) for rank in (1, 0)}
     RankStatusFile(run.ranks(attempt.number)).update(seen)
-    assert read(run).ranks == ()  # nobody is there any more
+    assert read(run).ranks.groups == ()  # nobody is there any more
     lease = Lease.acquire(run, lasts=45.0)
-    (group,) = read(run).ranks
+    (group,) = read(run).ranks.groups
     assert (group.name, group.place) == ("ranks 0-1", "step 12, eval")
     write(run, ENDED)
-    assert read(run).ranks == ()  # of an attempt that is over
+    assert read(run).ranks.groups == ()  # of an attempt that is over
     lease.release()
 
 
@@ -133,7 +133,7 @@ def test_the_newest_checkpoint_is_found_where_the_run_says_that_it_is(tmp_path: 
 
 
 def latest(run: RunDirectory) -> int | None:
-    found = read(run).checkpoint
+    found = read(run).facts.checkpoint
     return None if found is None else found.step
 
 
@@ -184,11 +184,12 @@ def test_speed_and_time_left_are_those_of_the_last_steps(
     lines: list[dict[str, object]], known: dict[str, object]
 ) -> None:
     found = measure(lines, 90)
-    assert {name: getattr(found, name) for name in known} == known
+    told = {**vars(found), **vars(found.pace)}
+    assert {name: told[name] for name in known} == known
+    assert found.total == 90
     if "seconds_left" not in known:
-        assert (found.tokens_per_second, found.seconds_left, found.total) == (None, None, 90)
-    assert measure(lines, None).seconds_left is None
-    assert Progress().step is None
+        assert (found.pace.tokens_per_second, found.pace.seconds_left) == (None, None)
+    assert measure(lines, None).pace.seconds_left is None
 
 
 def test_only_what_is_new_is_read_and_only_the_end_of_a_long_file(tmp_path: Path) -> None:
@@ -217,9 +218,9 @@ def test_only_what_is_new_is_read_and_only_the_end_of_a_long_file(tmp_path: Path
     assert (status.attempt.number, status.progress.step) == (13, 50_000)
     with run.metrics.open("a") as metrics:
         metrics.write('ss": 1.5}\n')
-    assert reader.read().metrics[-1] == {"step": 50001, "loss": 1.5}
+    assert reader.read().metrics.lines[-1] == {"step": 50001, "loss": 1.5}
     run.metrics.write_text(json.dumps(step(3)) + "\n")  # somebody has cut it
-    assert reader.read().metrics == (step(3),)
+    assert reader.read().metrics.lines == (step(3),)
 
 
 def read_bytes() -> int:

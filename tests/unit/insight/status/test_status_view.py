@@ -18,7 +18,7 @@ from terminal import CTRL_C, Terminal
 from kempner.cli.entry import main
 from kempner.cli.insight import watch
 from kempner.cli.insight.status_view import sparkline, view
-from kempner.insight.status.facts import CheckpointFacts, RankPlace, RunFacts
+from kempner.insight.status.facts import CheckpointFacts, Live, Metrics, RankPlace, RunFacts
 from kempner.insight.status.job import JobStatus, Restarts
 from kempner.insight.status.summary import Status, summarise
 from kempner.run.process.exit_codes import CannotReadError, ExitCode
@@ -55,19 +55,22 @@ STEPS = [
 
 def long_run(step: int, **facts: Any) -> Status:
     ranks = [RankPlace(n, step - n % 3, "step", 100.0, 10.0) for n in range(16384)]
-    known = {"now": NOW, "history": RunHistory(BEGUN), "attempt": 2, "alive": True}
-    known |= {"metrics": STEPS[:step], "ranks": ranks, "total_steps": 1000}
+    known = {"history": RunHistory(BEGUN), "live": Live(True, 2, ranks)}
+    known |= {"metrics": Metrics(STEPS[:step], 1000)}
     known |= {"checkpoint": CheckpointFacts(400, NOW - 90)}
-    return summarise(RunFacts(**{**known, **facts}))
+    return summarise(RunFacts(NOW, **{**known, **facts}))
 
 
 JOB = JobStatus("4711", "RUNNING", "node[0001-2048]", Restarts(1, 1, 2), ends_at=NOW + 100)
 STORAGE = "/scratch/somebody/runs/7b/checkpoints/.step-00000500.a2-9f1c22ab: Stale file handle"
+STUCK = RankPlace(0, 498, "save", storage=STORAGE)
 STATES = {
     "training": long_run(498, job=JOB),
-    "waiting for storage": long_run(498, ranks=[RankPlace(0, 498, "save", storage=STORAGE)]),
+    "waiting for storage": long_run(
+        498, live=Live(True, 2, [RankPlace(0, 498, "save", storage=STORAGE)])
+    ),
     "given up": long_run(498, gave_up=GaveUp(ExitCode.CRASHED, "the same step failed twice")),
-    "ended without a message": long_run(498, alive=False),
+    "ended without a message": long_run(498, live=Live(False, 2)),
     "not started": summarise(RunFacts(NOW)),
 }
 

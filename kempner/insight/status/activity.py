@@ -90,7 +90,7 @@ def decide(facts: RunFacts, attempts: Sequence[AttemptFacts]) -> Doing:
     if waits and facts.job is not None:
         return Doing(Activity.QUEUED, facts.job.why_waiting)
     if last is None:
-        return Doing(Activity.HEALTH_CHECK if facts.live.alive else Activity.NOT_STARTED)
+        return _before_the_first(facts)
     if facts.live.alive is False:
         return _not_owned(facts, last)
     if facts.live.attempt is not None and facts.live.attempt > last.number and facts.live.alive:
@@ -98,6 +98,15 @@ def decide(facts: RunFacts, attempts: Sequence[AttemptFacts]) -> Doing:
     if last.over:
         return _between(last) if facts.live.alive else _ended(last)
     return _in_attempt(facts, last)
+
+
+def _before_the_first(facts: RunFacts) -> Doing:
+    """No attempt is known."""
+    if facts.live.alive:
+        return Doing(Activity.HEALTH_CHECK)
+    if facts.job is not None and facts.job.runs:
+        return Doing(Activity.STARTING, "its job runs, and the supervisor begins")
+    return Doing(Activity.NOT_STARTED)
 
 
 def _not_owned(facts: RunFacts, last: AttemptFacts) -> Doing:

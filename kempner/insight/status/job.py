@@ -108,26 +108,29 @@ _REASONS = {
 def find_run(job: str, runs: Sequence[RunDirectory]) -> RunDirectory | None:
     """The run of a job: the one of `runs` whose ledger knows it, or what the job's output names.
 
-    None while the job waits to begin with one. Raises `UsageError` if there is none.
+    None while the job is yet to begin with one. Raises `UsageError` if there is none.
     """
     for run in runs:
         if _mentions(run.ledger, f'"job": "{job}"'.encode()):
             return run
     named: list[str] = []
-    output = ""
+    yet_to_begin, output = False, ""
     try:
         state = parse_job(scontrol.show_job(job))
-        if state.state in _IN_QUEUE:
-            return None
+        yet_to_begin = state.running or state.state in _IN_QUEUE
         output = scontrol.output_file(job)
         lines = Path(output).read_text(errors="replace").splitlines()
         named = [line.removeprefix(RUN_LINE) for line in lines if line.startswith(RUN_LINE)]
     except (SlurmError, OSError, ValueError) as error:
+        if yet_to_begin:
+            return None
         where = ", ".join(sorted({str(run.path.parent) for run in runs})) or "runs"
         raise UsageError(
             f"no run below {where} belongs to job {job}, and its output cannot be read ({error}); "
             "give <run.dir>/<run.name>"
         ) from error
+    if not named and yet_to_begin:
+        return None
     if not named:
         raise UsageError(f"job {job} has not started a run yet: {output} names none")
     return RunDirectory(Path(named[-1]))

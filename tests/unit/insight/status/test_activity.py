@@ -63,6 +63,7 @@ A = Activity
     [
         ([], {}, A.NOT_STARTED, ""),
         ([], {"job": job("PENDING", reason="Priority")}, A.QUEUED, "Priority: other jobs"),
+        ([], {"job": job("RUNNING")}, A.STARTING, "its job runs, and the supervisor begins"),
         ([], {"alive": True}, A.HEALTH_CHECK, ""),
         ([STARTED, READY, KILLED], {"alive": True, "attempt": 2}, A.HEALTH_CHECK, "attempt 2"),
         ([STARTED], {"alive": True}, A.STARTING, "launched"),

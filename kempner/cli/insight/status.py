@@ -99,13 +99,13 @@ def _one(target: str, *, patient: bool) -> Read:
         raise UsageError(
             f"{target} is not a run: it has no ledger.jsonl; name <run.dir>/<run.name>, or a job id"
         )
-    follower = RunFollower(run, JobWatch(None, accounting=False), patient=patient)
+    follower = RunFollower(run, JobWatch(None, wait=patient), patient=patient)
     return lambda: [(str(run.path), follower.read())]
 
 
 def _of_job(job: str, *, patient: bool) -> Read:
     """The run of a job, as soon as it has one."""
-    asked = JobWatch(job, accounting=patient, within=PATIENCE if patient else 0.0)
+    asked = JobWatch(job, accounting=patient, within=PATIENCE, wait=patient)
     follower: RunFollower | None = None
 
     def read() -> Sequence[tuple[str, Status]]:

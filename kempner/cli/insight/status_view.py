@@ -73,15 +73,19 @@ def view(found: Sequence[tuple[str, Status]], *, together: bool, columns: int) -
     return Group(*(panel(name, status, columns) for name, status in found))
 
 
-def panel(name: str, status: Status, columns: int, note: str = "") -> RenderableType:
-    """One run. `note` is what the bottom says beside the time."""
+def panel(
+    name: str, status: Status, columns: int, note: str = "", lists: int = 2
+) -> RenderableType:
+    """One run. `note` is what the bottom says beside the time; `lists` is how many are shown: the
+    interruptions, then the ranks.
+    """
     width = min(columns, WIDEST)
     style = _style(status)
     parts: list[RenderableType] = [_headline(status), *_bar(status, width - 6), Text()]
     parts.append(_details(status, width - 6))
-    if status.ends:
+    if status.ends and lists > 0:
         parts += [Text(), _interruptions(status)]
-    if status.ranks.groups:
+    if status.ranks.groups and lists > 1:
         parts += [Text(), _ranks(status)]
     if status.facts.gave_up is not None:
         parts += [Text(), Text(str(status.facts.gave_up), style="red")]

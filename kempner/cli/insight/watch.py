@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.text import Text
 
@@ -64,21 +64,36 @@ class Watcher:
 
 
 class View:
-    """What a watcher saw last, drawn for the terminal as it is at this moment."""
+    """What a watcher saw last, drawn for the terminal as it is at this moment.
 
-    def __init__(self, watcher: Watcher, *, together: bool) -> None:
-        self._watcher, self._together = watcher, together
+    What a low terminal has no room for is left out: `whole` is whether it is drawn all the same.
+    """
+
+    def __init__(self, watcher: Watcher, *, together: bool, whole: bool = False) -> None:
+        self._watcher, self._together, self._whole = watcher, together, whole
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         last, columns = self._watcher.last, options.max_width
-        note = _age(last) or "Ctrl-C leaves"
+        note = _age(last) or ("" if self._whole else "Ctrl-C leaves")
         found = [(name, _as_of_now(status, last)) for name, status in last.found]
         if not found:
             yield Text(str(last.error or "reading ..."), style="dim")
         elif self._together:
             yield table(found, columns, note)
         else:
-            yield from (panel(name, status, columns, note) for name, status in found)
+            rows = None if self._whole else console.height
+            yield from (_fitting(console, *one, columns, note, rows) for one in found)
+
+
+def _fitting(
+    console: Console, name: str, status: Status, columns: int, note: str, rows: int | None
+) -> RenderableType:
+    """As much of a run as has room in so many rows."""
+    for lists in (2, 1, 0):
+        drawn = panel(name, status, columns, note, lists)
+        if rows is None or len(console.render_lines(drawn)) <= rows:
+            break
+    return drawn
 
 
 def _as_of_now(status: Status, last: Look) -> Status:
@@ -105,20 +120,21 @@ def show_until_ctrl_c(read: Callable[[], Found], *, together: bool) -> None:
     console = Console(highlight=False)
     try:
         if console.is_terminal and not console.is_dumb_terminal:
-            _draw(watcher, console, View(watcher, together=together))
+            _draw(watcher, console, together=together)
         else:
             print_lines(watcher)
     except KeyboardInterrupt:
         return
 
 
-def _draw(watcher: Watcher, console: Console, shown: View) -> None:
+def _draw(watcher: Watcher, console: Console, *, together: bool) -> None:
+    shown = View(watcher, together=together)
     try:
         with Live(shown, console=console, screen=True, refresh_per_second=2):
             while True:  # the view is drawn by a thread: also when the terminal changes its size
                 watcher.wait(3600.0)
-    finally:
-        console.print(shown)  # what was seen last stays, as the screen goes back
+    finally:  # what was seen last stays, as the screen goes back
+        console.print(View(watcher, together=together, whole=True))
 
 
 def print_lines(watcher: Watcher) -> None:

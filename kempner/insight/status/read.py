@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -193,20 +195,36 @@ class _RanksFile:
 
 
 class JobWatch:
-    """Asks Slurm about a run's job, now and then."""
+    """Asks Slurm about a run's job, now and then.
 
-    def __init__(self, job: str | None, *, accounting: bool, within: float = 0.0) -> None:
-        self.named, self._accounting, self._within = job, accounting, within
-        self._asked_at = -ASK_EVERY
+    With `wait` its answer is waited for, and asked for again for `within` seconds; otherwise a
+    controller that is away holds nothing up.
+    """
+
+    def __init__(
+        self, job: str | None, *, accounting: bool = False, within: float = 0.0, wait: bool
+    ) -> None:
+        self.named, self._accounting, self._within, self._wait = job, accounting, within, wait
+        self._due_at = 0.0
         self._found: JobStatus | None = None
+        self._asking: threading.Thread | None = None
 
     def look(self, history: RunHistory) -> JobStatus | None:
-        """What Slurm says, at most ten seconds old; None outside of Slurm."""
+        """What Slurm has said, ten seconds ago at most; None outside of Slurm, or not yet."""
         job = self.named or job_of(history)
         if job is None:
             return None
-        fresh = time.monotonic() - self._asked_at < ASK_EVERY
-        if not fresh or self._found is None or self._found.job != job:
-            self._found = read_job(job, history, self._accounting, self._within)
-            self._asked_at = time.monotonic()
+        if self._found is not None and self._found.job != job:
+            self._found, self._due_at = None, 0.0
+        if time.monotonic() >= self._due_at and (not self._asking or not self._asking.is_alive()):
+            self._due_at = time.monotonic() + ASK_EVERY
+            ask = partial(self._ask, job, history)
+            if self._wait:
+                ask()
+            else:
+                self._asking = threading.Thread(target=ask, name="job", daemon=True)
+                self._asking.start()
         return self._found
+
+    def _ask(self, job: str, history: RunHistory) -> None:
+        self._found = read_job(job, history, self._accounting, self._within)

@@ -97,7 +97,7 @@ class AllRuns:
 
     def _follower(self, run: RunDirectory) -> RunFollower:
         if run.path not in self._followed:
-            job = JobWatch(None, accounting=False)
+            job = JobWatch(None, wait=self._patient)
             self._followed[run.path] = RunFollower(run, job, patient=self._patient)
         return self._followed[run.path]
 

@@ -181,7 +181,7 @@ def summarise(facts: RunFacts) -> Status:
         progress=progress,
         attempt=None if last is None else _attempt(last),
         ends=_ends(attempts, live),
-        outlook=_outlook(facts, doing.activity, progress, last),
+        outlook=_outlook(facts, doing, progress, last),
         ranks=RankStatus(
             gather(facts.live.ranks if live else ()),
             slowest(facts.live.ranks, last) if live else None,
@@ -217,10 +217,11 @@ def _ends(attempts: Sequence[AttemptFacts], live: bool) -> tuple[EndOfAttempt, .
 
 
 def _outlook(
-    facts: RunFacts, activity: Activity, progress: Progress, last: AttemptFacts | None
+    facts: RunFacts, doing: Doing, progress: Progress, last: AttemptFacts | None
 ) -> Outlook:
-    done_at = None
-    if activity in _MOVING and progress.pace.seconds_left is not None:
+    done_at, activity = None, doing.activity
+    still = activity is Activity.TRAINING and doing.reason
+    if activity in _MOVING and not still and progress.pace.seconds_left is not None:
         since = progress.logged_at or facts.now
         done_at = max(facts.now, since + progress.pace.seconds_left)
     ends_at = None if facts.job is None else facts.job.ends_at

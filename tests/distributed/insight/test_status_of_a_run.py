@@ -21,7 +21,7 @@ class Onlooker:
     """Looks at a run all the time, and remembers what it saw it do, one after the other."""
 
     def __init__(self, run: Run) -> None:
-        self._follower = RunFollower(run.record, JobWatch(None, accounting=False), patient=False)
+        self._follower = RunFollower(run.record, JobWatch(None, wait=True), patient=False)
         self.seen: list[Activity] = []
 
     def look(self) -> Status:

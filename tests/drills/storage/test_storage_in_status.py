@@ -32,7 +32,7 @@ def test_storage_that_stalls_is_told_while_and_after(
     storage.add(SLOW)
     run = Run(tmp_path / "run", storage.path / "tokens")
     options = (*SMALLEST_MODEL, "--data.num_shards_per_rank=1", "--train.max_steps=2000")
-    follower = RunFollower(run.record, JobWatch(None, accounting=False), patient=False)
+    follower = RunFollower(run.record, JobWatch(None, wait=True), patient=False)
     job = run.supervise(1, *options)
 
     def does(activity: Activity) -> bool:

@@ -152,10 +152,13 @@ def step(number: int, at: float) -> dict[str, Any]:
 def test_a_run_that_stands_still_says_since_when_and_for_whom() -> None:
     metrics = [step(n, 900.0 + n) for n in range(20, 60)]
     there = [RankPlace(0, 59, "step", waiting="vote"), RankPlace(1, 58, "step")]
-    found = status(STARTED, READY, alive=True, metrics=metrics, ranks=there)
+    facts = {"alive": True, "metrics": metrics, "ranks": there, "total_steps": 90}
+    found = status(STARTED, READY, **facts)
+    assert found.outlook.done_at is None
     assert found.doing.reason == "no step for 41 s, usually one every 1 s"
     assert found.ranks.waits_for == "1 of 2 ranks wait in vote for rank 1 (step 58, step)"
-    moving = status(STARTED, READY, now=965.0, alive=True, metrics=metrics, ranks=there)
+    moving = status(STARTED, READY, now=965.0, **facts)
+    assert moving.outlook.done_at == 990.0
     assert (moving.doing.reason, moving.ranks.waits_for) == ("", "")
 
 

@@ -97,6 +97,21 @@ def test_every_state_fits_every_terminal(name: str, columns: int) -> None:
         assert STORAGE.replace(" ", "") in words.replace(" ", "")
 
 
+@pytest.mark.parametrize(("rows", "lists"), [(40, 2), (20, 1), (16, 0)])
+def test_a_low_terminal_shows_what_is_needed_most(rows: int, lists: int) -> None:
+    output = io.StringIO()
+    screen = Console(file=output, width=100, height=rows, force_terminal=True, no_color=True)
+    looks = Scripted(watch.Look([("runs/7b", STATES["training"])], at=time.monotonic()))
+    screen.print(watch.View(looks, together=False))  # type: ignore[arg-type]
+    lines = output.getvalue().splitlines()
+    assert len(lines) <= rows
+    assert "Ctrl-C leaves" in lines[-1]
+    assert ["4211" in output.getvalue(), "5,462 ranks" in output.getvalue()] == [
+        lists > 0,
+        lists > 1,
+    ]
+
+
 def test_no_colour_is_needed() -> None:
     assert "\x1b" not in drawn("training", 100)
     assert "\x1b[" in drawn("training", 100, force_terminal=True, color_system="256")

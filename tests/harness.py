@@ -28,7 +28,8 @@ from warm import Process
 from kempner.cluster.network.ports import free_port
 from kempner.data.files.index import INDEX_FILE, Index, Shard, Source, TokenizerIdentity
 from kempner.data.files.token_file import TokenWriter
-from kempner.insight.status import summarise
+from kempner.insight.status.facts import Live, RunFacts
+from kempner.insight.status.summary import summarise
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import read_current
 from kempner.run.record.history import RunHistory
@@ -336,7 +337,11 @@ def assert_named(
         asked = [e for e in until if (e["event"], e["attempt"]) == ("stop_requested", attempt)]
         # When ranks stop by themselves, the news that one has left may come before the reason.
         assert asked[-1]["reason"] in (reason.label, StopReason.PEER_STOPPED.label)
-    assert summarise(RunHistory(until), [], None).state.startswith(f"stopped ({reason.words})")
+    there = [e for e in until if e["event"] != "requeued"]  # or it would be in the queue again
+    assert (
+        summarise(RunFacts(0.0, RunHistory(there), Live(alive=False))).state
+        == f"stopped ({reason.words})"
+    )
 
 
 def manifest(checkpoint: Path) -> dict[str, Any]:

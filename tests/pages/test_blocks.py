@@ -120,11 +120,18 @@ def test_the_page_on_triage_holds(reader: Reader) -> None:
     assert type_page("docs/triage.md", reader) == 1
 
 
+def test_the_page_on_status_holds(reader: Reader) -> None:
+    (reader.folder / "runs" / "mine").mkdir(parents=True)
+    line = '{"event": "completed", "step": 5, "attempt": 1, "time": 1.0}\n'
+    (reader.folder / "runs" / "mine" / "ledger.jsonl").write_text(line)
+    assert type_page("docs/status.md", reader) == 3
+
+
 def test_each_block_is_typed_or_has_a_reason_not_to_be() -> None:
     here = {
         "README.md",
         *("docs/quickstart.md", "docs/own_loop.md", "docs/configuration.md", "docs/triage.md"),
-        "docs/metrics.md",
+        *("docs/metrics.md", "docs/status.md"),
     }
     untested = [block.name for page in PAGES if page not in here for block in typed(page)]
     assert untested == []

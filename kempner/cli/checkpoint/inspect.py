@@ -22,7 +22,7 @@ from kempner.checkpoint.store.read_marker import Readers, reading_at
 from kempner.checkpoint.store.retention import Keep, expendable
 from kempner.checkpoint.store.retention import prune as delete
 from kempner.cli.progress import bar
-from kempner.insight.status import spans
+from kempner.insight.words import spans
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, ExitCode, UsageError
 
 Folder = Annotated[

@@ -1,24 +1,31 @@
-"""`kempner status`: state of a run, or of the run of a Slurm job."""
+"""`kempner status`: state of a run, of the run of a Slurm job, or of all runs."""
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
 import sys
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from textwrap import wrap
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
+from kempner.cli.insight.rows import table_row, terminal_columns
+from kempner.cli.insight.status_words import line, rows
 from kempner.cli.usage.words import usable_path
-from kempner.insight.job import find_run, read_job
-from kempner.insight.progress import Progress
-from kempner.insight.status import Status, read_status
+from kempner.insight.status.job import find_run
+from kempner.insight.status.read import JobWatch
+from kempner.insight.status.runs import AllRuns, RunFollower, find_runs, pending, places
+from kempner.insight.status.summary import Status
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
+
+Read: TypeAlias = Callable[[], Sequence[tuple[str, Status]]]
+"""Names and status, read now."""
+
+PATIENCE = 5.0
+"""Seconds for which Slurm is asked again where it does not answer."""
 
 
 def register(app: typer.Typer) -> None:
@@ -28,70 +35,86 @@ def register(app: typer.Typer) -> None:
 
 def status(
     target: Annotated[
-        str, typer.Argument(metavar="RUN_DIR|JOBID", help="A run's directory, or a Slurm job.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="[RUN_DIR|JOBID]", help="A run's directory, or a Slurm job; else all runs."
+        ),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it until Ctrl-C, always up to date.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
-    """Show the state of a run: step, loss, newest checkpoint; speed and ranks while it runs.
+    """Show what a run is doing: step, loss, speed, time left, newest checkpoint, interruptions.
 
-    For a Slurm job also how often it was requeued, by launch, scontrol and sacct.
+    Who waits for whom while it runs; for a Slurm job also what Slurm says of it. Without an
+    argument one line for each run below runs/ and the run.dir of configs/. Reads only.
     """
-    job = target if re.fullmatch(r"\d+(_\d+)?", target) and not Path(target).exists() else None
-    run = RunDirectory(usable_path(Path(target))) if job is None else find_run(job, Path("runs"))
+    if watch and as_json:
+        raise UsageError("--json and --watch exclude each other; call --json as often as you like")
+    read = _all(patient=not watch) if target is None else _one(target, patient=not watch)
+    if watch:
+        from kempner.cli.insight.watch import show_until_ctrl_c
+
+        show_until_ctrl_c(read, together=target is None)
+        return
+    found = read()
+    if as_json:
+        typer.echo(
+            json.dumps([{"run": name or None, **each.to_json()} for name, each in found], indent=2)
+        )
+    elif sys.stdout.isatty():
+        from kempner.cli.insight.status_view import print_once
+
+        print_once(found, together=target is None)
+    elif target is None:
+        for name, each in found:
+            typer.echo(line(name, each))
+    else:
+        _print_rows(*found[0])
+
+
+def _print_rows(name: str, found: Status) -> None:
+    for label, value in rows(name, found):
+        for text in table_row(label, value, terminal_columns()):
+            typer.echo(text)
+    if found.facts.gave_up is not None:
+        typer.echo(found.facts.gave_up)
+
+
+def _all(*, patient: bool) -> Read:
+    where = places(Path())
+    if patient and not find_runs(where):
+        named = ", ".join(map(str, where))
+        raise UsageError(f"there is no run below {named}; name <run.dir>/<run.name>, or a job id")
+    return AllRuns(where, patient=patient).read
+
+
+def _one(target: str, *, patient: bool) -> Read:
+    is_job = re.fullmatch(r"\d+(_\d+)?", target) and not Path(target).exists()
+    if is_job:
+        return _of_job(target, patient=patient)
+    run = RunDirectory(usable_path(Path(target)))
     if not run.ledger.is_file():
         raise UsageError(
             f"{target} is not a run: it has no ledger.jsonl; name <run.dir>/<run.name>, or a job id"
         )
-    history = RunHistory.read(run.ledger)
-    found = read_status(run, history)
-    state = found.state if found.gave_up is None else f"given up, see {run.gave_up}"
-    for name, value in {
-        "run": str(run.path),
-        **({} if job is None else read_job(job, history).rows()),
-        "state": state,
-        **_rows(found),
-    }.items():
-        for line in table_row(name, value, terminal_columns()):
-            typer.echo(line)
-    if found.gave_up is not None:
-        typer.echo(found.gave_up)
+    follower = RunFollower(run, JobWatch(None, wait=patient), patient=patient)
+    return lambda: [(str(run.path), follower.read())]
 
 
-def _rows(found: Status) -> dict[str, str]:
-    """What to show of a run, under which name."""
-    progress, latest = found.progress, found.latest_checkpoint
-    rows = {"step": _step(progress), "loss": _known(progress.loss, "{:.4f}")}
-    if found.alive:
-        rows["speed"] = _known(progress.tokens_per_second, "{:,.0f} tokens/s")
-        left = progress.seconds_left
-        rows["time left"] = "-" if left is None else str(timedelta(seconds=round(left)))
-    rows |= {"latest checkpoint": _known(latest, "{}"), "attempts": str(found.attempts)}
-    return rows | dict(found.ranks)
+def _of_job(job: str, *, patient: bool) -> Read:
+    """The run of a job, as soon as it has one."""
+    asked = JobWatch(job, accounting=patient, within=PATIENCE, wait=patient)
+    follower: RunFollower | None = None
 
+    def read() -> Sequence[tuple[str, Status]]:
+        nonlocal follower
+        if follower is None:
+            run = find_run(job, find_runs(places(Path())))
+            if run is None or not run.ledger.is_file():
+                return [("", pending(asked))]
+            follower = RunFollower(run, asked, patient=patient)
+        return [(str(follower.run.path), follower.read())]
 
-def _step(progress: Progress) -> str:
-    total = "" if progress.total is None else f" of {progress.total}"
-    return "-" if progress.step is None else f"{progress.step}{total}"
-
-
-def _known(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def terminal_columns() -> int | None:
-    """The width of the terminal; None where the output goes elsewhere."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def table_row(name: str, value: str, columns: int | None) -> list[str]:
-    """A name and its value, in lines of at most so many columns, the name's own on a narrow screen.
-
-    None: one line, however long.
-    """
-    if columns is None or len(value) + 19 <= columns:
-        return [f"{name:<18} {value}"]
-    if columns >= 60:
-        indent = 19 * " "
-        return wrap(value, columns, initial_indent=f"{name:<18} ", subsequent_indent=indent)
-    if len(name) + len(value) + 2 <= columns:
-        return [f"{name}: {value}"]
-    return [f"{name}:", *wrap(value, columns, initial_indent="  ", subsequent_indent="  ")]
+    return read

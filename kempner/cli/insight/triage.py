@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kempner.cli.insight.status import table_row, terminal_columns
+from kempner.cli.insight.rows import table_row, terminal_columns
 from kempner.insight.triage.ledger import triage_run
 from kempner.insight.triage.logs import triage_logs
 from kempner.insight.triage.verdict import Verdict

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
-from kempner.insight.report.series import StepSeries
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.attempt import (
     AttemptEnded,
@@ -76,7 +73,7 @@ class AttemptFacts:
         """How long before that rank 0 had met the others and begun to load; 0 if unknown."""
         entry = self.first(RankReady)
         reached = {} if entry is None else entry.event.reached
-        return max(0.0, reached.get("compile", 0.0) - reached.get("load", np.inf))
+        return max(0.0, reached.get("compile", 0.0) - reached.get("load", math.inf))
 
     @property
     def first_step(self) -> int:
@@ -111,6 +108,11 @@ class AttemptFacts:
             isinstance(e.event, Stopped | Completed | StopRequested | Signalled)
             for e in self.entries
         )
+
+    @property
+    def stopped(self) -> bool:
+        """Whether its ranks said that they leave, to go on later."""
+        return self.first(Stopped) is not None
 
     @property
     def completed(self) -> bool:
@@ -158,23 +160,18 @@ class AttemptFacts:
         return [(e.time - e.event.seconds, e.time) for e in self.all(StorageWaited)]
 
 
-def attempts_of(history: RunHistory, series: StepSeries) -> list[AttemptFacts]:
-    """The attempts in the order in which they began."""
+def attempts_of(history: RunHistory, last_steps: Mapping[int, float]) -> list[AttemptFacts]:
+    """The attempts in the order in which they began.
+
+    `last_steps` says when each attempt has logged a step last, in seconds since the epoch.
+    """
     found: defaultdict[int, list[Entry[LedgerEvent]]] = defaultdict(list)
     for entry in history.entries(LedgerEvent):
         if not math.isfinite(entry.time):
             continue
         found[entry.attempt].append(entry)
-    made = dict(zip(*_last_times(series), strict=True))
-    attempts = [_attempt(n, e, made.get(n)) for n, e in found.items() if n > 0]
+    attempts = [_attempt(n, e, last_steps.get(n)) for n, e in found.items() if n > 0]
     return sorted(attempts, key=lambda attempt: (attempt.begin, attempt.number))
-
-
-def _last_times(series: StepSeries) -> tuple[list[int], list[float]]:
-    """The numbers of the attempts that logged steps, and when each did so last."""
-    numbers = np.unique(series.attempt[~np.isnan(series.attempt)])
-    last = [float(series.time[series.attempt == n].max()) for n in numbers]
-    return [int(n) for n in numbers], last
 
 
 def _attempt(

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-from kempner.insight.report.attempts import AttemptFacts
 from kempner.insight.report.categories import Category
+from kempner.insight.report.cause import Kind, cause_of
 from kempner.insight.report.pieces import Pieces
 from kempner.insight.report.timeline import AttemptTime, Timeline
 from kempner.run.record.events.attempt import AttemptEnded, AttemptFailed
-from kempner.run.record.events.stop import Stopped
 
 HOUR = 3600.0
-
-
-class Kind(StrEnum):
-    """What sort of interruption it is."""
-
-    FAILURE = "failure"
-    HANG = "hang"
-    STOP = "stop"
-    SILENT = "no message"
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether something went wrong, other than a stop that was asked for."""
-        return self is not Kind.STOP
 
 
 @dataclass(frozen=True)
@@ -91,7 +75,7 @@ def _interruption(
     number: int, time: AttemptTime, following: AttemptTime | None, front: int
 ) -> Interruption:
     facts = time.facts
-    kind, cause, detail = _cause(facts)
+    kind, cause, detail = cause_of(facts)
     failed, ended = facts.last(AttemptFailed), facts.last(AttemptEnded)
     place = Place(
         rank=None if ended is None or kind is Kind.STOP else ended.event.culprit,
@@ -139,20 +123,3 @@ def _noticed(time: AttemptTime) -> float:
     """When the attempt was over for its ranks: the failure, or the moment a hang was found."""
     ending = time.tail.begin[time.tail.category == Category.STOP]
     return float(ending[0]) if len(ending) else time.facts.end
-
-
-def _cause(facts: AttemptFacts) -> tuple[Kind, str, str]:
-    """What sort it is, the cause in one sentence, and what else is known."""
-    ended, failed, hang = facts.last(AttemptEnded), facts.last(AttemptFailed), facts.hang()
-    reason = "" if ended is None else ended.event.reason
-    if hang is not None:
-        return Kind.HANG, "nothing moved any more", hang.event.reason
-    if facts.stop_reason or (facts.in_order and failed is None):
-        stopped = facts.last(Stopped)
-        words = facts.stop_reason.words
-        detail = "" if stopped is None else stopped.event.sentence
-        return Kind.STOP, f"stopped: {words}", detail if detail != words else ""
-    if failed is not None or reason:
-        raised = "" if failed is None else failed.event.raised
-        return Kind.FAILURE, reason or "a rank failed", "" if raised in reason else raised
-    return Kind.SILENT, "the supervisor ended without a message", ""

@@ -52,6 +52,11 @@ class StepSeries:
         chosen = np.flatnonzero(self.attempt == number)
         return self._take(chosen[np.argsort(self.time[chosen], kind="stable")])
 
+    def last_times(self) -> dict[int, float]:
+        """When each attempt logged a step last."""
+        numbers = np.unique(self.attempt[~np.isnan(self.attempt)])
+        return {int(n): float(self.time[self.attempt == n].max()) for n in numbers}
+
     def last_of_each_step(self) -> Self:
         """One entry a step, by step: of a step that was made twice the last one counts."""
         backwards = self.step[::-1]

@@ -8,8 +8,9 @@ from typing import Any
 
 from kempner.insight.report.attempts import AttemptFacts, attempts_of
 from kempner.insight.report.categories import Category
+from kempner.insight.report.cause import Kind
 from kempner.insight.report.findings import Advice, Nodes, Saves, advise, nodes_of, saves_of
-from kempner.insight.report.interruptions import HOUR, Interruption, Kind, interruptions_of
+from kempner.insight.report.interruptions import HOUR, Interruption, interruptions_of
 from kempner.insight.report.series import EvalSeries, StepSeries, read_series
 from kempner.insight.report.timeline import Timeline, account
 from kempner.run.process.exit_codes import DataError, UsageError
@@ -110,7 +111,7 @@ def read_run(run: RunDirectory) -> RunData:
         steps, evaluations = read_series(run.metrics)
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}; try again") from error
-    attempts = attempts_of(history, steps)
+    attempts = attempts_of(history, steps.last_times())
     if not attempts:
         raise UsageError(f"{run.path} has not been started yet: its ledger tells of no attempt")
     timeline = account(attempts, steps)

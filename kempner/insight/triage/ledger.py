@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kempner.insight.status import spans
 from kempner.insight.triage.ends import plain_status, what_status_means, words_of
 from kempner.insight.triage.log.reading import read_log
 from kempner.insight.triage.rules import Cause, Level, Sure
@@ -22,6 +21,7 @@ from kempner.insight.triage.table.run import (
     UNEXPLAINED,
 )
 from kempner.insight.triage.verdict import UNKNOWN, Evidence, Told, Verdict, Where, decide
+from kempner.insight.words import spans
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.attempt import AttemptEnded, AttemptFailed, AttemptStarted

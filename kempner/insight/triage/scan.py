@@ -72,6 +72,23 @@ class Suspects:
             self.last.append(line)
 
 
+@dataclass
+class Steps:
+    """Steps that the lines tell of: how many `made`, also by the end of each file."""
+
+    made: int = 0
+    by_file: dict[str, int] = field(default_factory=dict)
+    _last: int = -1
+
+    def count(self, text: str) -> None:
+        """Take in a line; a step is one that is later than the one told before."""
+        found = _STEP.search(text)
+        if found is not None:
+            step = int(next(group for group in found.groups() if group is not None))
+            self.made += step > self._last
+            self._last = step
+
+
 class Scan:
     """All that was learnt from logs. Feed it with `read`."""
 
@@ -82,13 +99,10 @@ class Scan:
         self.findings = Findings()
         self.suspects = Suspects()
         self.lines = 0
-        self.steps = 0
-        self.steps_of: dict[str, int] = {}
-        """By file: how many steps had been counted when it was over."""
+        self.steps = Steps()
         self.sources: list[str] = []
         self._tracebacks = Tracebacks()
         self._ends = EndReader()
-        self._last_step = -1
         self._time: float | None = None
 
     def read(self, source: str, texts: Iterable[str]) -> None:
@@ -108,12 +122,12 @@ class Scan:
                     for line in parser.parse(number, text):
                         self._add(line)
                 elif self.findings.counts or self.places.uses:
-                    self._count_step(text)
+                    self.steps.count(text)
             ending = [
                 LogLine(f"{source}:{number}", text) for number, text in batch[-ENDING:] if text
             ]
             self.suspects.ending.extend(ending)
-        self.steps_of[source] = self.steps
+        self.steps.by_file[source] = self.steps.made
         self._tracebacks, self._ends = Tracebacks(), EndReader(self._ends.elastic)
 
     def _add(self, line: LogLine) -> None:
@@ -124,7 +138,7 @@ class Scan:
             self.transports.learn(line)
         self.collectives.learn(line)
         self._judge(line)
-        self._count_step(line.text)
+        self.steps.count(line.text)
 
     def _judge(self, line: LogLine) -> None:
         if is_handled(line):
@@ -176,15 +190,7 @@ class Scan:
     def _found(
         self, cause: Cause, level: Level, sure: Sure, line: LogLine, about: About
     ) -> Finding:
-        return Finding(cause, level, sure, line, self.lines, self.steps, about)
-
-    def _count_step(self, text: str) -> None:
-        found = _STEP.search(text)
-        if found is None:
-            return
-        step = int(next(group for group in found.groups() if group is not None))
-        self.steps += step > self._last_step
-        self._last_step = step
+        return Finding(cause, level, sure, line, self.lines, self.steps.made, about)
 
 
 def match(text: str, warning: bool = False) -> tuple[Sign, Cause, re.Match[str]] | None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kempner.insight.status import spans
 from kempner.insight.triage.ends import words_of
 from kempner.insight.triage.findings import SURVIVED, Finding
 from kempner.insight.triage.log.lines import LogLine
@@ -14,6 +13,7 @@ from kempner.insight.triage.places import same_node
 from kempner.insight.triage.rules import Level, Sure
 from kempner.insight.triage.scan import SHOWN, Scan
 from kempner.insight.triage.table.everything import CAUSES
+from kempner.insight.words import spans
 
 UNKNOWN = "unknown"
 """The cause of what no rule knows."""
@@ -111,7 +111,7 @@ def decide(scan: Scan) -> Verdict:
     if first is None or first.cause.name in _UNEXPLAINED:
         return _unknown(scan, fatal, first)
     lonely = scan.places.lonely_interface
-    if first.cause.name in _NETWORK and scan.steps < SURVIVED and lonely is not None:
+    if first.cause.name in _NETWORK and scan.steps.made < SURVIVED and lonely is not None:
         first = replace(first, cause=CAUSES["wrong_interface"], sure=Sure.LIKELY, line=lonely[1])
     return _known(scan, fatal, first)
 
@@ -119,7 +119,7 @@ def decide(scan: Scan) -> Verdict:
 def _steps_after(scan: Scan, finding: Finding) -> int:
     """How many more steps its own file tells of: another file may be another node's."""
     source = finding.line.place.rpartition(":")[0]
-    return scan.steps_of.get(source, scan.steps) - finding.steps
+    return scan.steps.by_file.get(source, scan.steps.made) - finding.steps
 
 
 def _placed(finding: Finding, scan: Scan) -> Finding:

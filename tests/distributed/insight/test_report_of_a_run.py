@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 from harness import Run
 
-from kempner.insight.report.interruptions import Kind
+from kempner.insight.report.cause import Kind
 from kempner.insight.report.summary import read_run
 from kempner.run.record.ledger import read_lines
 

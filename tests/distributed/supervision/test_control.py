@@ -16,7 +16,8 @@ import psutil
 import pytest
 from harness import Run, assert_named, wait_until
 
-from kempner.insight.status import gather, read_status
+from kempner.insight.status.read import RunReader
+from kempner.insight.status.summary import summarise
 from kempner.run.control.protocol import (
     LINE_LIMIT,
     OPENING_LIMIT,
@@ -28,7 +29,6 @@ from kempner.run.control.protocol import (
 )
 from kempner.run.control.transport import Connection
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import read_lines
 
 pytestmark = pytest.mark.timeout(300)
@@ -129,9 +129,10 @@ def test_ranks_of_a_killed_supervisor_tell_how_the_run_ended(run: Run) -> None:
     assert (stopped["reason"], stopped["lost_steps"]) == ("supervisor_lost", 0)
     assert run.events("checkpoint_committed")[-1]["step"] == last == run.latest()
     places = json.loads(run.record.ranks(1).read_text())
-    assert gather(places) == (("ranks 0-1", f"step {last}, exit"),)
-    status = read_status(run.record, RunHistory.read(run.record.ledger))
-    assert (status.alive, status.ranks) == (False, ())
+    assert [(p["step"], p["phase"]) for p in places] == 2 * [(last, "exit")]
+    status = summarise(RunReader(run.record).read())
+    assert (status.facts.live.alive, status.ranks.groups) == (False, ())
+    assert status.state == "stopped (supervisor lost)"
 
 
 def alive(pid: int) -> bool:

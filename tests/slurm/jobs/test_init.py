@@ -12,7 +12,8 @@ import pytest
 from harness import ROOT, TINY, wait_until
 from lab import Cluster
 
-from kempner.insight.status import summarise
+from kempner.insight.status.facts import RunFacts
+from kempner.insight.status.summary import summarise
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 
@@ -40,4 +41,4 @@ def test_the_first_job_of_a_new_project(cluster: Cluster, tmp_path: Path, corpus
     assert "2 nodes (node1,node2), 8 ranks, 4 per node" in log.read_text()
     run = RunDirectory(project / "runs" / "first")
     history = wait_until(lambda: RunHistory.read(run.ledger), "the ledger")
-    assert summarise(history, [], None).state == "completed"
+    assert summarise(RunFacts(0.0, history)).state == "completed"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from importlib.resources import files
 
-from kempner.insight.report.interruptions import Kind
+from kempner.insight.report.cause import Kind
 from kempner.insight.report.page import tables
 from kempner.insight.report.page.plots import Plot, plots_of
 from kempner.insight.report.page.strip import strip

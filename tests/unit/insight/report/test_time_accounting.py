@@ -11,7 +11,7 @@ import pytest
 from planted_run import BEGIN, PlantedRun
 
 from kempner.insight.report.categories import Category
-from kempner.insight.report.interruptions import Kind
+from kempner.insight.report.cause import Kind
 from kempner.insight.report.page.plots import decimate
 from kempner.insight.report.pieces import Pieces, overlaps
 from kempner.insight.report.series import collect

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kempner.insight.job import JobStatus, Restarts, find_run
+from kempner.cli.insight.status_words import job_rows
+from kempner.insight.status.job import JobStatus, Restarts, find_run
+from kempner.insight.status.runs import find_runs
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.events.attempt import AttemptStarted
 from kempner.run.record.ledger import Ledger
@@ -30,7 +32,7 @@ from kempner.run.record.run_dir import RunDirectory
 def test_counts_that_contradict_each_other_are_told(
     counts: tuple[int | None, int | None, int | None], state: str, agree: bool
 ) -> None:
-    said = JobStatus("7", state, "", Restarts(*counts)).rows()["restarts"]
+    said = dict(job_rows(JobStatus("7", state, "", Restarts(*counts)))).get("restarts", "")
     assert ("THEY DISAGREE" not in said) is agree
 
 
@@ -39,6 +41,7 @@ def test_the_run_of_a_job_is_the_one_whose_ledger_knows_it(tmp_path: Path) -> No
         run = RunDirectory(tmp_path / name)
         run.path.mkdir()
         Ledger(run.ledger).record(AttemptStarted(1, job, restarts=0), attempt=1)
-    assert find_run("8_2", tmp_path).path == tmp_path / "c"
+    runs = find_runs([tmp_path])
+    assert find_run("8_2", runs) == RunDirectory(tmp_path / "c")
     with pytest.raises(UsageError, match=r"no run below .* belongs to job 9"):
-        find_run("9", tmp_path)
+        find_run("9", runs)

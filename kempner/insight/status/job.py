@@ -1,0 +1,209 @@
+"""Finds the run of a Slurm job, its state, and how often it was restarted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+
+from kempner.cluster.slurm import scontrol
+from kempner.cluster.slurm.command import SHORTLY, SlurmError, SlurmRefusedError
+from kempner.cluster.slurm.job import JobState, parse_job, parse_time
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.events.attempt import AttemptStarted
+from kempner.run.record.events.job import Resubmitted
+from kempner.run.record.history import RunHistory
+from kempner.run.record.run_dir import RUN_LINE, RunDirectory
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """How often a job was put back into the queue, by each that counts; None where it is silent.
+
+    `launch` is what SLURM_RESTART_COUNT said to the last launch, `controller` the field Restarts of
+    `scontrol show job`, `accounting` the records of `sacct -D` but the first.
+    """
+
+    launch: int | None = None
+    controller: int | None = None
+    accounting: int | None = None
+
+    def agree(self, waiting: bool) -> bool:
+        """Whether none contradicts another. A launch of a job that is `waiting` again came before
+        its last restart."""
+        launch = self.launch if self.launch is None else self.launch + waiting
+        return len({launch, self.controller, self.accounting} - {None}) < 2
+
+    def __str__(self) -> str:
+        shown = ["-" if n is None else str(n) for n in (self.launch, self.controller)]
+        records = "-" if self.accounting is None else str(self.accounting)
+        return f"the last launch {shown[0]}, scontrol {shown[1]}, sacct -D {records}"
+
+
+NO_ANSWER = "Slurm does not answer"
+"""In place of a job's state."""
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job at a glance. `state`, `nodes` and `reason` are Slurm's words; times are seconds since
+    the epoch by the controller's clock, None for what is not set.
+
+    `begins_at` is when a job that waits is expected to start, `ends_at` the end of a running one.
+    """
+
+    job: str
+    state: str
+    nodes: str = ""
+    restarts: Restarts = Restarts()
+    reason: str = ""
+    begins_at: float | None = None
+    ends_at: float | None = None
+    preempted: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the queue."""
+        return self.state in _IN_QUEUE
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has its nodes."""
+        return self.state in ("RUNNING", "SIGNALING", "SUSPENDED", "CONFIGURING")
+
+    @property
+    def known(self) -> bool:
+        """Whether Slurm has said anything about it."""
+        return self.state != NO_ANSWER
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nobody contradicts another about its restarts."""
+        return self.restarts.agree(waiting=self.waits)
+
+    @property
+    def why_waiting(self) -> str:
+        """What a job in the queue waits for, in Slurm's words, explained where they are short."""
+        words = _REASONS.get(self.reason, "")
+        told = f"{self.reason}: {words}" if words else self.reason
+        return told or self.state.lower()
+
+
+_IN_QUEUE = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD")
+
+_REASONS = {
+    "BeginTime": "not before the time that it may start again",
+    "Resources": "its nodes are not free yet",
+    "Priority": "other jobs are first",
+    "Dependency": "another job has to end first",
+    "JobHeldUser": "held by its user (scontrol release)",
+    "JobHeldAdmin": "held by an administrator",
+    "PartitionDown": "the partition is down",
+    "ReqNodeNotAvail": "a node that it needs is not available",
+}
+"""Slurm's reasons for which a job is pending: "JOB REASON CODES" in squeue(1)."""
+
+
+def find_run(job: str, runs: Sequence[RunDirectory]) -> RunDirectory | None:
+    """The run of a job: the one of `runs` whose ledger knows it, or what the job's output names.
+
+    None while the job is yet to begin with one. Raises `UsageError` if there is none.
+    """
+    for run in runs:
+        if _mentions(run.ledger, f'"job": "{job}"'.encode()):
+            return run
+    named: list[str] = []
+    yet_to_begin, output = False, ""
+    try:
+        state = parse_job(scontrol.show_job(job))
+        yet_to_begin = state.running or state.state in _IN_QUEUE
+        output = scontrol.output_file(job)
+        lines = Path(output).read_text(errors="replace").splitlines()
+        named = [line.removeprefix(RUN_LINE) for line in lines if line.startswith(RUN_LINE)]
+    except (SlurmError, OSError, ValueError) as error:
+        if yet_to_begin:
+            return None
+        where = ", ".join(sorted({str(run.path.parent) for run in runs})) or "runs"
+        raise UsageError(
+            f"no run below {where} belongs to job {job}, and its output cannot be read ({error}); "
+            "give <run.dir>/<run.name>"
+        ) from error
+    if not named and yet_to_begin:
+        return None
+    if not named:
+        raise UsageError(f"job {job} has not started a run yet: {output} names none")
+    return RunDirectory(Path(named[-1]))
+
+
+def _mentions(path: Path, words: bytes) -> bool:
+    """Whether a file has these words; only its bytes are looked at, from its end."""
+    try:
+        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            return content.rfind(words) >= 0
+    except (OSError, ValueError):  # it is empty
+        return False
+
+
+def job_of(history: RunHistory) -> str | None:
+    """The job that runs, or will go on with, a run; None outside of Slurm."""
+    job = None
+    for event in history.events(AttemptStarted, Resubmitted):
+        job = event.as_job if isinstance(event, Resubmitted) else event.job
+    return job
+
+
+def read_job(
+    job: str, history: RunHistory, accounting: bool = True, within: float = SHORTLY
+) -> JobStatus:
+    """Ask Slurm, which forgets a job minutes after its end, and its accounting, which does not.
+
+    The controller serves the whole cluster: it is asked once, and again only for `within` seconds
+    while it has no answer. `accounting` is whether that is asked not only of a job that the
+    controller has forgotten.
+    """
+    now, begins, forgotten = _controller(job, within)
+    records = _accounting(job) if accounting or forgotten else []
+    counts = Restarts(
+        launch=_last_launch(job, history),
+        controller=None if now is None else now.restarts,
+        accounting=len(records) - 1 if records else None,
+    )
+    if now is None:
+        unknown = "unknown to Slurm" if forgotten else NO_ANSWER
+        return JobStatus(job, records[-1] if records else unknown, restarts=counts)
+    return JobStatus(
+        job,
+        now.state,
+        now.nodes.held,
+        counts,
+        now.reason,
+        begins if now.state in _IN_QUEUE else None,
+        now.times.end if now.running else None,
+        now.running and now.times.preempt is not None,
+    )
+
+
+def _controller(job: str, within: float) -> tuple[JobState | None, float | None, bool]:
+    """The job and its StartTime; whether it is forgotten, where there is none."""
+    try:
+        fields = scontrol.show_job(job, within)
+        return parse_job(fields), parse_time(fields.get("StartTime", "")), False
+    except SlurmRefusedError:
+        return None, None, True
+    except (SlurmError, ValueError):  # it cannot be asked from here, or not now
+        return None, None, False
+
+
+def _accounting(job: str) -> list[str]:
+    """Nothing where no accounts are kept."""
+    try:
+        return scontrol.launches(job)
+    except SlurmError:
+        return []
+
+
+def _last_launch(job: str, history: RunHistory) -> int | None:
+    """The restart count that the job's last launch began with; None if it launched nothing."""
+    counts = [event.restarts for event in history.events(AttemptStarted) if event.job == job]
+    return counts[-1] if counts else None

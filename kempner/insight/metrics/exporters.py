@@ -89,6 +89,8 @@ class WandB:
         folder = run.exports / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         self._highest = since.step
+        while list(folder.glob(f"wandb/*{time.strftime('%Y%m%d_%H%M%S')}*")):
+            time.sleep(0.1)  # a session of the same second would have the same folder
         self._run: Any = wandb.init(
             project=project,
             name=run.path.resolve().name,

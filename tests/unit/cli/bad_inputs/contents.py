@@ -56,7 +56,6 @@ TOKENIZERS = [
 READ_A_RUN = ("checkpoint list run", "checkpoint verify run")
 
 RUN_FILES = [
-    Row("status run", "run/metrics.jsonl: Is a directory", files={"run/metrics.jsonl": FOLDER}),
     Row("status r", "r is not a run: it has no ledger.jsonl", files={"r/ledger.jsonl": FOLDER}),
     Row("status r", "r is not a run", files={"r/ledger.jsonl": Link("ledger.jsonl")}),
 ]

@@ -47,9 +47,7 @@ COMMANDS = [
 ]
 
 MISSING = [
-    Row(
-        "status", "RUN_DIR|JOBID is missing: a run's directory, or a Slurm job (see kempner status"
-    ),
+    Row("status", "there is no run below runs; name <run.dir>/<run.name>, or a job id"),
     Row("train", "CONFIG is missing: configuration in TOML (see kempner train -h)"),
     Row("supervise", "name a configuration, or a command after"),
     Row("supervise --", "name a configuration, or a command after"),

@@ -1,0 +1,101 @@
+"""`kempner doctor` as a person meets it: its table, its exit code, what it leaves alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from sick_site import Site
+
+from kempner.cli.entry import main
+from kempner.insight.doctor.facts import node_probe
+from kempner.insight.doctor.finding import Finding, Level, Outcome, fail, passed, per_node
+from kempner.insight.doctor.table import lines, show
+from kempner.run.record.attempts import begin_attempt
+from kempner.run.record.lease import Lease
+from kempner.run.record.run_dir import RunDirectory
+
+FINDINGS = [
+    Finding("mesh", Level.PASS, "8 ranks"),
+    Finding("clock", Level.WARN, "it is 3 s ahead", ("node2",)),
+    Finding("open files", Level.FAIL, "200", tuple(f"node{n}" for n in range(3, 9))),
+]
+
+
+def test_the_table_names_the_nodes() -> None:
+    assert lines(FINDINGS) == [
+        "pass    mesh        8 ranks",
+        "warn    clock       node2: it is 3 s ahead",
+        "fail    open files  node3, node4, node5, node6 and 2 more: 200",
+        "1 failed, 1 warned, 1 passed",
+    ]
+    assert lines([FINDINGS[1]])[0] == "warn    clock  it is 3 s ahead"
+
+
+def test_nodes_that_are_well_share_a_line() -> None:
+    free = {"node1": 7, "node2": 1, "node3": 8, "node4": 1}
+
+    def judge(node: str) -> Outcome:
+        return passed(f"{free[node]} GB free") if free[node] > 2 else fail("hardly any")
+
+    assert per_node("memory", list(free), str, judge) == [
+        Finding("memory", Level.PASS, "7 GB free", ("node1", "node3")),
+        Finding("memory", Level.FAIL, "hardly any", ("node2", "node4")),
+    ]
+
+
+def test_the_table_at_a_terminal_is_as_wide_as_that(tmp_path: Path) -> None:
+    with open(tmp_path / "out", "w+") as file:
+        show(FINDINGS, Console(file=file, width=40, force_terminal=True))
+        file.seek(0)
+        told = re.sub(r"\x1b\[[\d;]*m", "", file.read()).splitlines()
+    assert max(map(len, told)) <= 40
+    assert "node2: it is 3" in " ".join(told)
+    assert told[-1] == "1 failed, 1 warned, 1 passed"
+
+
+def test_one_line_for_each_check(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "c.toml", "--data.dataset_path=typo"])
+    told = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 2
+    assert any(re.match(r"fail {4}data +data\.dataset_path=typo: typo is not", t) for t in told)
+    assert told[-1].startswith("1 failed, ")
+
+
+def test_a_run_that_goes_on_is_not_disturbed(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(Path("runs/c"))
+    begin_attempt(run)
+    lease = Lease.acquire(run, 45.0)
+    monkeypatch.setattr(node_probe, "write_test", lambda folder, name: pytest.fail("it wrote"))
+    try:
+        report = site.doctor(capsys)
+    finally:
+        lease.release()
+    assert report.bad() == []
+    said = {each["check"]: each["sentence"] for each in report.told["findings"]}
+    assert said["run"] == "runs/c is running: nothing that would slow it down is done"
+    assert said["save time"] == "the write test was left out"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--jobid", "7"], "--jobid names a Slurm allocation: use it with --allocation"),
+        (["--script", "gone.sh"], "gone.sh cannot be read: No such file"),
+        (["--allocation"], "this is not a Slurm job"),
+    ],
+)
+def test_a_wrong_command_line(
+    site: Site, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
+        site.patch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "c.toml", *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

@@ -156,9 +156,9 @@ def _ask_slurm(patient: Patient) -> tuple[slurm_facts.SlurmFacts | None, slurm_c
 def _about_ranks(patient: Patient, facts: _Facts) -> Iterator[Finding]:
     config, world, answers = patient.config, patient.world, facts.survey.answers
     yield finding("mesh", ranks.check_mesh(config, world, facts.vocab_size(config)))
-    yield from ranks.check_ranks(world, answers)
+    yield from ranks.check_ranks(world, answers, facts.survey.gpus_hidden)
     yield from ranks.check_gpu_memory(config, world, facts.vocab_size(config), answers)
-    yield from gpus.check_gpus(answers, ours=world.in_job and facts.state.running is False)
+    yield from gpus.check_gpus(answers, ours=world.in_job, busy=facts.state.running is not False)
 
 
 def _about_data(patient: Patient, facts: _Facts, supervisor: Supervisor) -> Iterator[Finding]:
@@ -212,7 +212,8 @@ def _about_nodes(patient: Patient, facts: _Facts) -> Iterator[Finding]:
         yield machine.check_answers(survey)
     yield from machine.check_software(survey.answers)
     yield from network.check_interfaces(survey.answers)
-    yield finding("ports", network.check_ports(_ports(config), patient.uses_slurm))
+    if facts.state.running is False:  # or the run itself has them
+        yield finding("ports", network.check_ports(_ports(config), patient.uses_slurm))
     yield from machine.check_clocks(survey, ahead)
     workers = config.data.num_dataloader_workers
     yield from machine.check_limits(survey.answers, patient.world.size, workers)

@@ -28,8 +28,28 @@ __version__ = "{version}"
 class version:
     cuda, hip = None, None
 class cuda:
-    is_available = staticmethod(lambda: False)
+    is_available = staticmethod(lambda: {gpus} > 0)
+    device_count = staticmethod(lambda: {gpus})
 """
+
+SMI = """#!/bin/sh
+broken=No
+test "$(hostname)" = node2 && broken=Yes
+for gpu in 0 1; do
+    gpus="$gpus<gpu><product_name>H100</product_name>
+    <fb_memory_usage><total>81559 MiB</total><used>4 MiB</used></fb_memory_usage><remapped_rows>
+    <remapped_row_failure>$broken</remapped_row_failure></remapped_rows></gpu>"
+done
+echo "<nvidia_smi_log><driver_version>550.54.15</driver_version>$gpus</nvidia_smi_log>"
+"""
+
+
+def fake_torch(project: Project, gpus: int) -> Path:
+    """A folder with next to nothing in the place of torch: that costs three real imports less."""
+    site = project.folder / "site"
+    (site / "torch").mkdir(parents=True)
+    (site / "torch" / "__init__.py").write_text(TORCH.format(version="2.13.0", gpus=gpus))
+    return site
 
 
 class Doctor:
@@ -38,15 +58,9 @@ class Doctor:
     def __init__(self, project: Project) -> None:
         self.project, self.cluster = project, project.cluster
         (project.folder / "job.sh").write_text(SCRIPT)
-        self.site = project.folder / "site"
-        self.torch("2.13.0")
+        self.site = fake_torch(project, gpus=0)
         self.job = self.cluster.sbatch("--output=/dev/null", "job.sh", cwd=project.folder)
         self.cluster.wait_for(self.job, "RUNNING")
-
-    def torch(self, version: str) -> None:
-        """Next to nothing in its place: that costs three real imports less."""
-        (self.site / "torch").mkdir(parents=True, exist_ok=True)
-        (self.site / "torch" / "__init__.py").write_text(TORCH.format(version=version))
 
     def ask(self, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
         """The exit code, and the findings."""
@@ -111,3 +125,29 @@ def test_all_nodes_are_asked_and_the_one_at_fault_is_named(
     cluster.cut("node3", "ib0", "silent")
     cluster.kill_slurmd("node2")
     assert doctor.bad() == [("nodes", "fail", ["node2"]), ("interface", "fail", ["node3"])]
+
+
+def test_a_batch_script_begins_with_it_and_the_gpus_of_all_nodes_are_looked_at(
+    project: Project, cluster: Cluster
+) -> None:
+    site = fake_torch(project, gpus=2)
+    (site / "nvidia-smi").write_text(SMI)
+    (site / "nvidia-smi").chmod(0o755)
+    config = project.run.config.relative_to(project.folder)
+    doctor = f"{sys.executable} -m kempner doctor {config} --allocation --json > told.json"
+    job = cluster.sbatch(
+        *("--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2", "--output=log"),
+        f"--wrap={doctor}; echo $? > code",
+        cwd=project.folder,
+        PYTHONPATH=f"{site}:{Path(__file__).parents[3]}",
+        PATH=f"{site}:{cluster.environ['PATH']}",
+    )
+    cluster.wait_for(job, "COMPLETED")
+    told = json.loads((project.folder / "told.json").read_text())
+    bad = [f for f in told["findings"] if f["level"] in ("warn", "fail")]
+    assert [(f["check"], f["nodes"]) for f in bad] == [("GPU health", ["node2"]), ("warning", [])]
+    assert "GPU 0 cannot replace broken rows" in bad[0]["sentence"]
+    assert bad[1]["sentence"].startswith(f"the script of job {job} asks for no warning")
+    said = {f["check"]: f["sentence"] for f in told["findings"]}
+    assert said["ranks and GPUs"] == "2 ranks per node, 2 GPUs"
+    assert (project.folder / "code").read_text() == "2\n"

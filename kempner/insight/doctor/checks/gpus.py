@@ -26,18 +26,21 @@ _MUCH = 0.1
 """Share of a GPU's memory in use that no run can do without."""
 
 
-def check_gpus(answers: Sequence[NodeAnswer], ours: bool) -> list[Finding]:
-    """ECC, row remapping, throttling and memory in use; `ours` is whether the GPUs are the job's
-    own, so that nobody else may be there."""
+def check_gpus(answers: Sequence[NodeAnswer], ours: bool, busy: bool) -> list[Finding]:
+    """ECC, row remapping, throttling and memory in use.
+
+    `ours` is whether the GPUs are the job's own, so that nobody else may be there; `busy` is
+    whether the run may be using them.
+    """
     check = "GPU health"
     if not any(answer.gpus.gpus for answer in answers):
         return [finding(check, skipped("there is no GPU that nvidia-smi can look at"))]
-    return per_node(check, answers, lambda a: a.node, lambda a: _judge(a, ours))
+    return per_node(check, answers, lambda a: a.node, lambda a: _judge(a, ours, busy))
 
 
-def _judge(answer: NodeAnswer, ours: bool) -> Outcome:
+def _judge(answer: NodeAnswer, ours: bool, busy: bool) -> Outcome:
     gpus = answer.gpus.gpus
-    ailing = [(gpu, each) for gpu in gpus for each in _ailments(gpu, ours)]
+    ailing = [(gpu, each) for gpu in gpus for each in _ailments(gpu, ours, busy)]
     if not ailing:
         return passed(f"{len(gpus)} x {gpus[0].name}: nothing wrong" if gpus else "no GPU")
     level = worst(Finding("", level, "") for _, (level, _) in ailing)
@@ -45,7 +48,7 @@ def _judge(answer: NodeAnswer, ours: bool) -> Outcome:
     return Outcome(level, "; ".join(clauses))
 
 
-def _ailments(gpu: Gpu, ours: bool) -> Iterator[tuple[Level, str]]:
+def _ailments(gpu: Gpu, ours: bool, busy: bool) -> Iterator[tuple[Level, str]]:
     if gpu.ecc:
         yield (
             Level.FAIL,
@@ -69,7 +72,7 @@ def _ailments(gpu: Gpu, ours: bool) -> Iterator[tuple[Level, str]]:
             f"is slowed down ({', '.join(gpu.throttles)}): every rank would wait for it; exclude "
             "the node, and report it",
         )
-    if gpu.memory_used > _LEFT_OVER or gpu.processes:
+    if not busy and (gpu.memory_used > _LEFT_OVER or gpu.processes):
         much = ours and gpu.memory_used > _MUCH * gpu.memory_total
         pids = f" by {', '.join(map(str, gpu.processes))}" if gpu.processes else ""
         yield (

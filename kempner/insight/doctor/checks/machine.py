@@ -27,6 +27,9 @@ _SMALL_SHM = 2**30
 _ODD_SKEW = 2.0
 """Seconds by which a clock may differ before times of logs mislead."""
 
+_LITTLE_LOCKED = 64 * 2**20
+"""Bytes of locked memory with which nothing can be sent over InfiniBand; 8 MiB are the default."""
+
 _UNSURE = 5.0
 """Seconds by which the controller's clock may seem to differ: it is told in whole seconds, and the
 answer takes a while."""
@@ -102,10 +105,11 @@ def _open_files(answer: NodeAnswer, needed: int, ranks: int) -> Outcome:
 def _locked_memory(answer: NodeAnswer) -> Outcome:
     most = answer.limits.memlock
     if most is not None and answer.network.infiniband:
-        return fail(
+        sentence = (
             f"a process may lock {size_text(most)} (`ulimit -l`), and InfiniBand needs memlock "
             "unlimited: set it in limits.conf, or LimitMEMLOCK=infinity of slurmd"
         )
+        return fail(sentence) if most < _LITTLE_LOCKED else warn(sentence)
     if most is None:
         return passed("no limit")
     return passed(f"{size_text(most)} may be locked, and there is no InfiniBand that needs more")

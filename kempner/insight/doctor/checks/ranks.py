@@ -76,9 +76,15 @@ def check_mesh(config: Config, world: World, vocab_size: int | None) -> Outcome:
     return passed(f"{world.words}: {mesh}")
 
 
-def check_ranks(world: World, answers: Sequence[NodeAnswer]) -> list[Finding]:
-    """Ranks per node against the GPUs that the job gives and that each node really has."""
+def check_ranks(world: World, answers: Sequence[NodeAnswer], hidden: bool) -> list[Finding]:
+    """Ranks per node against the GPUs that the job gives and that each node really has.
+
+    `hidden` says that the nodes could not be asked about those of the job.
+    """
     check = "ranks and GPUs"
+    if hidden:
+        why = "srun starts no short step with the job's GPUs, so that they cannot be looked at"
+        return [finding(check, skipped(why))]
     if world.gpus and world.per_node != world.gpus:
         return [
             finding(

@@ -27,6 +27,8 @@ class FolderQuestion:
     caches: tuple[str, ...] = ()
     written_to: str = ""
     """The one of `shared` to which a short write test goes; empty for none."""
+    writers: int = 1
+    """Nodes that write at once."""
 
 
 @dataclass(frozen=True)

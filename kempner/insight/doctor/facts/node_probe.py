@@ -48,7 +48,7 @@ def measure(question: NodeQuestion) -> NodeAnswer:
     node, asked_at = node_name(os.environ), time.time()
     target, write = Path(question.folders.written_to), None
     if question.folders.written_to and target.is_dir():  # or this node does not share it
-        write = write_test(target, f"write-{node}")
+        write = write_test(target, f"write-{node}", question.folders.writers)
     return NodeAnswer(
         node=node,
         time=asked_at,

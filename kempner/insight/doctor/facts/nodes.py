@@ -53,6 +53,7 @@ class Survey:
 
     `unseen` are folders by node that do not show here what the node wrote there; `unwritable` are
     clauses by folder that the doctor itself cannot write to; `complaints` are srun's own.
+    `gpus_hidden` is whether no step could be given the GPUs of the job.
     """
 
     asked: tuple[str, ...]
@@ -61,11 +62,12 @@ class Survey:
     unseen: dict[str, tuple[str, ...]]
     unwritable: dict[str, str]
     complaints: str = ""
+    gpus_hidden: bool = False
 
 
 def survey_here(wanted: Wanted) -> Survey:
     """Ask this machine alone."""
-    with _marked(wanted) as (question, unwritable):
+    with _marked(wanted, 1) as (question, unwritable):
         began = time.time()
         answer = node_probe.measure(question)
         return Survey((answer.node,), (answer,), (began, time.time()), {}, unwritable)
@@ -76,19 +78,18 @@ def survey_nodes(wanted: Wanted, allocation: Allocation) -> Survey:
     nodes = (*allocation.nodes, *allocation.spare)
     gpus = allocation.gpus_per_node
     resources = (f"--gpus-per-node={gpus}",) if gpus else NO_GPUS
-    with _marked(wanted) as (question, unwritable), _listening() as (addresses, port):
+    with _marked(wanted, len(nodes)) as (question, unwritable), _listening() as (addresses, port):
         network = NetworkQuestion(
             wanted.interface, len(nodes) == 1, allocation.nodes[0], addresses, port
         )
         asked = question_text(replace(question, network=network))
+        task = [sys.executable, "-m", node_probe.__name__, asked]
+        inside = None if allocation.batch else allocation.job
         began = time.time()
-        told = run_on_nodes(
-            nodes,
-            None if allocation.batch else allocation.job,
-            [sys.executable, "-m", node_probe.__name__, asked],
-            ASK_WITHIN,
-            resources,
-        )
+        told = run_on_nodes(nodes, inside, task, ASK_WITHIN, resources)
+        hidden = bool(gpus) and not told.out
+        if hidden:  # not every step can be given the GPUs of a job
+            told = run_on_nodes(nodes, inside, task, ASK_WITHIN)
         during = (began, time.time())
         found = [read_answer(line) for line in told.out.splitlines()]
         answers = tuple(sorted((a for a in found if a is not None), key=lambda a: a.node))
@@ -97,11 +98,11 @@ def survey_nodes(wanted: Wanted, allocation: Allocation) -> Survey:
             for answer in answers
             if (missing := tuple(_unseen(question.folders, answer)))
         }
-    return Survey(nodes, answers, during, unseen, unwritable, told.complaints)
+    return Survey(nodes, answers, during, unseen, unwritable, told.complaints, hidden)
 
 
 @contextmanager
-def _marked(wanted: Wanted) -> Iterator[tuple[NodeQuestion, dict[str, str]]]:
+def _marked(wanted: Wanted, writers: int) -> Iterator[tuple[NodeQuestion, dict[str, str]]]:
     """A hidden folder in each of the shared ones, with something for nodes to read; gone after."""
     nonce, unwritable, made = secrets.token_hex(8), {}, []
     try:
@@ -121,6 +122,7 @@ def _marked(wanted: Wanted) -> Iterator[tuple[NodeQuestion, dict[str, str]]]:
             wanted.copies,
             wanted.caches,
             write_to if wanted.write and write_to in usable else "",
+            writers,
         )
         network = NetworkQuestion(interface=wanted.interface)
         yield NodeQuestion(folders, network, wanted.imports), unwritable

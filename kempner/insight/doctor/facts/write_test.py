@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LARGEST = 128 * 2**20
-"""Bytes that a test writes at most."""
+"""Bytes that a node writes at most."""
+
+TOGETHER = 16 * 2**30
+"""Bytes that all nodes write at most."""
 
 SHARE = 0.05
-"""Of the free space, the most that a test takes."""
+"""Of the free space, the most that all of them take."""
 
 LONGEST = 2.0
 """Seconds after which no further piece is written."""
@@ -36,15 +39,15 @@ class WriteRate:
         return self.written / self.seconds if self.written and self.seconds > 0 else None
 
 
-def write_test(folder: Path, name: str) -> WriteRate:
+def write_test(folder: Path, name: str, writers: int = 1) -> WriteRate:
     """Write to a file in `folder` that has lost its name before it has any content.
 
-    So nothing is left behind, however this process ends.
+    So nothing is left behind, however this process ends. `writers` is how many nodes do so at once.
     """
     written, began = 0, time.monotonic()
     try:
-        share = int(SHARE * shutil.disk_usage(folder).free)
-        largest = max(_LEAST, min(LARGEST, share))
+        together = min(TOGETHER, int(SHARE * shutil.disk_usage(folder).free))
+        largest = max(_LEAST, min(LARGEST, together // writers))
         # What cannot be compressed is written as it is.
         content = os.urandom(min(_PIECE, largest))
         path = folder / name

@@ -64,7 +64,7 @@ def _lost_gpu(site: Site) -> None:
 
 def _slow_storage(site: Site) -> None:
     slow = WriteRate(4 * MIB, 2.0)
-    site.patch.setattr(node_probe, "write_test", lambda folder, name: slow)
+    site.patch.setattr(node_probe, "write_test", lambda *given: slow)
 
 
 def offline(site: Site) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 from harness import ROOT
@@ -128,8 +129,10 @@ def test_a_machine_with_low_limits_and_a_broken_torch(site: Site) -> None:
     broken = site.folder / "broken"
     broken.mkdir()
     (broken / "torch.py").write_text("raise ImportError('libcudart.so.12: no such file')")
+    Path("tokens/part-1.tokens").chmod(0)
     limits = "ulimit -n 200; mount -t tmpfs -o size=16m tmpfs /dev/shm"
-    doctor = f"{sys.executable} -m kempner doctor c.toml --json --distributed.interface=lo"
+    mortal = "setpriv --bounding-set=-dac_override,-dac_read_search"  # root reads everything
+    doctor = f"{mortal} {sys.executable} -m kempner doctor c.toml --json --distributed.interface=lo"
     done = subprocess.run(
         ["unshare", "--net", "--mount", "sh", "-c", f"{limits}; exec {doctor}"],
         env={**os.environ, "PYTHONPATH": f"{broken}:{ROOT}"},
@@ -138,7 +141,8 @@ def test_a_machine_with_low_limits_and_a_broken_torch(site: Site) -> None:
     )
     bad = Report(json.loads(done.stdout), done.returncode).bad()
     words = {check: sentence for check, _, sentence in bad}
-    assert [*words] == ["software", "interface", "open files", "/dev/shm"]
+    assert [*words] == ["data", "software", "interface", "open files", "/dev/shm"]
+    assert "token file tokens/part-1.tokens cannot be read: Permission denied" in words["data"]
     assert "libcudart.so.12: no such file" in words["software"]
     assert "distributed.interface=lo is down or has no IPv4 address" in words["interface"]
     assert "may open 200 files (`ulimit -Hn`), and a rank of 1 needs 260" in words["open files"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -82,7 +84,19 @@ def doctor(
     else:
         patient = _before_launch(config, run, script, nproc)
     supervisor = Supervisor(lambda: _would_start(config, run), _lead)
-    return _tell(examine(patient, supervisor), as_json)
+    with _tidy_when_ended():
+        findings = examine(patient, supervisor)
+    return _tell(findings, as_json)
+
+
+@contextmanager
+def _tidy_when_ended() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C: what was written to be found by other nodes is removed."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _in_allocation(

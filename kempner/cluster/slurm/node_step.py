@@ -64,3 +64,6 @@ def run_on_nodes(
     except subprocess.TimeoutExpired:
         asked.kill()
         return Told(*asked.communicate())
+    except BaseException:  # whoever asks is told to leave: the tasks, too
+        asked.terminate()
+        raise

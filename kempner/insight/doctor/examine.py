@@ -53,6 +53,12 @@ class Patient:
         """Whether the run is to be a Slurm job, as far as anybody says."""
         return self.plan is not None or self.allocation is not None
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is to run on other machines than those that are asked: a login node may have
+        other limits, interfaces and GPUs."""
+        return self.plan is not None and self.allocation is None
+
 
 @dataclass(frozen=True)
 class _Facts:
@@ -154,9 +160,12 @@ def _ask_slurm(patient: Patient) -> tuple[slurm_facts.SlurmFacts | None, slurm_c
 
 
 def _about_ranks(patient: Patient, facts: _Facts) -> Iterator[Finding]:
-    config, world, answers = patient.config, patient.world, facts.survey.answers
+    config, world = patient.config, patient.world
+    answers = () if patient.elsewhere else facts.survey.answers
     yield finding("mesh", ranks.check_mesh(config, world, facts.vocab_size(config)))
     yield from ranks.check_ranks(world, answers, facts.survey.gpus_hidden)
+    if patient.elsewhere:
+        return
     yield from ranks.check_gpu_memory(config, world, facts.vocab_size(config), answers)
     yield from gpus.check_gpus(answers, ours=world.in_job, busy=facts.state.running is not False)
 
@@ -211,6 +220,11 @@ def _about_nodes(patient: Patient, facts: _Facts) -> Iterator[Finding]:
     if len(survey.asked) > 1 or not survey.answers:
         yield machine.check_answers(survey)
     yield from machine.check_software(survey.answers)
+    if patient.elsewhere:
+        yield from machine.check_clocks(survey, ahead)
+        where = "GPUs, interfaces, ports, limits and memory: --allocation in the job looks at them"
+        yield finding("nodes", skipped(where))
+        return
     yield from network.check_interfaces(survey.answers)
     if facts.state.running is False:  # or the run itself has them
         yield finding("ports", network.check_ports(_ports(config), patient.uses_slurm))

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kempner.cluster.slurm import scontrol
@@ -110,7 +110,7 @@ def job_plan(job: str) -> Plan | None:
             plan = read_plan(script, _options(words))
         except (OSError, ValueError):
             return None
-    return Plan(**{**vars(plan), "source": f"the script of job {job}"})
+    return replace(plan, source=f"the script of job {job}")
 
 
 def _options(words: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ from kempner.insight.doctor.checks.machine import (
     check_memory,
     check_software,
 )
-from kempner.insight.doctor.checks.network import check_interfaces
+from kempner.insight.doctor.checks.network import PortFacts, check_interfaces, check_ports
 from kempner.insight.doctor.checks.ranks import World, check_ranks
 from kempner.insight.doctor.checks.save_time import check_window, predict_save
 from kempner.insight.doctor.checks.slurm import JobFacts, check_requeue, check_slurm
@@ -123,6 +123,14 @@ def test_the_version_that_most_have_is_the_usual_one() -> None:
 def test_interfaces_of_two_nodes(network: NetworkFacts, found: dict[str, str]) -> None:
     nodes = [replace(WELL, node=node, network=network) for node in ("node1", "node2")]
     assert bad(check_interfaces(nodes)) == found
+
+
+@pytest.mark.parametrize(
+    ("free", "in_job", "level"),
+    [(0, False, "fail"), (1, False, "pass"), (1, True, "warn"), (2, True, "pass")],
+)
+def test_ports(free: int, in_job: bool, level: str) -> None:
+    assert check_ports(PortFacts("20000-20001", free), in_job).level == level
 
 
 def test_gpus_of_the_job_that_somebody_still_uses() -> None:

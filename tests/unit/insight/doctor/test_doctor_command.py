@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from harness import KEMPNER, ROOT, wait_until
 from rich.console import Console
 from sick_site import Site
 
@@ -80,6 +85,36 @@ def test_a_run_that_goes_on_is_not_disturbed(
     said = {each["check"]: each["sentence"] for each in report.told["findings"]}
     assert said["run"] == "runs/c is running: nothing that would slow it down is done"
     assert said["save time"] == "the write test was left out"
+
+
+def test_ended_early_it_leaves_nothing(site: Site) -> None:
+    slow = site.folder / "slow"
+    slow.mkdir()
+    (slow / "torch.py").write_text("import time; time.sleep(600)")
+    doctor = subprocess.Popen(
+        [*KEMPNER, "doctor", "c.toml"],
+        env={**os.environ, "PYTHONPATH": f"{slow}:{ROOT}"},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: list(site.folder.glob(".kempner-doctor-*/doctor")), "it writes")
+        doctor.terminate()
+        assert doctor.wait(60) == 130
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(doctor.pid, signal.SIGKILL)
+    assert list(site.folder.glob(".kempner-doctor-*")) == []
+
+
+def test_what_a_login_node_lacks_is_no_fault_of_the_nodes(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.gpus({"remapped_row_failure": "Yes", "used": "70000 MiB"}, devices=0)
+    report = site.doctor(capsys, "--script", "job.sh", "--distributed.interface=ib0")
+    assert report.bad() == []
+    said = {each["check"]: each["sentence"] for each in report.told["findings"]}
+    assert said["nodes"].endswith("--allocation in the job looks at them")
 
 
 @pytest.mark.parametrize(

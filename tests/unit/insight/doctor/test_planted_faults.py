@@ -68,10 +68,7 @@ def test_ports_that_are_taken(site: Site, capsys: pytest.CaptureFixture[str]) ->
     ((check, level, sentence),) = report.bad()
     assert (check, level) == ("ports", "fail")
     assert f'no port of supervise.control_ports="{port}-{port}" is free' in sentence
-    one = f"--supervise.control_ports={port}-{port}"
-    assert site.doctor(capsys, one).bad() == []
-    ((check, level, sentence),) = site.doctor(capsys, one, *IN_JOB).bad()
-    assert (check, level) == ("ports", "warn")
+    assert site.doctor(capsys, f"--supervise.control_ports={port}-{port}").bad() == []
 
 
 def test_a_controller_that_is_away(

@@ -236,8 +236,10 @@ def _about_nodes(patient: Patient, facts: _Facts) -> Iterator[Finding]:
 
 
 def _size(patient: Patient, facts: _Facts) -> int | None:
+    """By the model's sizes; of a model of the user's own, as large as the newest one there."""
     vocab_size = facts.vocab_size(patient.config)
-    return None if vocab_size is None else checkpoint_bytes(patient.config, vocab_size)
+    size = None if vocab_size is None else checkpoint_bytes(patient.config, vocab_size)
+    return facts.disk.newest if size is None else size
 
 
 def _ports(config: Config) -> network.PortFacts:

@@ -61,7 +61,10 @@ def check_clocks(survey: Survey, controller_ahead: float | None) -> list[Finding
     """The nodes' clocks against this one, and Slurm's."""
 
     def judge(answer: NodeAnswer) -> Outcome:
-        return _clock(clock_skew(answer.time, survey.during), "its clock")
+        ahead = answer.network.clock_ahead
+        if ahead is None:
+            ahead = clock_skew(answer.time, survey.during)
+        return _clock(ahead, "its clock")
 
     found = per_node("clock", survey.answers, lambda a: a.node, judge)
     if controller_ahead is not None and abs(controller_ahead) > _UNSURE:

@@ -45,7 +45,7 @@ def check_room(disk: Disk, size: int | None, keep: int) -> Outcome:
     if disk.trouble:
         return fail(f"{disk.existing} cannot be looked at: {disk.trouble}; set checkpoint.dir")
     if size is None:
-        return skipped("how large a checkpoint is of a model of your own, only a rank knows")
+        return skipped("how large a checkpoint of your own model is shows only after the first one")
     room = judge_room(disk.free, size, disk.committed, keep)
     if room.sentence:
         # One that is there can be deleted, so that another start may do.

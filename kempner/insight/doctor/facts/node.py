@@ -71,7 +71,8 @@ class NetworkFacts:
     """`interface` is what the ranks would bind to, None if that is left to Gloo or impossible.
 
     `trouble` says why it cannot be used, `warning` what is odd about it, `unreachable` why the
-    doctor's own address on that network does not answer.
+    doctor's own address on that network does not answer. `clock_ahead` is by how many seconds this
+    node's clock is ahead of the doctor's, None where that could not be asked.
     """
 
     interface: Interface | None
@@ -79,6 +80,7 @@ class NetworkFacts:
     warning: str = ""
     unreachable: str = ""
     infiniband: bool = False
+    clock_ahead: float | None = None
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import math
 import os
 import resource
 import shutil
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from kempner.cluster.machine.fitness import SHARED_WITHIN
-from kempner.cluster.network.interfaces import INFINIBAND, Choice, Interface, Network, choose
+from kempner.cluster.network.interfaces import INFINIBAND, Interface, Network, choose
 from kempner.cluster.network.netinfo import read_interfaces, route_address
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.insight.doctor.facts.gpus import survey_gpus
@@ -53,7 +55,7 @@ def measure(question: NodeQuestion) -> NodeAnswer:
         node=node,
         time=asked_at,
         limits=_limits(),
-        network=_network(question.network),
+        network=network_facts(question.network),
         folders=_folders(question.folders, node, write),
         gpus=survey_gpus(),
         software=look_at_software(question.imports),
@@ -122,7 +124,8 @@ def _cache_trouble(folder: Path) -> str:
     return "" if os.access(folder, os.R_OK | os.X_OK) else "cannot be read"
 
 
-def _network(question: NetworkQuestion) -> NetworkFacts:
+def network_facts(question: NetworkQuestion) -> NetworkFacts:
+    """The interface of this node's ranks, and whether the doctor can be reached through it."""
     try:
         interfaces = read_interfaces()
         choice = choose(
@@ -134,28 +137,33 @@ def _network(question: NetworkQuestion) -> NetworkFacts:
         )
     except (ValueError, OSError) as error:
         return NetworkFacts(None, trouble=str(error))
-    return NetworkFacts(
+    facts = NetworkFacts(
         choice.interface,
         warning=choice.warning,
-        unreachable=_unreachable(choice, question),
         infiniband=any(each.kind == INFINIBAND for each in interfaces),
     )
+    return _meet(facts, question)
 
 
-def _unreachable(choice: Choice, question: NetworkQuestion) -> str:
-    """Why the doctor cannot be reached through the interface; empty if it can, or need not."""
-    bound = choice.interface
+def _meet(facts: NetworkFacts, question: NetworkQuestion) -> NetworkFacts:
+    """Ask the doctor for the time through the interface, where it has an address on its network."""
+    bound = facts.interface
     if bound is None or bound.network is Network.LOOPBACK:
-        return ""
+        return facts
     there = _address_in_reach(bound, question.meet_at)
     if there is None:
-        return ""
+        return facts
     own = bound.address.partition("/")[0]
     try:
-        socket.create_connection((there, question.port), CONNECT_WITHIN, (own, 0)).close()
-    except OSError as error:
-        return f"{there} cannot be reached from {own} ({bound.name}): {error.strerror or error}"
-    return ""
+        asked_at = time.time()
+        with socket.create_connection((there, question.port), CONNECT_WITHIN, (own, 0)) as meeting:
+            told = float(meeting.makefile().readline() or "nan")
+        ahead = (asked_at + time.time()) / 2 - told
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        words = f"{there} cannot be reached from {own} ({bound.name}): {why}"
+        return replace(facts, unreachable=words)
+    return replace(facts, clock_ahead=None if math.isnan(ahead) else ahead)
 
 
 def _address_in_reach(bound: Interface, addresses: tuple[str, ...]) -> str | None:

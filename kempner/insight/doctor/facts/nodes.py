@@ -78,7 +78,7 @@ def survey_nodes(wanted: Wanted, allocation: Allocation) -> Survey:
     nodes = (*allocation.nodes, *allocation.spare)
     gpus = allocation.gpus_per_node
     resources = (f"--gpus-per-node={gpus}",) if gpus else NO_GPUS
-    with _marked(wanted, len(nodes)) as (question, unwritable), _listening() as (addresses, port):
+    with _marked(wanted, len(nodes)) as (question, unwritable), listening() as (addresses, port):
         network = NetworkQuestion(
             wanted.interface, len(nodes) == 1, allocation.nodes[0], addresses, port
         )
@@ -92,7 +92,9 @@ def survey_nodes(wanted: Wanted, allocation: Allocation) -> Survey:
             told = run_on_nodes(nodes, inside, task, ASK_WITHIN)
         during = (began, time.time())
         found = [read_answer(line) for line in told.out.splitlines()]
-        answers = tuple(sorted((a for a in found if a is not None), key=lambda a: a.node))
+        place = {node: number for number, node in enumerate(nodes)}
+        told_by = [answer for answer in found if answer is not None]
+        answers = tuple(sorted(told_by, key=lambda answer: place.get(answer.node, len(place))))
         unseen = {
             answer.node: missing
             for answer in answers
@@ -132,8 +134,8 @@ def _marked(wanted: Wanted, writers: int) -> Iterator[tuple[NodeQuestion, dict[s
 
 
 @contextmanager
-def _listening() -> Iterator[tuple[tuple[str, ...], int]]:
-    """A port that accepts whoever connects, and the addresses of this machine."""
+def listening() -> Iterator[tuple[tuple[str, ...], int]]:
+    """A port that tells whoever connects the time, and the addresses of this machine."""
     listener: socket.socket | None = None
     with suppress(OSError):
         listener = claim(candidates(secrets.token_hex(8)))
@@ -149,10 +151,11 @@ def _listening() -> Iterator[tuple[tuple[str, ...], int]]:
 
 
 def _accept(listener: socket.socket) -> None:
-    """A queue of the kernel's that is full would look like an address that cannot be reached."""
     with suppress(OSError):  # it is closed in the end
         while True:
-            listener.accept()[0].close()
+            caller, _ = listener.accept()
+            with caller, suppress(OSError):  # this one hung up; the next one may not
+                caller.sendall(f"{time.time()}\n".encode())
 
 
 def _unseen(question: FolderQuestion, answer: NodeAnswer) -> Iterator[str]:

@@ -28,6 +28,8 @@ class Disk:
     inodes: int | None = None
     committed: int = 0
     trouble: str = ""
+    newest: int | None = None
+    """Bytes of the newest checkpoint; None before the first."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,15 @@ def look_at_disk(folder: Path) -> Disk:
         system = os.statvfs(existing)
         # Some file systems make inodes as they are needed, and say that they have none at all.
         inodes = system.f_favail if system.f_files else None
-        committed = len(CheckpointFolder(folder).committed()) if folder.is_dir() else 0
+        steps = CheckpointFolder(folder).committed() if folder.is_dir() else []
+        newest = _bytes(CheckpointFolder(folder).step(steps[-1])) if steps else None
     except OSError as error:
         return Disk(str(folder), str(existing), trouble=error.strerror or str(error))
-    return Disk(str(folder), str(existing), free, inodes, committed)
+    return Disk(str(folder), str(existing), free, inodes, len(steps), newest=newest)
+
+
+def _bytes(checkpoint: Path) -> int:
+    return sum(file.stat().st_size for file in checkpoint.iterdir() if file.is_file())
 
 
 def look_at_run(run: RunDirectory) -> RunState:

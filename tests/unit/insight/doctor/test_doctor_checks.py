@@ -11,6 +11,7 @@ import pytest
 from kempner.cluster.network.interfaces import Interface
 from kempner.insight.doctor.checks.gpus import check_gpus
 from kempner.insight.doctor.checks.machine import (
+    check_answers,
     check_clocks,
     check_limits,
     check_memory,
@@ -18,7 +19,7 @@ from kempner.insight.doctor.checks.machine import (
 )
 from kempner.insight.doctor.checks.network import PortFacts, check_interfaces, check_ports
 from kempner.insight.doctor.checks.ranks import World, check_ranks
-from kempner.insight.doctor.checks.save_time import check_window, predict_save
+from kempner.insight.doctor.checks.save_time import check_window, check_write, predict_save
 from kempner.insight.doctor.checks.slurm import JobFacts, check_requeue, check_slurm
 from kempner.insight.doctor.checks.storage import check_shared
 from kempner.insight.doctor.facts.gpus import Gpu, GpuSurvey
@@ -166,6 +167,14 @@ def test_a_save_is_as_fast_as_all_nodes_together() -> None:
     assert predict_save(None, writes(100), 1, measured_on_all=True).seconds is None
 
 
+def test_a_folder_that_takes_nothing() -> None:
+    save = predict_save(600, [WELL], 1, measured_on_all=True)
+    assert check_write([WELL], save).level == "skipped"
+    refused = replace(WELL.folders, write=WriteRate(0, 0.1, "Disk quota exceeded"))
+    found = check_write([*writes(100), replace(WELL, folders=refused)], save)
+    assert (found.level.value, "Disk quota exceeded" in found.sentence) == ("fail", True)
+
+
 @pytest.mark.parametrize(
     ("warning", "limit", "level", "line"),
     [
@@ -203,6 +212,16 @@ def test_slurm_matters_only_to_a_job() -> None:
     assert check_slurm(None, used=False).level == "skipped"
     assert check_slurm(None, used=True).level == "fail"
     assert check_slurm(SlurmFacts(), used=True).level == "pass"
+
+
+@pytest.mark.parametrize(
+    ("complaints", "words"),
+    [("srun: job 7 queued\nsrun: error: no such node\n", "no such node"), ("", "printed nothing")],
+)
+def test_no_node_answers(complaints: str, words: str) -> None:
+    found = check_answers(Survey(("node1", "node2"), (), (0.0, 0.0), {}, {}, complaints))
+    assert (found.level.value, found.nodes) == ("fail", ("node1", "node2"))
+    assert words in found.sentence
 
 
 def test_what_a_node_writes_and_nobody_sees() -> None:

@@ -87,6 +87,22 @@ def test_a_run_that_goes_on_is_not_disturbed(
     assert said["save time"] == "the write test was left out"
 
 
+def test_a_model_of_ones_own_is_as_large_as_its_last_checkpoint(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("c.toml").write_text('[model]\nfactory = "mine:build"\n[data]\ndataset_path="tokens"\n')
+    Path("mine.py").write_text("def build(options, vocab_size): ...")
+    own = ("--train.seq_len=32",)
+    said = {f["check"]: f["sentence"] for f in site.doctor(capsys, *own).told["findings"]}
+    assert "shows only after the first one" in said["space"]
+    step = Path("runs/c/checkpoints/step-00000010")
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    (step / "__0_0.distcp").write_bytes(bytes(10**6))
+    said = {f["check"]: f["sentence"] for f in site.doctor(capsys, *own).told["findings"]}
+    assert "a checkpoint of 1.0 MB takes about" in said["save time"]
+
+
 def test_ended_early_it_leaves_nothing(site: Site) -> None:
     slow = site.folder / "slow"
     slow.mkdir()

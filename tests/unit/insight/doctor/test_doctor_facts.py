@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,15 @@ import pytest
 from harness import ROOT
 from sick_site import PARTITION, mounted, smi
 
+from kempner.cluster.network.interfaces import Network
+from kempner.cluster.network.netinfo import read_interfaces
 from kempner.cluster.slurm.job import node_fields
+from kempner.insight.doctor.facts import node_probe
 from kempner.insight.doctor.facts import write_test as write_module
 from kempner.insight.doctor.facts.gpus import read_survey, survey_gpus
+from kempner.insight.doctor.facts.node import NetworkQuestion
+from kempner.insight.doctor.facts.node_probe import network_facts
+from kempner.insight.doctor.facts.nodes import listening
 from kempner.insight.doctor.facts.plan import EarlySignal, Plan, parse_limit, parse_plan, read_plan
 from kempner.insight.doctor.facts.slurm import Partition, read_partition
 from kempner.insight.doctor.facts.software import look_at_software
@@ -139,6 +147,29 @@ def test_a_write_test_on_a_full_disk_says_so(tmp_path: Path) -> None:
         (disk / "ballast").write_bytes(bytes(64 * 1024))
         found = write_test(disk, "x")
     assert (found.rate, found.trouble) == (None, "No space left on device")
+
+
+def test_a_node_asks_for_the_time_through_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [i for i in read_interfaces() if i.usable and i.network is not Network.LOOPBACK]
+    if not found:
+        pytest.skip("this machine has no network")
+    question = NetworkQuestion(found[0].name, on_one_node=False)
+    with listening() as (addresses, port):
+        question = replace(question, meet_at=addresses, port=port)
+        ahead = network_facts(question).clock_ahead
+        assert ahead is not None
+        assert abs(ahead) < 1.0
+        clock = time.time
+        monkeypatch.setattr(node_probe.time, "time", lambda: clock() + 30.0 * asking())
+        ahead = network_facts(question).clock_ahead
+        assert ahead is not None
+        assert 29.0 < ahead < 31.0
+    assert "cannot be reached from" in network_facts(question).unreachable
+
+
+def asking() -> bool:
+    """Whether this is the thread of the node, and not of the doctor."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def test_the_dry_run_imports_torch_and_a_model_of_ones_own() -> None:

@@ -107,6 +107,15 @@ def test_a_disk_without_room_for_all_that_are_kept(
     assert on_a_disk(site, capsys, "size=8m", "--checkpoint.keep_last=2") == []
 
 
+def test_a_full_disk(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    with mounted(site.folder / "disk", "size=2m") as disk:
+        (disk / "ballast").write_bytes(bytes(2**21))
+        report = site.doctor(capsys, f"--checkpoint.dir={disk}")
+    bad = {check: sentence for check, _, sentence in report.bad()}
+    assert [*bad] == ["start", "shared folders", "space"]
+    assert f"{disk} cannot be written: No space left on device" in bad["shared folders"]
+
+
 def test_a_disk_without_inodes(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     ((check, level, sentence),) = on_a_disk(site, capsys, "size=64m,nr_inodes=20")
     assert (check, level) == ("inodes", "fail")

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -103,8 +104,9 @@ def _in_allocation(
     config: Config, run: RunDirectory, script: Path | None, jobid: str | None
 ) -> Patient:
     job = find_job(os.environ, jobid)
-    allocation, _ = enter(job, os.environ, config, given=jobid is not None, per_task=True)
-    plan = job_plan(allocation.job) if script is None else _plan(script)
+    plan = job_plan(job) if script is None else _plan(script)
+    torchrun = config.slurm.launcher == "torchrun" or (plan is not None and plan.nodes.torchrun)
+    allocation, _ = enter(job, os.environ, config, given=jobid is not None, per_task=not torchrun)
     return Patient(config, run, _world_of(allocation), plan, allocation)
 
 
@@ -128,10 +130,11 @@ def _before_launch(
         return Patient(
             config, run, World(1, nproc or 1, None, "--nproc" if nproc else "one process")
         )
-    section = config.slurm
-    gpus = section.gpus_per_node if section.gpus_per_node is not None else plan.gpus_per_node
-    per_node = section.procs or plan.tasks_per_node or gpus or 1
-    world = World(section.hosts or plan.nodes or 1, per_node, gpus, plan.source)
+    section, asked = config.slurm, plan.nodes
+    gpus = asked.gpus if section.gpus_per_node is None else section.gpus_per_node
+    asked = replace(asked, gpus=gpus, torchrun=asked.torchrun or section.launcher == "torchrun")
+    per_node = section.procs or asked.ranks or gpus or 1
+    world = World(section.hosts or asked.count or 1, per_node, gpus, plan.source)
     return Patient(config, run, world, plan)
 
 

@@ -1,10 +1,13 @@
 """What a node says of itself when the doctor asks: questions and answers, and how they travel.
 
-`python -m kempner.insight.doctor.facts.node_probe QUESTION` prints an answer as one line of JSON.
+`python -m kempner.insight.doctor.facts.node_probe QUESTION` prints an answer.
 """
 
 from __future__ import annotations
 
+import re
+import zlib
+from base64 import b64decode, b64encode
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter
@@ -122,13 +125,39 @@ def read_question(text: str) -> NodeQuestion:
 
 
 def answer_text(answer: NodeAnswer) -> str:
-    """An answer as one line."""
-    return _ANSWER.dump_json(answer).decode()
+    """An answer as lines that are short enough for srun.
+
+    It passes on whole lines of up to 1024 bytes, and mixes pieces of longer ones with those of
+    other nodes.
+    """
+    packed = b64encode(zlib.compress(_ANSWER.dump_json(answer))).decode()
+    pieces = [packed[at : at + _PIECE] for at in range(0, len(packed), _PIECE)]
+    return "".join(
+        f"{answer.node} {number}/{len(pieces)} {piece}\n" for number, piece in enumerate(pieces, 1)
+    )
 
 
-def read_answer(line: str) -> NodeAnswer | None:
-    """The answer on a line of output; None if it is something else."""
+_PIECE = 700
+_LINE = re.compile(r"(\S+) (\d+)/(\d+) ([\w+/=]+)", re.ASCII)
+
+
+def read_answers(text: str) -> list[NodeAnswer]:
+    """The answers in what the nodes print, in any order of their lines; what is not whole, or is
+    something else, is left out."""
+    found: dict[tuple[str, int], dict[int, str]] = {}
+    for line in text.splitlines():
+        if piece := _LINE.fullmatch(line):
+            found.setdefault((piece[1], int(piece[3])), {})[int(piece[2])] = piece[4]
+    whole = [
+        "".join(pieces[number] for number in sorted(pieces))
+        for (_, many), pieces in found.items()
+        if len(pieces) == many
+    ]
+    return [answer for packed in whole if (answer := _unpack(packed)) is not None]
+
+
+def _unpack(packed: str) -> NodeAnswer | None:
     try:
-        return _ANSWER.validate_json(line)
-    except ValueError:
+        return _ANSWER.validate_json(zlib.decompress(b64decode(packed)))
+    except (ValueError, zlib.error):
         return None

@@ -175,5 +175,5 @@ def _address_in_reach(bound: Interface, addresses: tuple[str, ...]) -> str | Non
 
 if __name__ == "__main__":
     # At one go, or it mixes with other nodes' where Python's output is unbuffered.
-    sys.stdout.write(answer_text(measure(read_question(sys.argv[1]))) + "\n")
+    sys.stdout.write(answer_text(measure(read_question(sys.argv[1]))))
     sys.stdout.flush()

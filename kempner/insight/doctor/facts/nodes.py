@@ -25,7 +25,7 @@ from kempner.insight.doctor.facts.node import (
     NodeAnswer,
     NodeQuestion,
     question_text,
-    read_answer,
+    read_answers,
 )
 from kempner.insight.doctor.facts.software import IMPORT_WITHIN
 from kempner.run.process.durable_io import await_entry, holds
@@ -91,10 +91,9 @@ def survey_nodes(wanted: Wanted, allocation: Allocation) -> Survey:
         if hidden:  # not every step can be given the GPUs of a job
             told = run_on_nodes(nodes, inside, task, ASK_WITHIN)
         during = (began, time.time())
-        found = [read_answer(line) for line in told.out.splitlines()]
         place = {node: number for number, node in enumerate(nodes)}
-        told_by = [answer for answer in found if answer is not None]
-        answers = tuple(sorted(told_by, key=lambda answer: place.get(answer.node, len(place))))
+        found = read_answers(told.out)
+        answers = tuple(sorted(found, key=lambda answer: place.get(answer.node, len(place))))
         unseen = {
             answer.node: missing
             for answer in answers

@@ -12,6 +12,9 @@ from typing import NoReturn
 
 from kempner.cluster.slurm.resources import count_gpus
 
+_TORCHRUN = re.compile(r"^[^#]*--launcher[= ]torchrun\b", re.MULTILINE)
+"""In the line of a script that starts the supervisor."""
+
 DEFAULT_WARNING = 60.0
 """Seconds before the end at which `--signal` without a time comes: sbatch(1)."""
 
@@ -26,6 +29,24 @@ class EarlySignal:
 
 
 @dataclass(frozen=True)
+class Nodes:
+    """How many nodes a job asks for, and how much on each; None where its script does not say.
+
+    `torchrun` is whether a task starts the ranks of its node, and is none itself.
+    """
+
+    count: int | None = None
+    tasks: int | None = None
+    gpus: int | None = None
+    torchrun: bool = False
+
+    @property
+    def ranks(self) -> int | None:
+        """On each node."""
+        return self.gpus if self.torchrun or self.tasks is None else self.tasks
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a job asks for; None where its script does not say. `limit` is in seconds.
 
@@ -33,9 +54,7 @@ class Plan:
     """
 
     source: str
-    nodes: int | None = None
-    tasks_per_node: int | None = None
-    gpus_per_node: int | None = None
+    nodes: Nodes = Nodes()
     limit: float | None = None
     warning: EarlySignal | None = None
     requeue: bool | None = None
@@ -62,9 +81,7 @@ def parse_plan(text: str, source: str, more: Sequence[str] = ()) -> Plan:
             per_node = ntasks // nodes
         return Plan(
             source=source,
-            nodes=nodes,
-            tasks_per_node=per_node,
-            gpus_per_node=_gpus(found),
+            nodes=Nodes(nodes, per_node, _gpus(found), _TORCHRUN.search(text) is not None),
             limit=None if found.time is None else parse_limit(found.time),
             warning=None if found.signal is None else parse_signal(found.signal),
             requeue=found.requeue,

@@ -80,6 +80,8 @@ exit 1
 
 _SRUN = """#!{python}
 import json, os, subprocess, sys
+from dataclasses import replace
+from kempner.insight.doctor.facts.node import answer_text, read_answers
 faults = json.load(open("{folder}/slurm/faults"))
 options = [word for word in sys.argv[1:] if word.startswith("--")]
 task = sys.argv[1 + len(options):]
@@ -105,9 +107,9 @@ for node in nodes.split(","):
         [*alone, *task], env=environ, stdout=subprocess.PIPE, text=True
     )
 for node, process in started.items():
-    told = json.loads(process.communicate()[0])
-    told["time"] += faults.get(node, {{}}).get("ahead", 0)
-    print(json.dumps(told))
+    (told,) = read_answers(process.communicate()[0])
+    ahead = faults.get(node, {{}}).get("ahead", 0)
+    print(answer_text(replace(told, time=told.time + ahead)), end="")
 """
 
 _TORCH = """

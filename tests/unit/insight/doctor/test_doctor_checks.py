@@ -20,14 +20,22 @@ from kempner.insight.doctor.checks.machine import (
 from kempner.insight.doctor.checks.network import PortFacts, check_interfaces, check_ports
 from kempner.insight.doctor.checks.ranks import World, check_ranks
 from kempner.insight.doctor.checks.save_time import check_window, check_write, predict_save
-from kempner.insight.doctor.checks.slurm import JobFacts, check_requeue, check_slurm
-from kempner.insight.doctor.checks.storage import check_shared
+from kempner.insight.doctor.checks.slurm import JobFacts, check_requeue, check_slurm, check_time
+from kempner.insight.doctor.checks.storage import check_room, check_run, check_shared
 from kempner.insight.doctor.facts.gpus import Gpu, GpuSurvey
-from kempner.insight.doctor.facts.node import FolderFacts, Limits, NetworkFacts, NodeAnswer
+from kempner.insight.doctor.facts.node import (
+    FolderFacts,
+    Limits,
+    NetworkFacts,
+    NodeAnswer,
+    answer_text,
+    read_answers,
+)
 from kempner.insight.doctor.facts.nodes import Survey
 from kempner.insight.doctor.facts.plan import EarlySignal, Plan
-from kempner.insight.doctor.facts.slurm import SlurmFacts
+from kempner.insight.doctor.facts.slurm import Partition, SlurmFacts
 from kempner.insight.doctor.facts.software import Software
+from kempner.insight.doctor.facts.storage import Disk, RunState
 from kempner.insight.doctor.facts.write_test import WriteRate
 from kempner.insight.doctor.finding import Finding
 
@@ -206,6 +214,37 @@ def test_the_warning_covers_two_saves(
 )
 def test_requeue(job: JobFacts, resubmit: bool, level: str) -> None:
     assert check_requeue(job, None, resubmit).level == level
+
+
+@pytest.mark.parametrize(
+    ("slurm", "level"),
+    [
+        (SlurmFacts(no_partition="there is no gpus"), "fail"),
+        (SlurmFacts(), "skipped"),
+        (None, "skipped"),
+        (SlurmFacts(partition=Partition("gpu", 0.0, None, False)), "pass"),
+        (SlurmFacts(partition=Partition("gpu", 0.0, 3600.0, False)), "fail"),
+    ],
+)
+def test_partitions(slurm: SlurmFacts | None, level: str) -> None:
+    assert check_time(slurm, 7200.0).level == level
+
+
+def test_what_cannot_be_told_of_a_run_or_a_disk() -> None:
+    assert check_run(RunState("runs/a", running=None)).level == "warn"
+    assert check_room(Disk("a", "/", trouble="Stale file handle"), 1, 3).level == "fail"
+
+
+def test_answers_arrive_whole_whatever_comes_between() -> None:
+    many = {f"/scratch/{n * 7919 % 1009}/{n * 104729 % 997}": f"why {n**3}" for n in range(300)}
+    folders = replace(WELL.folders, troubles=many)
+    said = [replace(WELL, node=f"n{k}", folders=folders) for k in range(3)]
+    lines = [answer_text(answer).splitlines() for answer in said]
+    assert all(len(line) < 1024 for one in lines for line in one)
+    assert len(lines[0]) > 1
+    mixed = [line for column in zip(*lines, strict=True) for line in reversed(column)]
+    told = "\n".join(["srun: a word", *mixed, "n9 1/2 eJw=", "n8 1/1 eJw="])
+    assert sorted(read_answers(told), key=lambda answer: answer.node) == said
 
 
 def test_slurm_matters_only_to_a_job() -> None:

@@ -103,6 +103,17 @@ def test_a_model_of_ones_own_is_as_large_as_its_last_checkpoint(
     assert "a checkpoint of 1.0 MB takes about" in said["save time"]
 
 
+@pytest.mark.parametrize("script", ["multinode.sh", "singlenode.sh", "torchrun.sh"])
+def test_the_scripts_of_the_project_are_well(
+    site: Site, capsys: pytest.CaptureFixture[str], script: str
+) -> None:
+    report = site.doctor(capsys, "--script", str(ROOT / "scripts/slurm" / script))
+    assert report.bad() == []
+    nodes = 1 if script == "singlenode.sh" else 2
+    said = {f["check"]: f["sentence"] for f in report.told["findings"]}
+    assert said["mesh"].startswith(f"{4 * nodes} ranks")
+
+
 def test_ended_early_it_leaves_nothing(site: Site) -> None:
     slow = site.folder / "slow"
     slow.mkdir()

@@ -22,7 +22,14 @@ from kempner.insight.doctor.facts.gpus import read_survey, survey_gpus
 from kempner.insight.doctor.facts.node import NetworkQuestion
 from kempner.insight.doctor.facts.node_probe import network_facts
 from kempner.insight.doctor.facts.nodes import listening
-from kempner.insight.doctor.facts.plan import EarlySignal, Plan, parse_limit, parse_plan, read_plan
+from kempner.insight.doctor.facts.plan import (
+    EarlySignal,
+    Nodes,
+    Plan,
+    parse_limit,
+    parse_plan,
+    read_plan,
+)
 from kempner.insight.doctor.facts.slurm import Partition, read_partition
 from kempner.insight.doctor.facts.software import look_at_software
 from kempner.insight.doctor.facts.write_test import write_test
@@ -32,9 +39,7 @@ def test_the_projects_own_script_is_understood() -> None:
     plan = read_plan(ROOT / "scripts/slurm/multinode.sh")
     assert plan == Plan(
         source=str(ROOT / "scripts/slurm/multinode.sh"),
-        nodes=2,
-        tasks_per_node=4,
-        gpus_per_node=4,
+        nodes=Nodes(2, 4, 4),
         limit=86400.0,
         warning=EarlySignal("TERM", 120.0, to_script=True),
         requeue=True,
@@ -44,9 +49,9 @@ def test_the_projects_own_script_is_understood() -> None:
 @pytest.mark.parametrize(
     ("line", "more", "expected"),
     [
-        ("-N 3 -n 12 -t 30 -p a,b", [], {"nodes": 3, "tasks_per_node": 4, "limit": 1800.0}),
-        ("--nodes=2-4 --gres=gpu:h100:8", [], {"nodes": 2, "gpus_per_node": 8}),
-        ("--gres=lustre:1", [], {"gpus_per_node": None}),
+        ("-N 3 -n 12 -t 30 -p a,b", [], {"nodes": Nodes(3, 4), "limit": 1800.0}),
+        ("--nodes=2-4 --gres=gpu:h100:8", [], {"nodes": Nodes(2, None, 8)}),
+        ("--gres=lustre:1", [], {"nodes": Nodes()}),
         ("--time=10", ["--time", "20"], {"limit": 1200.0}),
         ("--sig USR1", [], {"warning": EarlySignal("USR1", 60.0, to_script=False)}),
         ("--signal=BR:sigterm@300", [], {"warning": EarlySignal("TERM", 300.0, True)}),

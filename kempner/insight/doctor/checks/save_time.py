@@ -45,9 +45,9 @@ def predict_save(
         return SaveTime(None, "the write test was left out")
     together = sum(rates) if measured_on_all else rates[0] * nodes
     seconds = size / together
-    how = f"{size_text(together)}/s measured on {len(rates)} nodes at once"
+    how = f"{_rate(together)} measured on {len(rates)} nodes at once"
     if not measured_on_all or len(rates) == 1:
-        how = f"{size_text(rates[0])}/s measured here"
+        how = f"{_rate(rates[0])} measured here"
         if nodes > 1:
             how += f", if storage takes as much from each of {nodes} nodes (--allocation measures)"
     return SaveTime(seconds, f"a checkpoint of {size_text(size)} takes about {_s(seconds)} ({how})")
@@ -123,6 +123,10 @@ def check_grace(slurm: SlurmFacts, save: SaveTime) -> Outcome:
             "GraceTime"
         )
     return passed(f"{numbers}, a save takes {_s(save.seconds)}")
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e6:,.1f} MB/s"
 
 
 def _s(seconds: float) -> str:

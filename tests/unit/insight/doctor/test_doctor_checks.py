@@ -21,7 +21,7 @@ from kempner.insight.doctor.checks.network import PortFacts, check_interfaces, c
 from kempner.insight.doctor.checks.ranks import World, check_ranks
 from kempner.insight.doctor.checks.save_time import check_window, check_write, predict_save
 from kempner.insight.doctor.checks.slurm import JobFacts, check_requeue, check_slurm, check_time
-from kempner.insight.doctor.checks.storage import check_room, check_run, check_shared
+from kempner.insight.doctor.checks.storage import check_caches, check_room, check_run, check_shared
 from kempner.insight.doctor.facts.gpus import Gpu, GpuSurvey
 from kempner.insight.doctor.facts.node import (
     FolderFacts,
@@ -233,6 +233,13 @@ def test_partitions(slurm: SlurmFacts | None, level: str) -> None:
 def test_what_cannot_be_told_of_a_run_or_a_disk() -> None:
     assert check_run(RunState("runs/a", running=None)).level == "warn"
     assert check_room(Disk("a", "/", trouble="Stale file handle"), 1, 3).level == "fail"
+
+
+def test_caches_matter_offline_and_most_to_a_model_of_ones_own() -> None:
+    empty = replace(WELL, folders=replace(WELL.folders, caches={"/home/hub": "is not there"}))
+    assert bad(check_caches([empty], ["HF_HUB_OFFLINE"], True)) == {"offline caches": "fail"}
+    assert bad(check_caches([empty], ["HF_HUB_OFFLINE"], False)) == {"offline caches": "warn"}
+    assert check_caches([empty], [], True) == []
 
 
 def test_answers_arrive_whole_whatever_comes_between() -> None:

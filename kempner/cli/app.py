@@ -22,6 +22,7 @@ _MODULES = {
     "download": ("checkpoint.download",),
     "train": ("train",),
     "supervise": ("supervise",),
+    "doctor": ("insight.doctor",),
     "status": ("insight.status",),
     "report": ("insight.report",),
     "triage": ("insight.triage",),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from kempner.cluster.machine.fitness import SHARED_WITHIN
 from kempner.config.sections import Config
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import await_entry, holds
@@ -21,7 +22,7 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.launchers.base import Launcher
 from kempner.supervisor.nodes.exclusion import Suspect, suspects
 from kempner.supervisor.nodes.health_check import Diagnosis, diagnose
-from kempner.supervisor.nodes.probe import SHARED_WITHIN, ProbeQuestion, ProbeResult
+from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
 from kempner.supervisor.policy.outcome import Decision
 
 Answers: TypeAlias = Sequence[ProbeResult]

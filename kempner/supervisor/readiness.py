@@ -10,7 +10,6 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,30 +18,24 @@ from typing import TypeVar
 from kempner.checkpoint.format.manifest import Identity, read
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.store.compatibility import compare_identities
+from kempner.checkpoint.store.room import judge_room
 from kempner.checkpoint.store.selection import choose
 from kempner.cluster.slurm.job import restart_count
 from kempner.config.sections import Config
-from kempner.data.files.index import Index, Shard, fingerprint, read_index
+from kempner.data.files.find import find_data
+from kempner.data.files.index import Index, fingerprint
 from kempner.data.files.requirements import check_held_out, check_samples, vocabulary
-from kempner.model.spec.memory import moment_elements
+from kempner.model.spec.memory import checkpoint_bytes
 from kempner.model.spec.mesh import check_tensor_degree
-from kempner.model.spec.shape import Shape, model_record
+from kempner.model.spec.shape import model_record
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, UsageError
-from kempner.run.process.retry import describe, empty, is_passing, storage_waits
+from kempner.run.process.retry import is_passing, storage_waits
 from kempner.run.record.attempts import CURRENT
 from kempner.run.record.recorded_config import changes_since, describe_changes
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.used_before import used_before
-from kempner.supervisor.policy.room import judge_room
 
 T = TypeVar("T")
-
-_LOOKS_AT_ONCE = 16
-"""Token files whose sizes are asked for at a time: on a network file system each takes a while."""
-
-_STATE_BYTES = 4
-"""Of an element of the state: weights and moments are saved in float32."""
-
 
 _LONGEST_NAME = 255
 """Bytes of a file's name on any file system of Linux."""
@@ -121,7 +114,7 @@ def check_ready(
     latest = _look(folder.latest, folder.path, began_before)
     if (step := choose(committed, latest)) is not None:
         _check_resume(config, run, folder.step(step), index, vocab_size)
-    size = _checkpoint_bytes(config, vocab_size)
+    size = checkpoint_bytes(config, vocab_size)
     free = _look(partial(_free_bytes, folder.path), folder.path)
     if free is None or size is None:
         return Ready(vocab_size)
@@ -129,14 +122,6 @@ def check_ready(
     if room.refused and not (committed or began_before):
         raise CheckpointWriteError(f"{folder.path}: {room.sentence}")
     return Ready(vocab_size, (f"{folder.path}: {room.sentence}",) if room.sentence else ())
-
-
-def _checkpoint_bytes(config: Config, vocab_size: int) -> int | None:
-    """What one checkpoint takes; None for a model of the user's own, which only a rank creates."""
-    if config.model.factory is not None:
-        return None
-    shape = Shape.of(config.model, vocab_size)
-    return _STATE_BYTES * (shape.parameters + moment_elements(shape, config.optimizer))
 
 
 def _look(work: Callable[[], T], path: Path, worked: bool = False) -> T | None:
@@ -159,43 +144,8 @@ def _began_before(run: RunDirectory, environ: Mapping[str, str]) -> bool:
 
 
 def _find_data(run: RunDirectory, section: str, folder: str) -> Index:
-    """The index of a prepared folder all of whose token files are there, in their sizes."""
     worked = used_before(run, section, "dataset_path", folder)
-    try:
-        index = read_index(Path(folder), worked)
-        _check_sizes(Path(folder), index, worked)
-    except DataError as error:
-        raise DataError(f"{section}.dataset_path={folder}: {error}") from error
-    return index
-
-
-def _check_sizes(folder: Path, index: Index, worked: bool) -> None:
-    def check(shard: Shard) -> None:
-        path = folder / shard.file
-        try:
-            size = storage_waits().retry(partial(_size, path, shard.bytes if worked else 0), worked)
-        except OSError as error:
-            raise DataError(
-                f"token file {describe(error)}; copy it from where the data was prepared, or "
-                "prepare the data again"
-            ) from error
-        if size != shard.bytes:
-            raise DataError(
-                f"token file {path} has {size} bytes, the index says {shard.bytes}; copy it again "
-                "from where the data was prepared, or prepare the data again"
-            )
-
-    with ThreadPoolExecutor(_LOOKS_AT_ONCE, "sizes") as pool:
-        for _ in pool.map(check, index.shards):
-            pass
-
-
-def _size(path: Path, expected: int) -> int:
-    """Raises `OSError`, also if the file is empty and `expected` is not 0."""
-    size = path.stat().st_size
-    if expected and not size:
-        raise empty(path, expected)
-    return size
+    return find_data(section, folder, worked)
 
 
 def _check_resume(

@@ -27,6 +27,8 @@ ELSEWHERE = {
     "asks for 81 GB of disk; its lines: tests/unit/config/test_config_command.py",
     "docs/own_loop.md: exec kempner supervise --launcher srun --run.name=mine -- python "
     "my_train.py": "on a cluster: tests/slurm/jobs/test_own_program.py",
+    'docs/doctor.md: "$KEMPNER_PYTHON" -m kempner doctor "$@" --allocation': "on a cluster: "
+    "tests/slurm/jobs/test_doctor_in_allocation.py",
     "docs/slurm.md: sbatch --nodes=2 --time=00:30:00 scripts/slurm/multinode.sh train.toml "
     "--train.max_steps=20 --run.name=first": "on a cluster: tests/slurm/jobs/test_init.py",
     "docs/slurm.md: kempner status 1": "on a cluster: tests/slurm/jobs/test_status.py",
@@ -127,11 +129,18 @@ def test_the_page_on_status_holds(reader: Reader) -> None:
     assert type_page("docs/status.md", reader) == 3
 
 
+def test_the_page_on_the_doctor_holds(reader: Reader) -> None:
+    shutil.copy(ROOT / "kempner/project/template/train.toml", reader.folder)
+    (reader.folder / "data").mkdir()
+    write_tokens(reader.folder / "data" / "train", [range(500)], "uint16", 32000)
+    assert type_page("docs/doctor.md", reader) == 1
+
+
 def test_each_block_is_typed_or_has_a_reason_not_to_be() -> None:
     here = {
         "README.md",
         *("docs/quickstart.md", "docs/own_loop.md", "docs/configuration.md", "docs/triage.md"),
-        *("docs/metrics.md", "docs/status.md"),
+        *("docs/metrics.md", "docs/status.md", "docs/doctor.md"),
     }
     untested = [block.name for page in PAGES if page not in here for block in typed(page)]
     assert untested == []

@@ -175,6 +175,21 @@ def partition_nodes(partitions: str, within: float = SHORTLY) -> set[str]:
     return found
 
 
+def show_partition(name: str, within: float = SHORTLY) -> dict[str, str]:
+    """The fields of a partition. Raises `SlurmError`."""
+
+    def read(text: str) -> dict[str, str] | None:
+        fields = node_fields(text)
+        return fields if _ended(text) and "PartitionName" in fields else None
+
+    return _ask(["scontrol", "show", "partition", name, "-o"], read, within)
+
+
+def accounting_answers(within: float = SHORTLY) -> None:
+    """Ask the accounting for something that is always there. Raises `SlurmError`."""
+    _tell(["sacct", "-X", "-n", "-P", "--format=JobID"], within)
+
+
 def reservation_nodes(name: str) -> set[str]:
     """The nodes of a reservation. Raises `SlurmError`."""
     return set(_nodes_of(["scontrol", "show", "reservation", name, "-o"], SHORTLY))

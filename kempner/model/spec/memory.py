@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-from kempner.config.sections import OptimizerSection
+from kempner.config.sections import Config, OptimizerSection
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
 from kempner.model.spec.shape import Shape
 
@@ -109,6 +109,17 @@ def estimate_memory(
         ),
         logits=loss_bytes(shape, tokens, loss_chunk, compute_bytes) // tensor,
     )
+
+
+def checkpoint_bytes(config: Config, vocab_size: int) -> int | None:
+    """What one checkpoint takes: weights and moments, in float32 whatever they compute in.
+
+    None for a model of the user's own, which only a rank creates.
+    """
+    if config.model.factory is not None:
+        return None
+    shape = Shape.of(config.model, vocab_size)
+    return MASTER_BYTES * (shape.parameters + moment_elements(shape, config.optimizer))
 
 
 def moment_elements(shape: Shape, optimizer: OptimizerSection) -> int:

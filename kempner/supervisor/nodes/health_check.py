@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kempner.cluster.machine.fitness import (
+    MEMORY,
+    ROOM,
+    SKEW,
+    clock_skew,
+    open_files_needed,
+)
 from kempner.cluster.network.interfaces import odd_ones
 from kempner.supervisor.nodes.probe import ProbeResult
-
-MEMORY = 0.02
-"""Share of a node's memory that must be free before ranks are there."""
-
-ROOM = 32 * 2**20
-"""Bytes that must be free for temporary files, and in /dev/shm, where NCCL's ranks of a node meet.
-"""
-
-OPEN_FILES = (256, 4)
-"""Open files that a rank needs, and more for each rank of the world: rank 0 hears from every one,
-in each group and as the host of their store."""
-
-SKEW = 60.0
-"""Seconds that a node's clock may differ: munge, by which Slurm knows its nodes, bears with 300."""
 
 NO_ANSWER = "it does not respond"
 """What is wrong with a node that is gone."""
@@ -76,23 +69,16 @@ def ailments(vitals: ProbeResult, during: tuple[float, float], ranks: int) -> di
     for folder, free in vitals.disk_free.items():
         if free < ROOM:
             found[folder] = f"{folder} has {_mib(free)} left"
-    least, each = OPEN_FILES
-    needed = least + each * ranks
+    needed = open_files_needed(ranks)
     if vitals.open_files is not None and vitals.open_files < needed:
         found["open files"] = (
             f"a process may open {vitals.open_files} files (`ulimit -Hn`), and a rank of {ranks} "
             f"needs {needed}"
         )
-    skew = _skew(vitals.time, during)
+    skew = clock_skew(vitals.time, during)
     if abs(skew) > SKEW:
         found["clock"] = f"its clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}"
     return found
-
-
-def _skew(time: float, during: tuple[float, float]) -> float:
-    """Seconds by which a clock is ahead at least; 0 if it may be right."""
-    start, end = during
-    return max(0.0, time - end) + min(0.0, time - start)
 
 
 def _mib(size: int) -> str:

@@ -17,14 +17,11 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter
 
+from kempner.cluster.machine.fitness import SHARED_WITHIN
 from kempner.cluster.network.interfaces import Interface, choose
 from kempner.cluster.network.netinfo import read_interfaces
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.run.process.durable_io import await_entry, holds
-
-SHARED_WITHIN = 5.0
-"""Seconds after which a file that another host has written is seen, on any file system that is
-shared; network file systems remember for a while that a file was not there."""
 
 SHM = "/dev/shm"
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
 from kempner.cluster.slurm import scontrol
-from kempner.cluster.slurm.command import SlurmError, probe_environment
+from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.job import parse_job
+from kempner.cluster.slurm.node_step import run_on_nodes
 from kempner.run.output.logs import logger
 from kempner.supervisor.nodes import presence, probe, process_look
 from kempner.supervisor.nodes.blame import node_flags
@@ -96,44 +94,14 @@ def _run(
     nodes: Sequence[str], allocation: str | None, task: Sequence[str], within: float
 ) -> list[str]:
     """What a task on each node prints, as far as it came in time."""
-    if shutil.which("srun") is None:
-        return []
-    command = [
-        # None of the job's GPUs: their number for the whole job does not fit every step.
-        *("srun", "--overlap", "--gres=none"),
-        *([] if allocation is None else [f"--jobid={allocation}"]),
-        "--job-name=kempner-health",
-        f"--nodes={len(nodes)}",
-        f"--nodelist={','.join(nodes)}",
-        f"--ntasks={len(nodes)}",
-        "--ntasks-per-node=1",
-        "--kill-on-bad-exit=0",
-        "--wait=0",
-        "--mpi=none",
-        "--export=ALL",
-        *task,
-    ]
     try:
-        asked = subprocess.Popen(
-            command,
-            env=probe_environment(os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        told = run_on_nodes(nodes, allocation, task, within)
     except OSError as error:  # no memory for another process, say
         logger().warning("cannot ask the nodes", error=error.strerror)
         return []
-    try:
-        told, complaints = asked.communicate(timeout=within)
-    except subprocess.TimeoutExpired:
-        asked.kill()
-        told, complaints = asked.communicate()
-    if complaints:
-        logger().info("output of the failed health check", said=complaints[-2000:])
-    return told.splitlines()
+    if told.complaints:
+        logger().info("output of the failed health check", said=told.complaints[-2000:])
+    return told.out.splitlines()
 
 
 def give_back(job: str, gone: Sequence[str]) -> None:

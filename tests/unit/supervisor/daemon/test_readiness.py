@@ -12,6 +12,7 @@ import pytest
 from harness import write_tokens
 
 from kempner.checkpoint.format.names import CheckpointFolder
+from kempner.checkpoint.store.room import Room, judge_room
 from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.run.output import logs
@@ -19,7 +20,6 @@ from kempner.run.process.exit_codes import CheckpointWriteError, DataError, Usag
 from kempner.run.process.retry import StorageUnavailableError, StorageWaits
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.policy.room import Room, judge_room
 from kempner.supervisor.readiness import Ready, check_ready, check_run_directory
 
 Configure = Callable[..., Config]

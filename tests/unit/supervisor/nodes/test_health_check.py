@@ -7,15 +7,9 @@ from typing import Any
 
 import pytest
 
+from kempner.cluster.machine.fitness import OPEN_FILES, ROOM, SKEW
 from kempner.cluster.network.interfaces import Interface
-from kempner.supervisor.nodes.health_check import (
-    OPEN_FILES,
-    ROOM,
-    SKEW,
-    Diagnosis,
-    ailments,
-    diagnose,
-)
+from kempner.supervisor.nodes.health_check import Diagnosis, ailments, diagnose
 from kempner.supervisor.nodes.probe import ProbeResult
 
 DURING = (1000.0, 1002.0)

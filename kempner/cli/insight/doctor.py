@@ -1,0 +1,173 @@
+"""`kempner doctor`: everything that a run needs, checked before it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
+from kempner.cli.usage.words import overrides
+from kempner.cluster.slurm.allocation import Allocation
+from kempner.config.errors import ConfigError
+from kempner.config.loading import load
+from kempner.config.sections import Config
+from kempner.insight.doctor.checks.ranks import World
+from kempner.insight.doctor.examine import Patient, Supervisor, examine
+from kempner.insight.doctor.facts.plan import Plan, read_plan
+from kempner.insight.doctor.facts.slurm import job_plan
+from kempner.insight.doctor.finding import Finding, Level, fail, finding, worst
+from kempner.insight.doctor.table import lines, show
+from kempner.run.output import logs
+from kempner.run.process.exit_codes import ExitCode, UsageError, cannot_read
+from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.save_times import Durations, SaveSeconds
+from kempner.supervisor.policy.stop import exit_margin, stop_lead
+from kempner.supervisor.readiness import check_ready, check_run_directory
+from kempner.supervisor.slurm.setup import enter, find_job
+
+USUAL_SCRIPT = Path("scripts/slurm/multinode.sh")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `doctor` to `app`."""
+    app.command(context_settings=TAKES_OVERRIDES)(doctor)
+
+
+def doctor(
+    context: typer.Context,
+    file: ConfigFile,
+    in_allocation: Annotated[
+        bool, typer.Option("--allocation", help="In a Slurm job: check all of its nodes at once.")
+    ] = False,
+    jobid: Annotated[
+        str | None,
+        typer.Option(help="With --allocation: another job than the one this command runs in."),
+    ] = None,
+    script: Annotated[
+        Path | None,
+        typer.Option(
+            help="The batch script that will be submitted; by default scripts/slurm/multinode.sh, "
+            "where there is Slurm."
+        ),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on this machine, where there is no script.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> int:
+    """Check all that a run needs before it starts: CONFIG, then --section.key=value.
+
+    Ranks and GPUs, data, storage, network, limits, software, and whether a stop fits between
+    Slurm's warning and the job's end. Nothing is left behind, and a run that is going on is not
+    disturbed. Exits with 2 if something failed.
+    """
+    logs.configure()
+    if jobid is not None and not in_allocation:
+        raise UsageError("--jobid names a Slurm allocation: use it with --allocation")
+    try:
+        config = load(file, overrides(context, file))
+    except ConfigError as error:
+        return _tell([finding("configuration", fail(str(error)))], as_json)
+    run = RunDirectory(Path(config.run.dir) / str(config.run.name))
+    if in_allocation:
+        patient = _in_allocation(config, run, script, jobid)
+    else:
+        patient = _before_launch(config, run, script, nproc)
+    supervisor = Supervisor(lambda: _would_start(config, run), _lead)
+    with _tidy_when_ended():
+        findings = examine(patient, supervisor)
+    return _tell(findings, as_json)
+
+
+@contextmanager
+def _tidy_when_ended() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C: what was written to be found by other nodes is removed."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _in_allocation(
+    config: Config, run: RunDirectory, script: Path | None, jobid: str | None
+) -> Patient:
+    job = find_job(os.environ, jobid)
+    plan = job_plan(job) if script is None else _plan(script)
+    torchrun = config.slurm.launcher == "torchrun" or (plan is not None and plan.nodes.torchrun)
+    allocation, _ = enter(job, os.environ, config, given=jobid is not None, per_task=not torchrun)
+    return Patient(config, run, _world_of(allocation), plan, allocation)
+
+
+def _world_of(allocation: Allocation) -> World:
+    return World(
+        len(allocation.nodes),
+        allocation.tasks_per_node,
+        allocation.gpus_per_node or None,
+        f"job {allocation.job}",
+        in_job=True,
+    )
+
+
+def _before_launch(
+    config: Config, run: RunDirectory, script: Path | None, nproc: int | None
+) -> Patient:
+    if script is None and nproc is None and shutil.which("sbatch") and USUAL_SCRIPT.is_file():
+        script = USUAL_SCRIPT
+    plan = None if script is None else _plan(script)
+    if plan is None:
+        return Patient(
+            config, run, World(1, nproc or 1, None, "--nproc" if nproc else "one process")
+        )
+    section, asked = config.slurm, plan.nodes
+    gpus = asked.gpus if section.gpus_per_node is None else section.gpus_per_node
+    asked = replace(asked, gpus=gpus, torchrun=asked.torchrun or section.launcher == "torchrun")
+    per_node = section.procs or asked.ranks or gpus or 1
+    world = World(section.hosts or asked.count or 1, per_node, gpus, plan.source)
+    return Patient(config, run, world, plan)
+
+
+def _plan(script: Path) -> Plan:
+    try:
+        return read_plan(script)
+    except OSError as error:
+        raise cannot_read(script, error) from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _would_start(
+    config: Config, run: RunDirectory, environ: Mapping[str, str] = os.environ
+) -> None:
+    """What the supervisor checks. Raises `RunError`."""
+    check_run_directory(run, environ)
+    check_ready(config, run, environ)
+
+
+def _lead(save: float) -> float:
+    """Seconds before the end of a long job at which the supervisor stops, steps not counted."""
+    return stop_lead(Durations((SaveSeconds(0.0, save, 0.0),)), 0.0, None, exit_margin((), None))
+
+
+def _tell(findings: list[Finding], as_json: bool) -> int:
+    level = worst(findings)
+    if as_json:
+        told = {"level": level.value, "findings": [each.to_json() for each in findings]}
+        typer.echo(json.dumps(told, indent=2))
+    elif sys.stdout.isatty():
+        show(findings, Console())
+    else:
+        for line in lines(findings):
+            typer.echo(line)
+    return ExitCode.USAGE if level is Level.FAIL else ExitCode.COMPLETED

@@ -1,0 +1,136 @@
+"""Whether folders are shared, checkpoints have room, and a save has time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kempner.checkpoint.store.room import judge_room
+from kempner.insight.doctor.facts.node import NodeAnswer
+from kempner.insight.doctor.facts.nodes import Survey
+from kempner.insight.doctor.facts.storage import Disk, RunState
+from kempner.insight.doctor.finding import (
+    Finding,
+    Level,
+    Outcome,
+    fail,
+    finding,
+    many,
+    passed,
+    per_node,
+    skipped,
+    warn,
+)
+
+_FILES_BESIDE = 16
+"""Of a checkpoint, besides the files of each rank: manifest, metadata, the folder itself."""
+
+_FILES_OF_A_RANK = 2
+"""Its shard, and the sums of that."""
+
+
+def check_run(run: RunState) -> Outcome:
+    """Whether the run may be started now."""
+    if run.gave_up:
+        return fail(f"{run.path} was given up ({run.gave_up}): correct that, and delete GAVE_UP")
+    if run.running is None:
+        return warn(f"{run.path}: whether it is running cannot be told from here")
+    if run.running:
+        return passed(f"{run.path} is running: nothing that would slow it down is done")
+    return passed(f"{run.path} can be started")
+
+
+def check_room(disk: Disk, size: int | None, keep: int) -> Outcome:
+    """Space for `keep` + 1 checkpoints of `size` bytes, None where a rank alone knows it."""
+    if disk.trouble:
+        return fail(f"{disk.existing} cannot be looked at: {disk.trouble}; set checkpoint.dir")
+    if size is None:
+        return skipped("how large a checkpoint of your own model is shows only after the first one")
+    room = judge_room(disk.free, size, disk.committed, keep)
+    if room.sentence:
+        # One that is there can be deleted, so that another start may do.
+        level = Level.FAIL if room.refused else Level.WARN
+        return Outcome(level, f"{disk.folder}: {room.sentence}")
+    more = max(1, keep + 1 - disk.committed)
+    return passed(
+        f"{disk.folder}: room for {disk.free // max(1, size):,} checkpoints, {more} to come"
+    )
+
+
+def check_inodes(disk: Disk, ranks: int, keep: int) -> Outcome:
+    """Files that may still be made, against those of `keep` + 1 checkpoints."""
+    if disk.trouble or disk.inodes is None:
+        return skipped("the file system counts no inodes")
+    needed = max(1, keep + 1 - disk.committed) * (_FILES_OF_A_RANK * ranks + _FILES_BESIDE)
+    if disk.inodes < needed:
+        return fail(
+            f"{disk.existing}: {disk.inodes} more files can be made, and checkpoints of "
+            f"{many(ranks, 'rank')} need {needed}: delete files, or "
+            "set checkpoint.dir to another disk"
+        )
+    return passed(f"{disk.inodes:,} more files can be made, {needed:,} are needed")
+
+
+def check_shared(survey: Survey) -> list[Finding]:
+    """Whether each node sees what others write, in the folders that all must share."""
+    check = "shared folders"
+    unwritable = [
+        finding(check, fail(f"{folder} cannot be written: {why}; set run.dir or checkpoint.dir"))
+        for folder, why in survey.unwritable.items()
+    ]
+
+    def judge(answer: NodeAnswer) -> Outcome:
+        # Each was asked about a hidden folder in the one that is meant.
+        troubles = {str(Path(f).parent): why for f, why in answer.folders.troubles.items()}
+        for folder in survey.unseen.get(answer.node, ()):
+            troubles.setdefault(folder, "does not show elsewhere what the node writes")
+        if troubles:
+            said = "; ".join(f"{folder} {why}" for folder, why in troubles.items())
+            return fail(f"{said}: use a folder on the file system that all nodes share")
+        if len(survey.asked) == 1:
+            return passed("can be written and read")
+        return passed("what a node writes is seen by the others")
+
+    return [*unwritable, *per_node(check, survey.answers, lambda a: a.node, judge)]
+
+
+def check_copies(answers: Sequence[NodeAnswer], wanted: Mapping[str, str]) -> list[Finding]:
+    """Whether each node sees the same data; `wanted` names the folder of each file compared."""
+    found = []
+    for file, folder in wanted.items():
+        digests = {answer.node: answer.folders.digests.get(file, "") for answer in answers}
+        if not any(digests.values()):
+            continue  # it is there for nobody, which is said elsewhere
+        usual = max(
+            digests.values(), key=lambda digest: [*digests.values()].count(digest) if digest else 0
+        )
+        missing = tuple(node for node, digest in digests.items() if not digest)
+        other = tuple(node for node, digest in digests.items() if digest not in ("", usual))
+        for nodes, what in ((missing, "cannot be read"), (other, "is another data set")):
+            if nodes:
+                sentence = f"{folder} {what} there: copy it, or use a folder that all nodes share"
+                found.append(Finding("data on nodes", Level.FAIL, sentence, nodes))
+    if not found and len(answers) > 1 and wanted:
+        found.append(finding("data on nodes", passed("every node sees the same data")))
+    return found
+
+
+def check_caches(
+    answers: Sequence[NodeAnswer], offline: Sequence[str], needed: bool
+) -> list[Finding]:
+    """Whether what a run without network reads is there; `offline` are the variables that say so,
+    `needed` is whether the model is the user's own, which may load from the caches."""
+    if not offline:
+        return []
+
+    def judge(answer: NodeAnswer) -> Outcome:
+        troubles = [f"{folder} {why}" for folder, why in answer.folders.caches.items()]
+        if troubles:
+            said = (
+                f"{' and '.join(offline)} is set, and {'; '.join(troubles)}: fill it where there "
+                "is network (kempner download), and set HF_HOME to a folder that all nodes share"
+            )
+            return fail(said) if needed else warn(said)
+        return passed(f"{' and '.join(offline)} is set, and its cache is there")
+
+    return per_node("offline caches", answers, lambda a: a.node, judge)

@@ -1,0 +1,260 @@
+"""Gathers the facts about a run that is to be, and has each of them judged."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kempner.cluster.slurm.allocation import Allocation
+from kempner.cluster.slurm.command import SlurmError
+from kempner.config.sections import Config
+from kempner.insight.doctor.checks import data as data_checks
+from kempner.insight.doctor.checks import gpus, machine, network, ranks, save_time, storage
+from kempner.insight.doctor.checks import slurm as slurm_checks
+from kempner.insight.doctor.facts import slurm as slurm_facts
+from kempner.insight.doctor.facts.data import DataSet, find_data_set
+from kempner.insight.doctor.facts.nodes import Survey, Wanted, survey_here, survey_nodes
+from kempner.insight.doctor.facts.plan import Plan
+from kempner.insight.doctor.facts.storage import Disk, RunState, look_at_disk, look_at_run, nearest
+from kempner.insight.doctor.finding import Finding, Level, fail, finding, passed, skipped
+from kempner.model.spec.memory import checkpoint_bytes
+from kempner.run.process.exit_codes import RunError
+from kempner.run.record.run_dir import RunDirectory
+
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+"""By which the libraries of Hugging Face are told that there is no network."""
+
+
+@dataclass(frozen=True)
+class Supervisor:
+    """What only the supervisor knows: whether it would start a run (`ready` raises `RunError` with
+    a sentence), and how long before a job's end it stops, by the seconds that a save takes."""
+
+    ready: Callable[[], object]
+    lead: save_time.Lead
+
+
+@dataclass(frozen=True)
+class Patient:
+    """Whom to examine: a configuration, its ranks, and in which `allocation` (None before a
+    launch); `plan` is the batch script's."""
+
+    config: Config
+    run: RunDirectory
+    world: ranks.World
+    plan: Plan | None = None
+    allocation: Allocation | None = None
+
+    @property
+    def uses_slurm(self) -> bool:
+        """Whether the run is to be a Slurm job, as far as anybody says."""
+        return self.plan is not None or self.allocation is not None
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is to run on other machines than those that are asked: a login node may have
+        other limits, interfaces and GPUs."""
+        return self.plan is not None and self.allocation is None
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is known of a patient. `size` is in bytes of one checkpoint."""
+
+    state: RunState
+    disk: Disk
+    data: DataSet
+    held_out: DataSet | None
+    survey: Survey
+    slurm: slurm_facts.SlurmFacts | None
+    job: slurm_checks.JobFacts
+
+    def vocab_size(self, config: Config) -> int | None:
+        """The model's token ids, as far as they are known."""
+        return data_checks.vocabulary_of(config, self.data)
+
+
+def examine(
+    patient: Patient, supervisor: Supervisor, environ: Mapping[str, str] = os.environ
+) -> list[Finding]:
+    """All findings, in the order in which one reads them."""
+    facts = _gather(patient, environ)
+    return [
+        finding("configuration", passed("it is valid")),
+        finding("run", storage.check_run(facts.state)),
+        *_about_ranks(patient, facts),
+        *_about_data(patient, facts, supervisor),
+        *_about_storage(patient, facts, environ),
+        *_about_time(patient, facts, supervisor),
+        *_about_nodes(patient, facts),
+        finding("Slurm", slurm_checks.check_slurm(facts.slurm, patient.uses_slurm)),
+    ]
+
+
+def _gather(patient: Patient, environ: Mapping[str, str]) -> _Facts:
+    config, run = patient.config, patient.run
+    checkpoints = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
+    state, disk = look_at_run(run), look_at_disk(checkpoints)
+    data = find_data_set("data", config.data.dataset_path)
+    held_out = None
+    if config.eval.interval is not None and config.eval.dataset_path is not None:
+        held_out = find_data_set("eval", config.eval.dataset_path)
+    wanted = _wanted(patient, disk, state, (data, held_out), environ)
+    allocation = patient.allocation
+    survey = survey_here(wanted) if allocation is None else survey_nodes(wanted, allocation)
+    asked, job = _ask_slurm(patient)
+    return _Facts(state, disk, data, held_out, survey, asked, job)
+
+
+def _wanted(
+    patient: Patient,
+    disk: Disk,
+    state: RunState,
+    data: tuple[DataSet | None, ...],
+    environ: Mapping[str, str],
+) -> Wanted:
+    """What to ask the nodes. Where a run is going on its storage is left in peace."""
+    config = patient.config
+    shared = dict.fromkeys((disk.existing, str(nearest(patient.run.path))))
+    return Wanted(
+        shared=tuple(shared),
+        copies=tuple(each.marker for each in data if each is not None and each.index is not None),
+        caches=(_cache(environ),) if offline(environ) else (),
+        write=state.running is False,
+        imports=() if config.model.factory is None else (config.model.factory,),
+        interface=config.distributed.interface,
+    )
+
+
+def offline(environ: Mapping[str, str]) -> list[str]:
+    """The variables that say that there is no network."""
+    return [name for name in OFFLINE if environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON")]
+
+
+def _cache(environ: Mapping[str, str]) -> str:
+    """Where the libraries of Hugging Face keep what they have: HF_HUB_CACHE, HF_HOME, and so on."""
+    home = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or "/") / ".cache")
+    base = environ.get("HF_HOME") or str(Path(home) / "huggingface")
+    return environ.get("HF_HUB_CACHE") or str(Path(base) / "hub")
+
+
+def _ask_slurm(patient: Patient) -> tuple[slurm_facts.SlurmFacts | None, slurm_checks.JobFacts]:
+    plan, allocation = patient.plan, patient.allocation
+    job = slurm_checks.JobFacts(
+        None if plan is None else plan.requeue, None if plan is None else plan.limit
+    )
+    if not slurm_facts.there_is_slurm():
+        return None, job
+    partition = "" if plan is None else plan.partition
+    if allocation is not None:
+        try:
+            state = slurm_facts.read_job(allocation.job)
+        except (SlurmError, ValueError) as error:
+            return slurm_facts.SlurmFacts(controller=str(error)), job
+        partition = state.nodes.partition
+        job = slurm_checks.JobFacts(state.may_requeue, state.times.limit, state.batch)
+    return slurm_facts.look_at_slurm(partition), job
+
+
+def _about_ranks(patient: Patient, facts: _Facts) -> Iterator[Finding]:
+    config, world = patient.config, patient.world
+    answers = () if patient.elsewhere else facts.survey.answers
+    yield finding("mesh", ranks.check_mesh(config, world, facts.vocab_size(config)))
+    yield from ranks.check_ranks(world, answers, facts.survey.gpus_hidden)
+    if patient.elsewhere:
+        return
+    yield from ranks.check_gpu_memory(config, world, facts.vocab_size(config), answers)
+    yield from gpus.check_gpus(answers, ours=world.in_job, busy=facts.state.running is not False)
+
+
+def _about_data(patient: Patient, facts: _Facts, supervisor: Supervisor) -> Iterator[Finding]:
+    found = data_checks.check_data(patient.config, facts.data, facts.held_out)
+    yield from found
+    yield from storage.check_copies(
+        facts.survey.answers,
+        {each.marker: each.folder for each in (facts.data, facts.held_out) if each and each.index},
+    )
+    if any(each.level is Level.FAIL for each in found):
+        yield finding("start", skipped("not tried, since the data cannot be used"))
+        return
+    try:
+        supervisor.ready()
+    except RunError as error:
+        yield finding("start", fail(str(error)))
+    else:
+        yield finding("start", passed("kempner supervise would start"))
+
+
+def _about_storage(
+    patient: Patient, facts: _Facts, environ: Mapping[str, str]
+) -> Iterator[Finding]:
+    config, answers = patient.config, facts.survey.answers
+    keep = config.checkpoint.keep_last
+    yield from storage.check_shared(facts.survey)
+    yield finding("space", storage.check_room(facts.disk, _size(patient, facts), keep))
+    yield finding("inodes", storage.check_inodes(facts.disk, patient.world.size, keep))
+    yield from storage.check_caches(
+        answers, offline(environ), needed=config.model.factory is not None
+    )
+
+
+def _about_time(patient: Patient, facts: _Facts, supervisor: Supervisor) -> Iterator[Finding]:
+    world, answers = patient.world, facts.survey.answers
+    save = save_time.predict_save(_size(patient, facts), answers, world.nodes, world.in_job)
+    yield finding("save time", save_time.check_write(answers, save))
+    window = save_time.check_window(patient.plan, facts.job.limit, save, supervisor.lead)
+    yield finding("warning", window)
+    if facts.slurm is not None and patient.uses_slurm and not facts.slurm.controller:
+        yield finding("preemption", save_time.check_grace(facts.slurm, save))
+        resubmit = patient.config.slurm.resubmit
+        yield finding("requeue", slurm_checks.check_requeue(facts.job, patient.plan, resubmit))
+        yield finding("partition", slurm_checks.check_time(facts.slurm, facts.job.limit))
+
+
+def _about_nodes(patient: Patient, facts: _Facts) -> Iterator[Finding]:
+    config, survey = patient.config, facts.survey
+    ahead = None if facts.slurm is None else facts.slurm.ahead
+    if len(survey.asked) > 1 or not survey.answers:
+        yield machine.check_answers(survey)
+    yield from machine.check_software(survey.answers)
+    if patient.elsewhere:
+        yield from machine.check_clocks(survey, ahead)
+        where = "GPUs, interfaces, ports, limits and memory: --allocation in the job looks at them"
+        yield finding("nodes", skipped(where))
+        return
+    yield from network.check_interfaces(survey.answers)
+    if facts.state.running is False:  # or the run itself has them
+        yield finding("ports", network.check_ports(_ports(config), patient.uses_slurm))
+    yield from machine.check_clocks(survey, ahead)
+    workers = config.data.num_dataloader_workers
+    yield from machine.check_limits(survey.answers, patient.world.size, workers)
+    size = _size(patient, facts) if config.checkpoint.async_save else None
+    yield from machine.check_memory(survey.answers, (size or 0) / patient.world.nodes)
+
+
+def _size(patient: Patient, facts: _Facts) -> int | None:
+    """By the model's sizes; of a model of the user's own, as large as the newest one there."""
+    vocab_size = facts.vocab_size(patient.config)
+    size = None if vocab_size is None else checkpoint_bytes(patient.config, vocab_size)
+    return facts.disk.newest if size is None else size
+
+
+def _ports(config: Config) -> network.PortFacts:
+    """Each port is bound for a moment, as the supervisor would bind it."""
+    ports = config.supervise.ports
+    if ports is None:
+        return network.PortFacts(None)
+    return network.PortFacts(config.supervise.control_ports, sum(map(_is_free, ports)))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,129 @@
+"""What Slurm says: whether it answers, and of the job and its partition."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kempner.cluster.slurm import scontrol
+from kempner.cluster.slurm.command import SHORTLY, SlurmError
+from kempner.cluster.slurm.job import JobState
+from kempner.insight.doctor.facts.plan import Plan, parse_limit, read_plan
+
+
+@dataclass(frozen=True)
+class Partition:
+    """`grace` and `longest` are in seconds, `longest` None without a limit; `preempted` is whether
+    its jobs give way to others."""
+
+    name: str
+    grace: float
+    longest: float | None
+    preempted: bool
+    up: bool = True
+
+
+@dataclass(frozen=True)
+class SlurmFacts:
+    """`controller` and `accounting` say why they do not answer, empty if they do; `ahead` is by how
+    many seconds the controller's clock is ahead of ours, None if not known.
+
+    `partition` is None where there is none to look at, with the reason in `no_partition`.
+    """
+
+    controller: str = ""
+    accounting: str = ""
+    ahead: float | None = None
+    kill_wait: float = 30.0
+    partition: Partition | None = None
+    no_partition: str = ""
+
+
+def there_is_slurm() -> bool:
+    """Whether this host has Slurm's commands."""
+    return shutil.which("scontrol") is not None
+
+
+def look_at_slurm(partition: str) -> SlurmFacts:
+    """Ask the controller, the accounting, and about a partition; empty for the default one."""
+    try:
+        settings = scontrol.cluster_settings()
+    except SlurmError as error:
+        return SlurmFacts(controller=_short(error))
+    ahead = None if settings.ahead is None else settings.ahead + time.monotonic() - time.time()
+    try:
+        scontrol.accounting_answers()
+        accounting = ""
+    except SlurmError as error:
+        accounting = _short(error)
+    found, why = None, ""
+    if partition:
+        try:
+            found = read_partition(scontrol.show_partition(partition.partition(",")[0]))
+        except (SlurmError, ValueError) as error:
+            why = _short(error)
+    return SlurmFacts("", accounting, ahead, settings.kill_wait, found, why)
+
+
+def _short(error: Exception) -> str:
+    """The command, and the last of what it complains about."""
+    command, colon, said = str(error).partition(": ")
+    return f"{command}{colon}{said.rpartition('; ')[2]}"
+
+
+def read_partition(fields: Mapping[str, str]) -> Partition:
+    """What `scontrol show partition` shows. Raises `ValueError` with a sentence."""
+    return Partition(
+        name=fields["PartitionName"],
+        grace=float(fields.get("GraceTime", "0")),
+        longest=parse_limit(fields.get("MaxTime", "UNLIMITED")),
+        preempted=fields.get("PreemptMode", "OFF") not in ("OFF", ""),
+        up=fields.get("State", "UP") == "UP",
+    )
+
+
+def read_job(job: str) -> JobState:
+    """Raises `SlurmError`."""
+    return scontrol.job_state(job)
+
+
+def job_plan(job: str) -> Plan | None:
+    """What a running job was submitted with: its script, and the command line where accounts are
+    kept. None where it has no script, as under `salloc`."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script"
+        try:
+            scontrol.write_script(job, script, within=SHORTLY)
+        except SlurmError:
+            return None
+        try:
+            words = shlex.split(scontrol.submit_line(job, within=3.0))
+        except (SlurmError, ValueError):
+            words = []
+        try:
+            plan = read_plan(script, _options(words))
+        except (OSError, ValueError):
+            return None
+    return replace(plan, source=f"the script of job {job}")
+
+
+def _options(words: list[str]) -> list[str]:
+    """The options of an `sbatch` command line, which end at the script."""
+    found: list[str] = []
+    takes_value = False
+    for word in words[1:]:
+        if takes_value:
+            found.append(word)
+            takes_value = False
+        elif word.startswith("-"):
+            found.append(word)
+            takes_value = bool(re.fullmatch(r"-\w", word))
+        else:
+            break
+    return found

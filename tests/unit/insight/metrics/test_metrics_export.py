@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,10 +143,10 @@ def test_weights_and_biases_gets_one_run_whose_steps_grow(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    write(run, *FIRST)
-    metrics_command(run, "--wandb", "our-project")
-    write(run, *SECOND)
-    metrics_command(run, "--wandb", "our-project")
+    command = [sys.executable, "-m", "kempner", "metrics", str(run.path), "--wandb", "our-project"]
+    for lines_of_an_attempt in (FIRST, SECOND):
+        write(run, *lines_of_an_attempt)
+        subprocess.run(command, check=True, capture_output=True)
     stores = sorted((run.exports / "wandb").rglob("*.wandb"), key=lambda path: path.stat().st_mtime)
     assert len({path.name for path in stores}) == 1
     assert len(stores) == 2

@@ -111,7 +111,7 @@ def _of_job(job: str, *, patient: bool) -> Read:
     def read() -> Sequence[tuple[str, Status]]:
         nonlocal follower
         if follower is None:
-            run = find_run(job, find_runs(places(Path())))
+            run = find_run(job, find_runs(places(Path())), PATIENCE)
             if run is None or not run.ledger.is_file():
                 return [("", pending(asked))]
             follower = RunFollower(run, asked, patient=patient)

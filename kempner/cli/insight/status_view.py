@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from rich import box
-from rich.align import Align
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -23,14 +23,17 @@ from kempner.insight.status.summary import Status
 WIDEST = 110
 """Columns beyond which a line is hard to read."""
 
-NARROW = 70
-"""Columns below which only what is needed most is shown."""
+NARROW, WIDE = 70, 95
+"""Columns from which a table of runs has speed and time left, and from which attempt and job."""
 
 NAMES = 17
 """Columns of the names, so that all values begin in the same one."""
 
 LONGEST_CURVE = 40
 """Columns of a curve."""
+
+STEADY = 0.85
+"""The least share of its highest value at which a speed counts as steady."""
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -147,10 +150,7 @@ def _details(status: Status, width: int) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, min_width=NAMES)
     grid.add_column(ratio=1)
-    curves = {
-        "loss": status.curve("loss"),
-        "speed": _if_it_varies(status.curve("tokens_per_second")),
-    }
+    curves = {"loss": status.curve("loss"), "speed": status.curve("tokens_per_second")}
     job = [] if status.job is None else words.job_rows(status.job)
     for name, value in (*words.facts(status), *job):
         if name == "step" and status.progress.total:
@@ -161,15 +161,10 @@ def _details(status: Status, width: int) -> Table:
         room = min(LONGEST_CURVE, width - 26 - len(value))
         if room >= 8 and len(curves.get(name, ())) > 2:
             shown.append(
-                f"  {sparkline(curves[name], room, from_zero=name == 'speed')}", style="dim green"
+                f"  {sparkline(curves[name], room, from_zero=name == 'speed')}", style="green"
             )
         grid.add_row(name, shown)
     return grid
-
-
-def _if_it_varies(speeds: Sequence[float]) -> Sequence[float]:
-    """A speed that stays the same needs no curve."""
-    return speeds if speeds and min(speeds) < 0.8 * max(speeds) else ()
 
 
 def _emphasis(name: str, value: str, status: Status) -> str:
@@ -188,12 +183,15 @@ def _emphasis(name: str, value: str, status: Status) -> str:
 def sparkline(values: Sequence[float], columns: int, *, from_zero: bool = False) -> str:
     """The course of a number, in as many columns; each shows the mean of its share of them.
 
-    From the lowest of these means to the highest, or from zero.
+    From the lowest of these means to the highest. With `from_zero` from there, and nothing for what
+    stays the same.
     """
     many = min(columns, len(values))
     edges = [round(n * len(values) / many) for n in range(many + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = 0.0 if from_zero else min(means), max(means)
+    if from_zero and min(means) > STEADY * high:
+        return ""
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
@@ -224,40 +222,47 @@ def _list(title: str) -> Table:
 
 
 def table(found: Sequence[tuple[str, Status]], columns: int, note: str = "") -> RenderableType:
-    """All runs, one line each."""
+    """All runs, one line each, and below why those that do not just train are as they are."""
     if not found:
         return Text("no run yet", style="dim")
-    shown = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, expand=False)
-    narrow = columns < NARROW
-    shown.add_column("run", style="bold", overflow="fold", ratio=None)
-    shown.add_column("state", overflow="fold")
-    shown.add_column("step", justify="right", no_wrap=True)
-    if not narrow:
-        for name in ("loss", "tokens/s", "left", "attempt"):
-            shown.add_column(name, justify="right", no_wrap=True)
-    if columns >= WIDEST:
-        shown.add_column("job", no_wrap=True)
+    shown = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
+    shown.add_column("run", style="bold", no_wrap=True)
+    shown.add_column("state", no_wrap=True)
+    for name in ("step", *_more_columns(columns)):
+        shown.add_column(name, justify="right", no_wrap=True)
+    reasons = Table.grid(padding=(0, 2))
+    reasons.add_column(no_wrap=True, max_width=columns // 3)
+    reasons.add_column(style="dim", overflow="fold")
     for name, status in found:
-        shown.add_row(*_cells(name, status, narrow, columns >= WIDEST))
+        shown.add_row(*_cells(name, status, columns))
+        said = (*status.facts.unread, status.doing.reason, status.ranks.waits_for)
+        if why := next((sentence for sentence in said if sentence), ""):
+            reasons.add_row(Text(Path(name).name, style=_style(status)), Text(why))
     live = sum(status.doing.activity.is_live for _, status in found)
     bottom = f"{count(len(found), 'run')}, {live} live{f' · {note}' if note else ''}"
-    return Group(shown, Align.left(Text(bottom, style="dim")))
+    parts = [shown, Padding(reasons, (0, 0, 1, 1))] if reasons.row_count else [shown]
+    return Group(*parts, Padding(Text(bottom, style="dim"), (0, 0, 0, 1)))
 
 
-def _cells(name: str, status: Status, narrow: bool, wide: bool) -> Iterator[RenderableType]:
-    progress, activity = status.progress, status.doing.activity
-    style = _style(status)
+def _more_columns(columns: int) -> tuple[str, ...]:
+    """What a terminal of so many columns has room for."""
+    if columns >= WIDE:
+        return ("loss", "tokens/s", "left", "attempt", "job")
+    return ("loss", "left") if columns >= NARROW else ()
+
+
+def _cells(name: str, status: Status, columns: int) -> Iterator[RenderableType]:
     yield Text(Path(name).name)
-    yield Text(f"● {words.short_state(status)}", style=style)
-    yield Text(words.step(progress).replace(" of ", "/"))
-    if narrow:
-        return
-    live = activity.is_live
-    yield Text(words.UNKNOWN if progress.loss is None else f"{progress.loss:.4f}")
-    rate = progress.pace.tokens_per_second if live else None
-    yield Text(words.UNKNOWN if rate is None else f"{rate:,.0f}")
-    left = None if status.outlook.done_at is None else max(0.0, status.outlook.done_at - status.now)
-    yield Text(words.UNKNOWN if left is None else duration(round(left)))
-    yield Text(words.UNKNOWN if status.attempt is None else str(status.attempt.number))
-    if wide:
-        yield Text("" if status.job is None else words.describe_job(status.job))
+    yield Text(f"● {status.doing.activity}", style=_style(status))
+    yield Text(words.step(status.progress).replace(" of ", "/"))
+    rate = status.progress.pace.tokens_per_second if status.doing.activity.is_live else None
+    done_at, loss = status.outlook.done_at, status.progress.loss
+    left = None if done_at is None else max(0.0, done_at - status.now)
+    values = {
+        "loss": None if loss is None else f"{loss:.4f}",
+        "tokens/s": None if rate is None else f"{rate:,.0f}",
+        "left": None if left is None else duration(round(left)),
+        "attempt": None if status.attempt is None else str(status.attempt.number),
+        "job": None if status.job is None else status.job.job,
+    }
+    yield from (Text(values[name] or words.UNKNOWN) for name in _more_columns(columns))

@@ -105,10 +105,13 @@ _REASONS = {
 """Slurm's reasons for which a job is pending: "JOB REASON CODES" in squeue(1)."""
 
 
-def find_run(job: str, runs: Sequence[RunDirectory]) -> RunDirectory | None:
+def find_run(
+    job: str, runs: Sequence[RunDirectory], within: float = SHORTLY
+) -> RunDirectory | None:
     """The run of a job: the one of `runs` whose ledger knows it, or what the job's output names.
 
-    None while the job is yet to begin with one. Raises `UsageError` if there is none.
+    Slurm is asked for `within` seconds while it has no answer. None while the job is yet to begin
+    with a run. Raises `UsageError` if there is none.
     """
     for run in runs:
         if _mentions(run.ledger, f'"job": "{job}"'.encode()):
@@ -116,7 +119,7 @@ def find_run(job: str, runs: Sequence[RunDirectory]) -> RunDirectory | None:
     named: list[str] = []
     yet_to_begin, output = False, ""
     try:
-        state = parse_job(scontrol.show_job(job))
+        state = parse_job(scontrol.show_job(job, within))
         yet_to_begin = state.running or state.state in _IN_QUEUE
         output = scontrol.output_file(job)
         lines = Path(output).read_text(errors="replace").splitlines()

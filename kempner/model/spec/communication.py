@@ -155,15 +155,21 @@ def tensor_traffic(buffers: TensorBuffers, tensor: int, ranks_per_node: int) -> 
 
 def node_traffic(buffers: Buffers, mesh: MeshDegrees, ranks_per_node: int) -> Traffic:
     """What the collectives make each node send, where they are rings in the order of the ranks."""
-    of_shards = _ring(mesh.shard, mesh.tensor, ranks_per_node)
-    of_replicas = _ring(mesh.replicate, mesh.shard * mesh.tensor, ranks_per_node)
     shards = buffers.all_gather + buffers.reduce_scatter
-    replicas = 2 * buffers.all_reduce
-    within = of_shards.within * shards // mesh.shard
-    within += of_replicas.within * replicas // mesh.replicate
-    between = of_shards.between * shards // mesh.shard
-    between += of_replicas.between * replicas // mesh.replicate
-    return Traffic(within, between)
+    of_shards = ring_traffic(shards, "shard", mesh, ranks_per_node)
+    of_replicas = ring_traffic(2 * buffers.all_reduce, "replicate", mesh, ranks_per_node)
+    return Traffic(of_shards.within + of_replicas.within, of_shards.between + of_replicas.between)
+
+
+def ring_traffic(size: int, dimension: str, mesh: MeshDegrees, ranks_per_node: int) -> Traffic:
+    """What each node sends where the rings of a mesh dimension pass buffers of `size` bytes once.
+
+    An all-reduce passes its buffer twice. `dimension` may also be "world", of all ranks.
+    """
+    strides = {"replicate": mesh.shard * mesh.tensor, "shard": mesh.tensor, "tensor": 1, "world": 1}
+    members = mesh.world if dimension == "world" else mesh.dimensions().get(dimension, 1)
+    ring = _ring(members, strides[dimension], ranks_per_node)
+    return Traffic(ring.within * size // members, ring.between * size // members)
 
 
 def _ring(size: int, stride: int, ranks_per_node: int) -> Traffic:

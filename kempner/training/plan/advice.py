@@ -1,4 +1,4 @@
-"""What to change in a configuration whose ranks need more memory than there is."""
+"""What to change in a configuration whose ranks need more memory than there is, or mostly wait."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from kempner.config.sections import Config
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import MeshDegrees
+from kempner.model.spec.step_time import StepTime
 from kempner.training.plan.timeline import KINDS, Memory
 
 
@@ -24,6 +25,18 @@ def advise(config: Config, mesh: MeshDegrees, choice: Choice, memory: Memory, li
         f"{_gb(memory.total)} are {_gb(memory.total - limit)} more than there is room for; most of "
         f"it, {_gb(getattr(memory, most))}, is for {most}: {what}"
     )
+
+
+def quicken(config: Config, choice: Choice, time: StepTime) -> str:
+    """What to change where ranks wait for each other more than they compute; else empty."""
+    if time.bound not in ("within_node", "between_nodes"):
+        return ""
+    if not (choice.reduce_once and choice.keep_parameters):
+        return (
+            "to send less, make room for what is kept for a step (reduce_gradients, "
+            "reshard_after_forward): by train.activation_checkpointing or larger GPUs"
+        )
+    return f"to send less often, raise train.global_batch_size={config.train.global_batch_size}"
 
 
 def _remedies(config: Config, mesh: MeshDegrees, choice: Choice, memory: Memory) -> Iterator[str]:

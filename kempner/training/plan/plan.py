@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kempner.config.sections import Config
 from kempner.model.spec.communication import (
@@ -28,7 +28,7 @@ from kempner.model.spec.step_time import Load, StepTime, step_time
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.save_times import young_interval
 from kempner.training.compute.communication import situation_of
-from kempner.training.plan.advice import advise
+from kempner.training.plan.advice import advise, quicken
 from kempner.training.plan.timeline import Collective, Memory, Phase, Traced
 from kempner.training.plan.trace import Step, traced
 
@@ -64,26 +64,9 @@ class Saves:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is known of a run before it is queued.
-
-    Attributes:
-        world, nodes, mesh: the ranks, and how they are divided.
-        gpu: each rank's.
-        choice: when ranks communicate, and why so.
-        memory: of the rank that needs most, at the moment at which it does; bytes of tensors.
-        limit: bytes of them that the GPU has room for, 0.9 of its memory.
-        flops: that one rank computes in a step, traced.
-        flops_by_formula: the same by `step_flops`.
-        exchanges: what ranks send each other in a step.
-        buffers_by_formula: bytes of the exchanges' buffers, by `step_buffers` and `tensor_buffers`.
-        time: seconds of a step.
-        tokens_per_second: of all ranks.
-        mfu: model FLOPs utilisation, of the peak.
-        saves: checkpoints.
-        advice: what to change if it does not fit; empty if it does.
-        notes: in what the trace differs from the run.
-        assumptions: what was not traced.
+class Job:
+    """Who trains, on what: `world` ranks on `nodes`, each with a GPU; when they communicate, and
+    why so; and what is assumed of everything around them.
     """
 
     world: int
@@ -91,24 +74,78 @@ class Plan:
     mesh: MeshDegrees
     gpu: Gpu
     choice: Choice
+    assumptions: Assumptions
+
+    @property
+    def ranks_per_node(self) -> int:
+        """As many on each."""
+        return self.world // self.nodes
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of the rank that needs most, at the moment at which it does, in bytes of tensors; the
+    `limit` that a GPU has for them, 0.9 of its memory; what to change if that is not enough.
+    """
+
     memory: Memory
     limit: int
-    flops: int
-    flops_by_formula: int
-    exchanges: Sequence[Exchange]
-    buffers_by_formula: int
-    time: StepTime
-    tokens_per_second: float
-    mfu: float
-    saves: Saves
     advice: str = ""
-    notes: Sequence[str] = ()
-    assumptions: Assumptions = field(default=DEFAULTS)
 
     @property
     def fits(self) -> bool:
-        """Whether the GPU has room."""
+        """Whether it is enough."""
         return self.memory.total <= self.limit
+
+
+@dataclass(frozen=True)
+class Count:
+    """The same number twice: of the traced step, and by a formula."""
+
+    traced: int
+    by_formula: int
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a step by what they are spent on, tokens of all ranks in a second, the model FLOPs
+    utilisation, of the GPUs' peak, and what to change if ranks mostly wait for each other.
+    """
+
+    time: StepTime
+    tokens_per_second: float
+    mfu: float
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a run before it is queued.
+
+    Attributes:
+        job: the ranks.
+        room: what their memory is for.
+        flops: that one rank computes in a step.
+        sent: bytes of all buffers of one rank's collectives in a step.
+        exchanges: what they are, that which takes longest first.
+        speed: of a step.
+        saves: checkpoints.
+        notes: in what the trace differs from the run.
+    """
+
+    job: Job
+    room: Room
+    flops: Count
+    sent: Count
+    exchanges: Sequence[Exchange]
+    speed: Speed
+    saves: Saves
+    notes: Sequence[str] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPUs have enough memory."""
+        return self.room.fits
 
 
 def plan(
@@ -133,46 +170,44 @@ def plan(
     Raises `UsageError` for a world that cannot be divided so, and for a model of the user's own.
     The process must not be part of a process group.
     """
-    card, config, notes = find_gpu(gpu), _on_a_gpu(config), _notes(config)
+    notes, config = _notes(config), _on_a_gpu(config)
     vocab_size = vocab_size or config.model.vocab_size
     if vocab_size is None:
         raise UsageError("model.vocab_size is not set, and no data says it: set it")
+    situation = _situation(config, vocab_size, world, nodes, card := find_gpu(gpu))
+    mesh, per_node, choice = situation.mesh, situation.ranks_per_node, choose(config, situation)
+    job = Job(world, world // per_node, mesh, card, choice, assumptions)
+    step = Step(config, vocab_size, mesh, choice, situation.micro_batches, fused_norms=True)
+    found = traced(step)
+    shape = Shape.of(config.model, vocab_size)
+    speed = _speed(config, shape, found, job)
+    limit = int(USED * usable_memory(card.memory))
+    exchanges = _exchanges(found, job)
+    return Plan(
+        job=job,
+        room=Room(found.memory, limit, advise(config, mesh, choice, found.memory, limit)),
+        flops=Count(found.flops, _flops_by_formula(config, shape, situation)),
+        sent=Count(
+            sum(exchange.buffers for exchange in exchanges),
+            _buffers_by_formula(config, shape, situation, choice),
+        ),
+        exchanges=exchanges,
+        speed=speed,
+        saves=_saves(config, found, job, speed.time.total),
+        notes=notes,
+    )
+
+
+def _situation(
+    config: Config, vocab_size: int, world: int, nodes: int | None, gpu: Gpu
+) -> Situation:
     mesh = resolve_degrees(config.parallelism, world)
     check_tensor_degree(config, vocab_size)
     per_node = ranks_on_a_node(config, world, nodes)
     check_tensor_groups([f"node {rank // per_node}" for rank in range(world)], mesh.tensor)
-    bytes_per_number = 4 if config.train.dtype == "float32" else 2
-    situation = situation_of(
-        config, vocab_size, mesh, bytes_per_number, per_node, usable_memory(card.memory)
-    )
-    choice = choose(config, situation)
-    step = Step(config, vocab_size, mesh, choice, situation.micro_batches, fused_norms=True)
-    found = traced(step)
-    time = step_time([_load(phase, mesh, per_node) for phase in found.phases], card, assumptions)
-    tokens = config.train.global_batch_size * config.train.seq_len
-    shape = Shape.of(config.model, vocab_size)
-    needed = flops_per_token(shape, config.train.seq_len) * tokens
-    limit = int(USED * usable_memory(card.memory))
-    return Plan(
-        world=world,
-        nodes=world // per_node,
-        mesh=mesh,
-        gpu=card,
-        choice=choice,
-        memory=found.memory,
-        limit=limit,
-        flops=found.flops,
-        flops_by_formula=_flops_by_formula(config, shape, situation),
-        exchanges=_exchanges(found, mesh, per_node, card, assumptions),
-        buffers_by_formula=_buffers_by_formula(config, shape, situation, choice),
-        time=time,
-        tokens_per_second=tokens / time.total,
-        mfu=needed / (time.total * world * card.flops),
-        saves=_saves(config, found, world, world // per_node, time.total, assumptions),
-        advice=advise(config, mesh, choice, found.memory, limit),
-        notes=notes,
-        assumptions=assumptions,
-    )
+    compute_bytes = 4 if config.train.dtype == "float32" else 2
+    memory = usable_memory(gpu.memory)
+    return situation_of(config, vocab_size, mesh, compute_bytes, per_node, memory)
 
 
 def _on_a_gpu(config: Config) -> Config:
@@ -226,48 +261,48 @@ def _buffers_by_formula(config: Config, shape: Shape, situation: Situation, choi
     return total + of_groups.sequence + of_groups.all_reduce
 
 
-def _traffic(collective: Collective, size: int, mesh: MeshDegrees, per_node: int) -> Traffic:
-    passes = 2 if collective.operation == "all_reduce" else 1
-    return ring_traffic(passes * size, collective.dimension, mesh, per_node)
+def _speed(config: Config, shape: Shape, found: Traced, job: Job) -> Speed:
+    time = step_time([_load(phase, job) for phase in found.phases], job.gpu, job.assumptions)
+    tokens = config.train.global_batch_size * config.train.seq_len
+    needed = flops_per_token(shape, config.train.seq_len) * tokens
+    mfu = needed / (time.total * job.world * job.gpu.flops)
+    return Speed(time, tokens / time.total, mfu, quicken(config, job.choice, time))
 
 
-def _load(phase: Phase, mesh: MeshDegrees, per_node: int) -> Load:
+def _load(phase: Phase, job: Job) -> Load:
     within = between = waited = 0.0
     for collective, size in phase.sent.items():
-        traffic = _traffic(collective, size, mesh, per_node)
+        traffic = _traffic(collective, size, job)
         if collective.dimension == "tensor":
-            waited += traffic.within / per_node
+            waited += traffic.within / job.ranks_per_node
         else:
-            within += traffic.within / per_node
+            within += traffic.within / job.ranks_per_node
             between += traffic.between
     operations = [(flops, size, number) for (flops, size), number in phase.work.items()]
     return Load(phase.times, operations, within, between, waited)
 
 
-def _exchanges(
-    found: Traced, mesh: MeshDegrees, per_node: int, gpu: Gpu, given: Assumptions
-) -> list[Exchange]:
-    listed = []
+def _exchanges(found: Traced, job: Job) -> list[Exchange]:
+    given, listed = job.assumptions, []
     for collective, size in found.sent.items():
-        traffic = _traffic(collective, size, mesh, per_node)
-        inside = traffic.within / per_node / gpu.link_rate
+        traffic = _traffic(collective, size, job)
+        inside = traffic.within / job.ranks_per_node / job.gpu.link_rate
         seconds = max(inside, traffic.between / given.network) / given.network_share
         listed.append(Exchange(collective, size, traffic, seconds))
     return sorted(listed, key=lambda exchange: -exchange.seconds)
 
 
-def _saves(
-    config: Config,
-    found: Traced,
-    world: int,
-    nodes: int,
-    step_seconds: float,
-    assumptions: Assumptions,
-) -> Saves:
-    seconds = found.state / assumptions.storage
-    copied = found.state / world / assumptions.to_host
+def _traffic(collective: Collective, size: int, job: Job) -> Traffic:
+    passes = 2 if collective.operation == "all_reduce" else 1
+    return ring_traffic(passes * size, collective.dimension, job.mesh, job.ranks_per_node)
+
+
+def _saves(config: Config, found: Traced, job: Job, step_seconds: float) -> Saves:
+    given = job.assumptions
+    seconds = found.state / given.storage
+    copied = found.state / job.world / given.to_host
     pause = copied if config.checkpoint.async_save else copied + seconds
-    young = young_interval(pause, assumptions.node_failure / nodes)
+    young = young_interval(pause, given.node_failure / job.nodes)
     # One that begins before the last is durable gains nothing.
     interval = max(young, seconds)
     return Saves(found.state, seconds, pause, interval, max(1, round(interval / step_seconds)))

@@ -41,24 +41,26 @@ def to_text(plan: Plan) -> str:
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """All of it, in bytes, seconds, FLOPs and per second."""
-    content = asdict(plan)
-    content["memory"]["total"] = plan.memory.total
-    content["time"]["total"] = plan.time.total
-    content["time"]["bound"] = plan.time.bound
-    return {**content, "fits": plan.fits}
+    content, time = asdict(plan), plan.speed.time
+    content["room"]["memory"]["total"] = plan.room.memory.total
+    content["speed"]["time"] |= {"total": time.total, "bound": time.bound}
+    for exchange in content["exchanges"]:
+        operation, dimension = exchange["collective"]
+        exchange["collective"] = {"operation": operation, "dimension": dimension}
+    return {"fits": plan.fits, **content}
 
 
 def _world(plan: Plan) -> Iterator[str]:
-    nodes = f"{plan.nodes} node" + ("s" if plan.nodes > 1 else "")
-    yield f"{plan.world} ranks on {nodes}, one {plan.gpu.name} each: {plan.mesh}"
-    yield f"communication: {plan.choice.describe()}: {plan.choice.reason}"
+    nodes = f"{plan.job.nodes} node" + ("s" if plan.job.nodes > 1 else "")
+    yield f"{plan.job.world} ranks on {nodes}, one {plan.job.gpu.name} each: {plan.job.mesh}"
+    yield f"communication: {plan.job.choice.describe()}: {plan.job.choice.reason}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    room = f"{_gb(plan.memory.total)} of {_gb(plan.limit)} (0.9 of the GPU)"
+    room = f"{_gb(plan.room.memory.total)} of {_gb(plan.room.limit)} (0.9 of the GPU)"
     yield f"memory of a rank at its peak: {room}"
     for kind in KINDS:
-        if size := getattr(plan.memory, kind):
+        if size := getattr(plan.room.memory, kind):
             yield f"  {_KINDS[kind]:<32}{_gb(size):>12}"
 
 
@@ -74,13 +76,15 @@ def _exchanges(plan: Plan) -> Iterator[str]:
 
 
 def _time(plan: Plan) -> Iterator[str]:
-    time = plan.time
-    speed = f"{plan.tokens_per_second:,.0f} tokens/s, MFU {_share(plan.mfu)}"
+    time = plan.speed.time
+    speed = f"{plan.speed.tokens_per_second:,.0f} tokens/s, MFU {_share(plan.speed.mfu)}"
     yield f"a step takes {time.total:.3g} s: {speed}"
     for part, words in _PARTS.items():
         if seconds := getattr(time, part):
             yield f"  {words:<40}{seconds:>9.3g} s {_share(seconds / time.total):>6}"
-    yield f"  bound by {_BOUND[time.bound]}; a rank computes {plan.flops / 1e12:,.0f} TFLOP"
+    yield f"  bound by {_BOUND[time.bound]}; a rank computes {plan.flops.traced / 1e12:,.0f} TFLOP"
+    if plan.speed.hint:
+        yield f"  {plan.speed.hint}"
 
 
 def _saves(plan: Plan) -> Iterator[str]:
@@ -96,44 +100,42 @@ def _saves(plan: Plan) -> Iterator[str]:
 
 
 def _traced(plan: Plan) -> Iterator[str]:
-    buffers = sum(exchange.buffers for exchange in plan.exchanges)
-    alike = plan.flops == plan.flops_by_formula and buffers == plan.buffers_by_formula
-    yield "traced: memory, operations and collectives of the step, on tensors without memory;"
-    if alike:
+    flops, sent = plan.flops, plan.sent
+    yield "traced: memory, operations and collectives of the step, on tensors without memory"
+    if flops.traced == flops.by_formula and sent.traced == sent.by_formula:
         yield "  FLOPs and bytes sent equal those of the formulas in kempner/model/spec"
     else:
         yield (
-            f"  the formulas say {plan.flops_by_formula:,} FLOPs instead of {plan.flops:,}, and "
-            f"{plan.buffers_by_formula:,} bytes sent instead of {buffers:,}: please report it"
+            f"  the formulas say {flops.by_formula:,} FLOPs instead of {flops.traced:,}, and "
+            f"{sent.by_formula:,} bytes sent instead of {sent.traced:,}: please report it"
         )
     for note in plan.notes:
         yield f"  {note}"
 
 
 def _assumed(plan: Plan) -> Iterator[str]:
-    given = plan.assumptions
+    gpu, given = plan.job.gpu, plan.job.assumptions
+    yield f"assumed, of peak figures ({gpu.source}):"
+    yield f"  {_share(given.compute_share)} of {gpu.flops / 1e12:,.0f} TFLOP/s in bfloat16"
+    yield f"  {_share(given.memory_share)} of {gpu.memory_rate / 1e12:.2f} TB/s in a GPU's memory"
     yield (
-        f"assumed: {_share(given.compute_share)} of {plan.gpu.flops / 1e12:,.0f} TFLOP/s, "
-        f"{_share(given.memory_share)} of {plan.gpu.memory_rate / 1e12:.2f} TB/s, "
-        f"{_share(given.network_share)} of {plan.gpu.link_rate / 1e9:,.0f} GB/s to GPUs of the node"
+        f"  {_share(given.network_share)} of {gpu.link_rate / 1e9:,.0f} GB/s from a GPU to others "
+        f"of its node, and of {8 * given.network / 1e9:,.0f} Gb/s from a node to others"
     )
+    yield "  in a forward or a backward, computing hides all that is sent but in tensor groups"
+    yield "  a tenth of a GPU's memory is for CUDA, NCCL and what the allocator cannot use"
     yield (
-        f"  and of {8 * given.network / 1e9:,.0f} Gb/s from a node to others ({plan.gpu.source});"
+        f"  checkpoints are written at {given.storage / 1e9:g} GB/s, and copied to the host at "
+        f"{given.to_host / 1e9:g} GB/s a rank"
     )
-    yield "  within a forward or a backward, what is sent is hidden by what is computed, but for"
-    yield "  tensor groups; a tenth of the GPU is left to CUDA, NCCL and the allocator;"
-    yield (
-        f"  checkpoints are written at {given.storage / 1e9:g} GB/s and copied to the host at "
-        f"{given.to_host / 1e9:g} GB/s a rank;"
-    )
-    yield f"  a node fails once in {given.node_failure / 86_400:.0f} days"
+    yield f"  a node fails every {given.node_failure / 86_400:,.0f} days"
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
     if plan.fits:
-        yield f"fits: {_gb(plan.limit - plan.memory.total)} of a GPU's memory are left"
+        yield f"fits: {_gb(plan.room.limit - plan.room.memory.total)} of a GPU's memory are left"
     else:
-        yield f"does not fit: {plan.advice}"
+        yield f"does not fit: {plan.room.advice}"
 
 
 def _gb(size: float) -> str:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from real_step import WIDE, config, resident_at_peak
 from torch.distributed.device_mesh import init_device_mesh
 
 from kempner.model.spec.communication import Choice
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from real_step import WIDE, config, resident_at_peak
 
 MICRO_STEPS, WORLD = 2, 2
 _PLAIN = config(model=WIDE, seq_len=512)

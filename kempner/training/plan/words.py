@@ -53,7 +53,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
 def _world(plan: Plan) -> Iterator[str]:
     nodes = f"{plan.job.nodes} node" + ("s" if plan.job.nodes > 1 else "")
     yield f"{plan.job.world} ranks on {nodes}, one {plan.job.gpu.name} each: {plan.job.mesh}"
-    yield f"communication: {plan.job.choice.describe()}: {plan.job.choice.reason}"
+    yield f"communication: {plan.job.choice.describe()}"
+    yield f"  {plan.job.choice.reason}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:

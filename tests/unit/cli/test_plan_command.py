@@ -9,6 +9,7 @@ import pytest
 
 from kempner.cli.entry import main
 
+ROOT = Path(__file__).parents[3]
 Captured = pytest.CaptureFixture[str]
 CONFIG = """
 [model]
@@ -44,6 +45,14 @@ def test_what_is_traced_and_what_is_assumed_is_said(config: Path, capsys: Captur
     assert "NVIDIA H100 data sheet" in said
     assert "(Young's formula)" in said
     assert said.splitlines()[-1].startswith("fits: ")
+
+
+def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.chdir(ROOT)
+    block = (ROOT / "docs/plan.md").read_text().split("```console\n")[1].split("```")[0]
+    command, _, shown = block.partition("\n")
+    assert run(*command.removeprefix("$ kempner plan ").split()) == 0
+    assert capsys.readouterr().out == shown
 
 
 def test_json_has_the_numbers(config: Path, capsys: Captured) -> None:

@@ -126,8 +126,8 @@ def tensor_buffers(
     Each block gathers the sequence twice and scatters it twice, and so does its backward; embedding
     and last norm do each once, and so do theirs. A block that computes again gathers twice more and
     scatters once: what it ends with is not needed. See Korthikanti et al., arXiv:2205.05198,
-    section 4.2. Gradients of norms are summed as all are reduced: in float32 if once a step.
-    In the loss, each token has three numbers in float32.
+    section 4.2; with dropout it is, and scattered, too. Gradients of norms are summed as all are
+    reduced: in float32 if once a step. In the loss, each token has three numbers in float32.
 
     Args:
         shape: sizes of the model.
@@ -137,7 +137,7 @@ def tensor_buffers(
         compute_bytes: 2 for bfloat16, 4 for float32.
         recomputed_blocks: blocks with activation checkpointing.
     """
-    passes = 8 * shape.n_layers + 4 + 3 * recomputed_blocks
+    passes = 8 * shape.n_layers + 4 + (4 if shape.dropout else 3) * recomputed_blocks
     heads = 2 * shape.head_dim * shape.n_layers if shape.qk_norm else 0
     norms = shape.dim * (2 * shape.n_layers + 1) + heads
     reduced = REDUCED_BYTES if choice.reduce_once else compute_bytes * micro_batches

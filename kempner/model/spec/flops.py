@@ -12,9 +12,9 @@ def step_flops(shape: Shape, train: TrainSection, sequences: int, tensor: int = 
     Two operations per parameter and token forward and four backward. Attention has two products
     forward and five backward, one of which computes the scores again, without a discount for the
     causal mask. A block with full activation checkpointing computes its forward again, but for the
-    last product of its feed-forward, which nothing needs. The loss in chunks leaves out rows of the
-    vocabulary that are no token. `shape.flops_per_token` is what a model needs at least, by which
-    its utilisation (MFU) is judged; this is what a GPU computes.
+    last product of its feed-forward, which nothing but dropout needs. The loss in chunks leaves out
+    rows of the vocabulary that are no token. `shape.flops_per_token` is what a model needs at
+    least, by which its utilisation (MFU) is judged; this is what a GPU computes.
 
     Args:
         shape: sizes of the model.
@@ -25,7 +25,8 @@ def step_flops(shape: Shape, train: TrainSection, sequences: int, tensor: int = 
     matrices = shape.dim * (2 * shape.q_dim + 2 * shape.kv_dim + 3 * shape.ffn_dim)
     attention = 2 * train.seq_len * shape.q_dim
     block = 6 * matrices + 7 * attention
-    again = 2 * (matrices - shape.dim * shape.ffn_dim) + 2 * attention
+    needless = 0 if shape.dropout else shape.dim * shape.ffn_dim
+    again = 2 * (matrices - needless) + 2 * attention
     recomputing = 0
     if train.activation_checkpointing == "full":
         recomputing = -(-shape.n_layers // (train.activation_checkpointing_every or 1))

@@ -125,8 +125,8 @@ class Plan:
     Attributes:
         job: the ranks.
         room: what their memory is for.
-        flops: that one rank computes in a step.
-        sent: bytes of all buffers of one rank's collectives in a step.
+        flops: that one rank computes in the forwards and backwards of a step.
+        sent: bytes of all buffers of one rank's collectives in a step, but those of Muon's updates.
         exchanges: what they are, that which takes longest first.
         speed: of a step.
         saves: checkpoints.
@@ -188,7 +188,7 @@ def plan(
         room=Room(found.memory, limit, advise(config, mesh, choice, found.memory, limit)),
         flops=Count(found.flops, _flops_by_formula(config, shape, situation)),
         sent=Count(
-            sum(exchange.buffers for exchange in exchanges),
+            sum(e.buffers for e in exchanges if e.collective.operation != "all_to_all"),
             _buffers_by_formula(config, shape, situation, choice),
         ),
         exchanges=exchanges,
@@ -228,8 +228,7 @@ def _notes(config: Config) -> list[str]:
         notes.append("fp8 is traced as bfloat16: with it, the blocks' products take less time")
     if config.train.compile:
         notes.append(
-            "compiled blocks are traced as they are written: fused kernels keep no more and move "
-            "less, so that the run will need less memory and time"
+            "compiled blocks are traced as written; fused kernels usually keep and move less"
         )
     if config.data.document_mask:
         notes.append("document masks are traced as plain causal attention, which computes more")

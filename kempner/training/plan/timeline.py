@@ -138,8 +138,9 @@ class Traced:
 
     @property
     def flops(self) -> int:
-        """Of one rank in a step."""
-        return sum(p.times * flops * n for p in self.phases for (flops, _), n in p.work.items())
+        """Of one rank in the forwards and backwards of a step."""
+        computing = [phase for phase in self.phases if phase.stage != "update"]
+        return sum(p.times * flops * n for p in computing for (flops, _), n in p.work.items())
 
     @property
     def sent(self) -> Counter[Collective]:

@@ -65,13 +65,14 @@ class Step:
 def traced(step: Step) -> Traced:
     """Memory, operations and communication of the first rank, which has the largest shards.
 
-    Of a deep model two shallow ones are traced, and the rest follows.
+    Of a deep model two shallow ones are traced, and the rest follows; but not with Muon.
     """
     layers = step.config.model.n_layers
     period = step.config.train.activation_checkpointing_every or 1
     fewest = 3 + 2 * period
     shorter = fewest + (layers - fewest) % period
-    if shorter + period >= layers:
+    # Muon deals the matrices out to the ranks, and whether they come out even depends on the depth.
+    if shorter + period >= layers or step.config.optimizer.name == "muon":
         return whole(trace(step, layers), step.micro_steps)
     pair = trace(step, shorter), trace(step, shorter + period)
     return extrapolate(*pair, layers, step.micro_steps)

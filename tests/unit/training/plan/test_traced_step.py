@@ -91,6 +91,13 @@ PLANS = {
         "train": {"activation_checkpointing": "selective"},
         "parallelism": {"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2},
     },
+    "dropout": {"model": {"dropout": 0.1}, "train": {"activation_checkpointing": "full"}},
+    "dropout in tensor groups": {
+        "model": {"dropout": 0.1},
+        "train": {"activation_checkpointing": "selective"},
+        "parallelism": {"tensor_parallel_degree": 2},
+    },
+    "Muon": {"optimizer": {"name": "muon"}},
     "qwen": {"model": {"qk_norm": True, "head_dim": 32, "tie_embeddings": True}},
 }
 

@@ -20,6 +20,7 @@ _MODULES = {
     "init": ("init",),
     "prepare": ("prepare",),
     "download": ("checkpoint.download",),
+    "plan": ("insight.plan",),
     "train": ("train",),
     "supervise": ("supervise",),
     "doctor": ("insight.doctor",),

@@ -21,9 +21,8 @@ from kempner.model.spec.communication_choice import (
     needed_memory,
     step_traffic,
 )
-from kempner.model.spec.mesh import resolve_mesh
+from kempner.model.spec.mesh import ranks_on_a_node, resolve_mesh
 from kempner.model.spec.shape import Shape, count_parameters
-from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration in TOML.")]
@@ -128,16 +127,7 @@ class Job:
     @classmethod
     def of(cls, config: Config, world: int, nodes: int | None, gpu_memory: int) -> Job:
         """As the options say, else `[slurm]`. Raises `UsageError` if the nodes are not alike."""
-        slurm = config.slurm
-        nodes = nodes or slurm.hosts
-        if nodes is not None and world % nodes:
-            raise UsageError(
-                f"{world} ranks are not equally many on each of {nodes} nodes; let --world be a "
-                "multiple of --nodes (or slurm.hosts)"
-            )
-        usual = slurm.procs or slurm.gpus_per_node or _USUAL_NODE
-        per_node = world // nodes if nodes is not None else min(world, usual)
-        return cls(world, per_node, gpu_memory or None)
+        return cls(world, ranks_on_a_node(config, world, nodes), gpu_memory or None)
 
 
 def needs(config: Config, vocab_size: int, job: Job) -> str:
@@ -169,10 +159,6 @@ def needs(config: Config, vocab_size: int, job: Job) -> str:
             f"in a step each node sends {among}",
         ]
     return "\n".join(lines)
-
-
-_USUAL_NODE = 8
-"""GPUs of a node of which nothing is known."""
 
 
 def _gb(size: int) -> str:

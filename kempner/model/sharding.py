@@ -47,6 +47,19 @@ def build_model(
 
     Raises `UsageError` if `train.fp8` is asked for in vain.
     """
+    model = assemble(config, vocab_size, device, mesh, choice)
+    initialise(model, config.train.seed)
+    return model
+
+
+def assemble(
+    config: Config,
+    vocab_size: int,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    choice: Choice = EACH_MICRO_BATCH,
+) -> Transformer:
+    """As `build_model`, with weights and positions of any content."""
     dtype = compute_dtype(config.train.dtype, device)
     with torch.device("meta"):
         model = Transformer(Shape.of(config.model, vocab_size))
@@ -64,7 +77,6 @@ def build_model(
     else:
         model.autocast_dtype = None if dtype is torch.float32 else dtype
         allocate(model, device)
-    initialise(model, config.train.seed)
     return model
 
 

@@ -25,6 +25,8 @@ ELSEWHERE = {
     "README.md: make demo": "takes minutes; it is its own test",
     "docs/communication.md: kempner config check configs/train/7b.toml --world 32 --nodes 8": "it "
     "asks for 81 GB of disk; its lines: tests/unit/config/test_config_command.py",
+    "docs/plan.md: kempner plan configs/train/7b.toml --world 32 --nodes 8": "is longer than the "
+    "terminal; the same to the letter: tests/unit/cli/test_plan_command.py",
     "docs/own_loop.md: exec kempner supervise --launcher srun --run.name=mine -- python "
     "my_train.py": "on a cluster: tests/slurm/jobs/test_own_program.py",
     'docs/doctor.md: "$KEMPNER_PYTHON" -m kempner doctor "$@" --allocation': "on a cluster: "

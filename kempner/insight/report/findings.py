@@ -22,7 +22,7 @@ from kempner.run.record.events.checkpoint import CheckpointCommitted, Checkpoint
 from kempner.run.record.events.health import MemoryLow, StragglerFound
 from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.events.stop import StopRequested
-from kempner.run.record.save_times import nearest_rank
+from kempner.run.record.save_times import nearest_rank, young_interval
 
 MARGIN = 15.0
 """Seconds that a stop needs beyond saves and steps: docs/slurm.md, "How early to warn"."""
@@ -167,12 +167,12 @@ def advise(
 
 
 def _interval(timeline: Timeline, saves: Saves, failures: int, held: float) -> Advice | None:
-    """Young's interval: sqrt(2 x cost of a save x time between failures)."""
+    """Young's interval, with what saves cost and how often something failed."""
     unit = _unit(timeline)
     if not failures or not saves.held_up_seconds or not unit or not saves.took.median:
         return None
     between = held / failures
-    young = math.sqrt(2 * saves.held_up_seconds * between)
+    young = young_interval(saves.held_up_seconds, between)
     best = max(young, saves.took.median)
     steps = max(1, round(best / unit))
     now = saves.interval_steps

@@ -126,8 +126,8 @@ def tensor_buffers(
     Each block gathers the sequence twice and scatters it twice, and so does its backward; embedding
     and last norm do each once, and so do theirs. A block that computes again gathers twice more and
     scatters once: what it ends with is not needed. See Korthikanti et al., arXiv:2205.05198,
-    section 4.2. Gradients of norms are summed as all are reduced: in float32 if once a step.
-    In the loss, each token has three numbers in float32.
+    section 4.2; with dropout it is, and scattered, too. Gradients of norms are summed as all are
+    reduced: in float32 if once a step. In the loss, each token has three numbers in float32.
 
     Args:
         shape: sizes of the model.
@@ -137,7 +137,7 @@ def tensor_buffers(
         compute_bytes: 2 for bfloat16, 4 for float32.
         recomputed_blocks: blocks with activation checkpointing.
     """
-    passes = 8 * shape.n_layers + 4 + 3 * recomputed_blocks
+    passes = 8 * shape.n_layers + 4 + (4 if shape.dropout else 3) * recomputed_blocks
     heads = 2 * shape.head_dim * shape.n_layers if shape.qk_norm else 0
     norms = shape.dim * (2 * shape.n_layers + 1) + heads
     reduced = REDUCED_BYTES if choice.reduce_once else compute_bytes * micro_batches
@@ -155,15 +155,21 @@ def tensor_traffic(buffers: TensorBuffers, tensor: int, ranks_per_node: int) -> 
 
 def node_traffic(buffers: Buffers, mesh: MeshDegrees, ranks_per_node: int) -> Traffic:
     """What the collectives make each node send, where they are rings in the order of the ranks."""
-    of_shards = _ring(mesh.shard, mesh.tensor, ranks_per_node)
-    of_replicas = _ring(mesh.replicate, mesh.shard * mesh.tensor, ranks_per_node)
     shards = buffers.all_gather + buffers.reduce_scatter
-    replicas = 2 * buffers.all_reduce
-    within = of_shards.within * shards // mesh.shard
-    within += of_replicas.within * replicas // mesh.replicate
-    between = of_shards.between * shards // mesh.shard
-    between += of_replicas.between * replicas // mesh.replicate
-    return Traffic(within, between)
+    of_shards = ring_traffic(shards, "shard", mesh, ranks_per_node)
+    of_replicas = ring_traffic(2 * buffers.all_reduce, "replicate", mesh, ranks_per_node)
+    return Traffic(of_shards.within + of_replicas.within, of_shards.between + of_replicas.between)
+
+
+def ring_traffic(size: int, dimension: str, mesh: MeshDegrees, ranks_per_node: int) -> Traffic:
+    """What each node sends where the rings of a mesh dimension pass buffers of `size` bytes once.
+
+    An all-reduce passes its buffer twice. `dimension` may also be "world", of all ranks.
+    """
+    strides = {"replicate": mesh.shard * mesh.tensor, "shard": mesh.tensor, "tensor": 1, "world": 1}
+    members = mesh.world if dimension == "world" else mesh.dimensions().get(dimension, 1)
+    ring = _ring(members, strides[dimension], ranks_per_node)
+    return Traffic(ring.within * size // members, ring.between * size // members)
 
 
 def _ring(size: int, stride: int, ranks_per_node: int) -> Traffic:

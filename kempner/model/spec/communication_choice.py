@@ -20,7 +20,7 @@ from kempner.model.spec.shape import Shape
 
 USUAL_GPU = 80 * 10**9
 """Bytes of a GPU that nobody has named: of an A100 or H100, the most common in training."""
-_USED = 0.9
+USED = 0.9
 """Share of a GPU's memory that may be filled by count; the rest is for the CUDA context, NCCL's
 buffers and the allocator's fragments."""
 _GRAIN = 8 * 10**9
@@ -77,7 +77,7 @@ def choose(config: Config, situation: Situation) -> Choice:
         return _because(least, "it takes least memory, which the CPU ranks of a node share")
     if situation.shape is None:
         return _because(least, "it takes least memory; how large the model is, only its code knows")
-    limit = int(_USED * situation.gpu_memory)
+    limit = int(USED * situation.gpu_memory)
     counted = [_counted(config, situation, situation.shape, choice) for choice in options]
     fitting = [option for option in counted if option.memory <= limit]
     if not fitting:

@@ -124,6 +124,26 @@ def check_tensor_groups(hosts: Sequence[str], degree: int) -> None:
             )
 
 
+USUAL_NODE = 8
+"""GPUs of a node of which nothing is known."""
+
+
+def ranks_on_a_node(config: Config, world: int, nodes: int | None) -> int:
+    """How many of `world` ranks a node has: as `nodes` says, else `[slurm]`, else 8.
+
+    Raises `UsageError` if the nodes are not alike.
+    """
+    slurm = config.slurm
+    nodes = nodes or slurm.hosts
+    if nodes is not None and world % nodes:
+        raise UsageError(
+            f"{world} ranks are not equally many on each of {nodes} nodes; let --world be a "
+            "multiple of --nodes (or slurm.hosts)"
+        )
+    usual = slurm.procs or slurm.gpus_per_node or USUAL_NODE
+    return world // nodes if nodes is not None else min(world, usual)
+
+
 def resolve_mesh(config: Config, world: int) -> MeshDegrees:
     """The mesh that a configuration asks of `world` ranks. Raises `UsageError` as its parts do."""
     degrees = resolve_degrees(config.parallelism, world)

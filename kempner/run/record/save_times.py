@@ -20,6 +20,14 @@ def nearest_rank(values: Iterable[float], fraction: float) -> float | None:
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else None
 
 
+def young_interval(cost: float, between_failures: float) -> float:
+    """Seconds between saves that lose least: sqrt(2 x cost of a save x time between failures).
+
+    Young, "A first order approximation to the optimum checkpoint interval", 1974.
+    """
+    return math.sqrt(2 * cost * between_failures)
+
+
 @dataclass(frozen=True)
 class SaveSeconds:
     """One save in seconds: copied, written by all ranks, committed; in this order, no gaps."""

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.config.sections import Config
+from kempner.model.spec.hardware import peak_flops_of
 from kempner.run.record.jsonl import JsonlWriter
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.observe.async_metrics import AsyncMetrics
 from kempner.training.observe.progress_bar import Display
 from kempner.training.policy.anomalies import Numbers
-
-PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets."""
 
 
 class StepMetrics:
@@ -129,5 +127,5 @@ def peak_flops(device: torch.device, world: int) -> float | None:
     """What the world's devices could do per second, if the device is a known one."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((world * peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    peak = peak_flops_of(torch.cuda.get_device_name(device))
+    return None if peak is None else world * peak

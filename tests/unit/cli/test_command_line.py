@@ -24,6 +24,7 @@ COMMANDS = (
         "prune",
         "prepare",
         "download",
+        "plan",
         "train",
         "supervise",
         "status",

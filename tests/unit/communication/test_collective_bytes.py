@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import astuple, replace
 from itertools import product
 from pathlib import Path
@@ -12,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kempner.config.loading import load
@@ -28,6 +23,8 @@ from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 from kempner.model.transformer import Transformer
 from kempner.training.compute.forward_backward import accumulate
+from kempner.training.plan.fake_ranks import fake_ranks
+from kempner.training.plan.recorder import sent_by
 
 CONFIG_7B = Path(__file__).parents[3] / "configs/train/7b.toml"
 CPU = torch.device("cpu")
@@ -64,15 +61,8 @@ CASES = [
 ]
 
 
-TENSOR = "_c10d_functional::"
-OF_TENSOR_GROUPS = {
-    f"{TENSOR}{name}" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-}
-"""Between the ranks of a tensor group; the sums in its loss are `c10d` ones."""
-
-
 class Collectives(TorchDispatchMode):
-    """Sums the bytes that collectives are given, by kind; those of scalars are left out."""
+    """Sums the bytes that collectives are given, by kind and by the API that made them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,28 +71,11 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::")
-            # All-gathers list the output first, and reduce-scatters the input second.
-            buffer = args[1] if name.startswith("_reduce_scatter") else args[0]
-            tensors = [buffer] if isinstance(buffer, Tensor) else buffer
-            if sum(tensor.numel() for tensor in tensors) > 1:
-                self.bytes[name] += sum(tensor.nbytes for tensor in tensors)
-        elif func.namespace == "_c10d_functional" and func._schema.name in OF_TENSOR_GROUPS:
-            parts = args[1] if func._schema.name.endswith("all_gather_into_tensor") else 1
-            self.bytes[func._schema.name.removeprefix(TENSOR)] += args[0].nbytes * parts
+        if (sent := sent_by(func, args)) is not None:
+            operation, size, _ = sent
+            # Those of FSDP and of the loss are `c10d` ones, those of layers functional.
+            self.bytes[f"{func.namespace} {operation}"] += size
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def fake_ranks(mesh: MeshDegrees) -> Iterator[Any]:
-    """A mesh of which only this rank is there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.world)
-    sizes = mesh.dimensions()
-    try:
-        yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_7b_on_eight_nodes_sends_what_is_counted() -> None:
@@ -140,12 +113,13 @@ def sent(
     with Collectives() as collectives:
         accumulate(model, batches, device=CPU, seed=1, step=1, rank=0, copies=tensor, choice=choice)
     found = collectives.bytes
+    layers = "_c10d_functional"
     buffers = Buffers(
-        all_gather=found.pop("_allgather_base_", 0),
-        reduce_scatter=found.pop("_reduce_scatter_base_", 0),
-        all_reduce=found.pop("allreduce_", 0) + found.pop("all_reduce", 0),
+        all_gather=found.pop("c10d all_gather", 0),
+        reduce_scatter=found.pop("c10d reduce_scatter", 0),
+        all_reduce=found.pop("c10d all_reduce", 0) + found.pop(f"{layers} all_reduce", 0),
     )
-    sequence = found.pop("all_gather_into_tensor", 0) + found.pop("reduce_scatter_tensor", 0)
+    sequence = found.pop(f"{layers} all_gather", 0) + found.pop(f"{layers} reduce_scatter", 0)
     assert not found
     return buffers, sequence
 

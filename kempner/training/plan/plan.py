@@ -1,0 +1,307 @@
+"""What a run will need and how fast it will be, before it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kempner.config.sections import Config
+from kempner.model.spec.communication import (
+    Choice,
+    Traffic,
+    ring_traffic,
+    step_buffers,
+    tensor_buffers,
+)
+from kempner.model.spec.communication_choice import USED, Situation, choose, usable_memory
+from kempner.model.spec.flops import step_flops
+from kempner.model.spec.hardware import DEFAULTS, Assumptions, Gpu, find_gpu
+from kempner.model.spec.mesh import (
+    MeshDegrees,
+    check_tensor_degree,
+    check_tensor_groups,
+    ranks_on_a_node,
+    resolve_degrees,
+)
+from kempner.model.spec.shape import Shape, flops_per_token
+from kempner.model.spec.step_time import Load, StepTime, step_time
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.save_times import young_interval
+from kempner.training.compute.communication import situation_of
+from kempner.training.plan.advice import advise, quicken
+from kempner.training.plan.timeline import Collective, Memory, Phase, Traced
+from kempner.training.plan.trace import Step, traced
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One kind of collective in a step.
+
+    Attributes:
+        collective: which, and along which dimension of the mesh.
+        buffers: bytes of one rank's whole buffers, traced.
+        traffic: bytes that each node sends for it, to its own ranks and to other nodes.
+        seconds: that it takes by itself, at the rates that are taken to be reached.
+    """
+
+    collective: Collective
+    buffers: int
+    traffic: Traffic
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Saves:
+    """Checkpoints: bytes of one, seconds to write it, for how many it holds up training; and the
+    interval that loses least time, by Young's formula, in seconds and in steps.
+    """
+
+    bytes: int
+    seconds: float
+    pause: float
+    interval: float
+    interval_steps: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """Who trains, on what: `world` ranks on `nodes`, each with a GPU; when they communicate, and
+    why so; and what is assumed of everything around them.
+    """
+
+    world: int
+    nodes: int
+    mesh: MeshDegrees
+    gpu: Gpu
+    choice: Choice
+    assumptions: Assumptions
+
+    @property
+    def ranks_per_node(self) -> int:
+        """As many on each."""
+        return self.world // self.nodes
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of the rank that needs most, at the moment at which it does, in bytes of tensors; the
+    `limit` that a GPU has for them, 0.9 of its memory; what to change if that is not enough.
+    """
+
+    memory: Memory
+    limit: int
+    advice: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is enough."""
+        return self.memory.total <= self.limit
+
+
+@dataclass(frozen=True)
+class Count:
+    """The same number twice: of the traced step, and by a formula."""
+
+    traced: int
+    by_formula: int
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a step by what they are spent on, tokens of all ranks in a second, the model FLOPs
+    utilisation, of the GPUs' peak, and what to change if ranks mostly wait for each other.
+    """
+
+    time: StepTime
+    tokens_per_second: float
+    mfu: float
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a run before it is queued.
+
+    Attributes:
+        job: the ranks.
+        room: what their memory is for.
+        flops: that one rank computes in the forwards and backwards of a step.
+        sent: bytes of all buffers of one rank's collectives in a step, but those of Muon's updates.
+        exchanges: what they are, that which takes longest first.
+        speed: of a step.
+        saves: checkpoints.
+        notes: in what the trace differs from the run.
+    """
+
+    job: Job
+    room: Room
+    flops: Count
+    sent: Count
+    exchanges: Sequence[Exchange]
+    speed: Speed
+    saves: Saves
+    notes: Sequence[str] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPUs have enough memory."""
+        return self.room.fits
+
+
+def plan(
+    config: Config,
+    world: int,
+    nodes: int | None = None,
+    gpu: str = "H100",
+    *,
+    vocab_size: int | None = None,
+    assumptions: Assumptions = DEFAULTS,
+) -> Plan:
+    """Trace a training step of `world` ranks, and say what it needs and takes.
+
+    Args:
+        config: the run's configuration.
+        world: number of ranks, one for each GPU.
+        nodes: on which they are; by default as `slurm` says, or 8 ranks on each.
+        gpu: name of one that `hardware.GPUS` knows.
+        vocab_size: of the data, where the configuration does not say.
+        assumptions: on what is not traced.
+
+    Raises `UsageError` for a world that cannot be divided so, and for a model of the user's own.
+    The process must not be part of a process group.
+    """
+    notes, config = _notes(config), _on_a_gpu(config)
+    vocab_size = vocab_size or config.model.vocab_size
+    if vocab_size is None:
+        raise UsageError("model.vocab_size is not set, and no data says it: set it")
+    situation = _situation(config, vocab_size, world, nodes, card := find_gpu(gpu))
+    mesh, per_node, choice = situation.mesh, situation.ranks_per_node, choose(config, situation)
+    job = Job(world, world // per_node, mesh, card, choice, assumptions)
+    step = Step(config, vocab_size, mesh, choice, situation.micro_batches, fused_norms=True)
+    found = traced(step)
+    shape = Shape.of(config.model, vocab_size)
+    speed = _speed(config, shape, found, job)
+    limit = int(USED * usable_memory(card.memory))
+    exchanges = _exchanges(found, job)
+    return Plan(
+        job=job,
+        room=Room(found.memory, limit, advise(config, mesh, choice, found.memory, limit)),
+        flops=Count(found.flops, _flops_by_formula(config, shape, situation)),
+        sent=Count(
+            sum(e.buffers for e in exchanges if e.collective.operation != "all_to_all"),
+            _buffers_by_formula(config, shape, situation, choice),
+        ),
+        exchanges=exchanges,
+        speed=speed,
+        saves=_saves(config, found, job, speed.time.total),
+        notes=notes,
+    )
+
+
+def _situation(
+    config: Config, vocab_size: int, world: int, nodes: int | None, gpu: Gpu
+) -> Situation:
+    mesh = resolve_degrees(config.parallelism, world)
+    check_tensor_degree(config, vocab_size)
+    per_node = ranks_on_a_node(config, world, nodes)
+    check_tensor_groups([f"node {rank // per_node}" for rank in range(world)], mesh.tensor)
+    compute_bytes = 4 if config.train.dtype == "float32" else 2
+    memory = usable_memory(gpu.memory)
+    return situation_of(config, vocab_size, mesh, compute_bytes, per_node, memory)
+
+
+def _on_a_gpu(config: Config) -> Config:
+    """With the compute type that "auto" is on a GPU, and without what fake tensors cannot do."""
+    if config.model.factory is not None:
+        raise UsageError(
+            f"what model.factory={config.model.factory} computes is not known before it is called; "
+            "kempner plan knows kempner's own models only"
+        )
+    dtype = "bfloat16" if config.train.dtype == "auto" else config.train.dtype
+    changes = {"dtype": dtype, "fp8": False}
+    return config.model_copy(update={"train": config.train.model_copy(update=changes)})
+
+
+def _notes(config: Config) -> list[str]:
+    notes = []
+    if config.train.fp8:
+        notes.append("fp8 is traced as bfloat16: with it, the blocks' products take less time")
+    if config.train.compile:
+        notes.append(
+            "compiled blocks are traced as written; fused kernels usually keep and move less"
+        )
+    if config.data.document_mask:
+        notes.append("document masks are traced as plain causal attention, which computes more")
+    return notes
+
+
+def _flops_by_formula(config: Config, shape: Shape, situation: Situation) -> int:
+    sequences = situation.micro_batches * config.train.micro_batch_size
+    return step_flops(shape, config.train, sequences, situation.mesh.tensor)
+
+
+def _buffers_by_formula(config: Config, shape: Shape, situation: Situation, choice: Choice) -> int:
+    mesh, train = situation.mesh, config.train
+    number, size = situation.micro_batches, situation.compute_bytes
+    of_data = step_buffers(shape, mesh, choice, micro_batches=number, compute_bytes=size)
+    total = of_data.all_gather + of_data.reduce_scatter + of_data.all_reduce
+    if mesh.tensor == 1:
+        return total
+    every = train.activation_checkpointing_every or 1
+    recomputed = 0 if train.activation_checkpointing == "none" else -(-shape.n_layers // every)
+    of_groups = tensor_buffers(
+        shape,
+        choice,
+        micro_batches=number,
+        tokens=train.micro_batch_size * train.seq_len,
+        compute_bytes=size,
+        recomputed_blocks=recomputed,
+    )
+    return total + of_groups.sequence + of_groups.all_reduce
+
+
+def _speed(config: Config, shape: Shape, found: Traced, job: Job) -> Speed:
+    time = step_time([_load(phase, job) for phase in found.phases], job.gpu, job.assumptions)
+    tokens = config.train.global_batch_size * config.train.seq_len
+    needed = flops_per_token(shape, config.train.seq_len) * tokens
+    mfu = needed / (time.total * job.world * job.gpu.flops)
+    return Speed(time, tokens / time.total, mfu, quicken(config, job.choice, time))
+
+
+def _load(phase: Phase, job: Job) -> Load:
+    within = between = waited = 0.0
+    for collective, size in phase.sent.items():
+        traffic = _traffic(collective, size, job)
+        if collective.dimension == "tensor":
+            waited += traffic.within / job.ranks_per_node
+        else:
+            within += traffic.within / job.ranks_per_node
+            between += traffic.between
+    operations = [(flops, size, number) for (flops, size), number in phase.work.items()]
+    return Load(phase.times, operations, within, between, waited)
+
+
+def _exchanges(found: Traced, job: Job) -> list[Exchange]:
+    given, listed = job.assumptions, []
+    for collective, size in found.sent.items():
+        traffic = _traffic(collective, size, job)
+        inside = traffic.within / job.ranks_per_node / job.gpu.link_rate
+        seconds = max(inside, traffic.between / given.network) / given.network_share
+        listed.append(Exchange(collective, size, traffic, seconds))
+    return sorted(listed, key=lambda exchange: -exchange.seconds)
+
+
+def _traffic(collective: Collective, size: int, job: Job) -> Traffic:
+    passes = 2 if collective.operation == "all_reduce" else 1
+    return ring_traffic(passes * size, collective.dimension, job.mesh, job.ranks_per_node)
+
+
+def _saves(config: Config, found: Traced, job: Job, step_seconds: float) -> Saves:
+    given = job.assumptions
+    seconds = found.state / given.storage
+    copied = found.state / job.world / given.to_host
+    pause = copied if config.checkpoint.async_save else copied + seconds
+    young = young_interval(pause, given.node_failure / job.nodes)
+    # One that begins before the last is durable gains nothing.
+    interval = max(young, seconds)
+    return Saves(found.state, seconds, pause, interval, max(1, round(interval / step_seconds)))

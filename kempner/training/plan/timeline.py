@@ -1,0 +1,229 @@
+"""What a traced step held, computed and sent, part by part; and the same step with more layers.
+
+Blocks are alike, so that every byte and every operation of a step is linear in their number. A step
+is cut where a block begins, forward and backward. The first blocks of a longer model do what those
+of a shorter one do, operation for operation, and so do its last ones; what the blocks between them
+hold lies on the line from the former to the latter, and is never more than both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "activations",
+    "loss",
+    "backward",
+    "other",
+)
+"""What memory is for; the attributes of `Memory`."""
+PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOSS, BACKWARD, OTHER = range(len(KINDS))
+NOT_THERE = len(KINDS)
+"""The kind of what another kernel would not allocate."""
+
+Stage = Literal["start", "forward", "backward", "update"]
+Work: TypeAlias = "Counter[tuple[int, int]]"
+"""How many operations compute so many FLOPs, and read and write so many bytes."""
+Rows: TypeAlias = npt.NDArray[np.int64]
+
+
+class Place(NamedTuple):
+    """A part of a step: a block, or what comes before the blocks (-1), or after them (None)."""
+
+    stage: Stage
+    micro_step: int = 0
+    block: int | None = None
+
+
+class Collective(NamedTuple):
+    """What ranks do together, and along which dimension of the mesh."""
+
+    operation: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+    dimension: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One part of a step: bytes held after each of its events, [events, kinds]; what it does."""
+
+    place: Place
+    memory: Rows
+    work: Work
+    sent: Counter[Collective]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a step whose communication can go on while it computes, `times` in a step.
+
+    `sent` has the bytes of the collectives' whole buffers.
+    """
+
+    stage: Stage
+    times: int
+    work: Work
+    sent: Counter[Collective]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the moment of a step at which it has most."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Whole parameters, gathered from their shards, or cast to the compute type."""
+    activations: int
+    """What the forward keeps for the backward."""
+    loss: int
+    """Logits, and what the loss makes of them."""
+    backward: int
+    """Gradients on their way, and what is computed again."""
+    other: int
+    """Tokens, positions, masks, what the optimizer computes with."""
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return sum(getattr(self, kind) for kind in KINDS)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A step, and the state that it leaves.
+
+    `state` has the bytes of all ranks' parameters and optimizer state together, as a checkpoint
+    does.
+    """
+
+    layers: int
+    segments: Sequence[Segment]
+    state: int
+
+
+def peak(trace: Trace) -> Memory:
+    """The moment at which most is held."""
+    return _most([segment.memory for segment in trace.segments])
+
+
+def phases(trace: Trace) -> dict[tuple[Stage, int], tuple[Work, Counter[Collective]]]:
+    """What each stage of each micro step does."""
+    found: dict[tuple[Stage, int], tuple[Work, Counter[Collective]]] = {}
+    for segment in trace.segments:
+        stage, micro_step, _ = segment.place
+        work, sent = found.setdefault((stage, micro_step), (Counter(), Counter()))
+        work.update(segment.work)
+        sent.update(segment.sent)
+    return found
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A whole step of a model of any depth."""
+
+    memory: Memory
+    phases: Sequence[Phase]
+    state: int
+
+    @property
+    def flops(self) -> int:
+        """Of one rank in the forwards and backwards of a step."""
+        computing = [phase for phase in self.phases if phase.stage != "update"]
+        return sum(p.times * flops * n for p in computing for (flops, _), n in p.work.items())
+
+    @property
+    def sent(self) -> Counter[Collective]:
+        """Bytes of the buffers of one rank's collectives in a step."""
+        total: Counter[Collective] = Counter()
+        for phase in self.phases:
+            total.update({kind: phase.times * size for kind, size in phase.sent.items()})
+        return total
+
+
+def whole(trace: Trace, micro_steps: int) -> Traced:
+    """The step that was traced, with `micro_steps` micro steps."""
+    return Traced(peak(trace), _repeated(phases(trace), micro_steps), trace.state)
+
+
+def extrapolate(shorter: Trace, longer: Trace, layers: int, micro_steps: int) -> Traced:
+    """The same step with so many layers.
+
+    Args:
+        shorter: of at least `3 + 2 p` layers, p being how many more `longer` has.
+        longer: the same step otherwise.
+        layers: as many as `shorter` has and a multiple of p.
+        micro_steps: of the step; where they are more than were traced, all but the first and the
+            last are alike.
+    """
+    period = longer.layers - shorter.layers
+    times, over = divmod(layers - shorter.layers, period)
+    assert over == 0
+    front = 1 + period
+    of_shorter, of_longer = _by_key(shorter, front), _by_key(longer, front)
+    rows = []
+    for key, segment in of_shorter.items():
+        low, high = _alike(segment.memory, of_longer[key].memory)
+        rows.append(low + times * (high - low))
+    fewer, more = phases(shorter), phases(longer)
+    grown = {
+        key: (_line(work, more[key][0], times), _line(sent, more[key][1], times))
+        for key, (work, sent) in fewer.items()
+    }
+    state = shorter.state + times * (longer.state - shorter.state)
+    return Traced(_most(rows), _repeated(grown, micro_steps), state)
+
+
+def _by_key(trace: Trace, front: int) -> dict[tuple[Any, ...], Segment]:
+    """Segments by where they are: so many from the front, or so many from the back."""
+    found: dict[tuple[Any, ...], Segment] = {}
+    for segment in trace.segments:
+        stage, micro_step, block = segment.place
+        if block is None or block < front:
+            key = (stage, micro_step, "front", block)
+        else:
+            key = (stage, micro_step, "back", trace.layers - block)
+        assert key not in found
+        found[key] = segment
+    return found
+
+
+def _alike(one: Rows, other: Rows) -> tuple[Rows, Rows]:
+    """Event by event; where there are not as many, as in a loop over matrices, at their peaks."""
+    if len(one) == len(other):
+        return one, other
+    return one[[one.sum(1).argmax()]], other[[other.sum(1).argmax()]]
+
+
+def _line(one: Counter[Any], other: Counter[Any], times: int) -> Counter[Any]:
+    """`times` the difference beyond `one`; what grows by itself is counted by its sums."""
+    keys = one.keys() | other.keys()
+    return Counter({key: one[key] + times * (other[key] - one[key]) for key in keys})
+
+
+def _most(rows: Sequence[Rows]) -> Memory:
+    best = max(
+        (part[part.sum(1).argmax()] for part in rows if len(part)), key=lambda row: row.sum()
+    )
+    return Memory(*(int(size) for size in best))
+
+
+def _repeated(
+    found: Mapping[tuple[Stage, int], tuple[Work, Counter[Collective]]], micro_steps: int
+) -> list[Phase]:
+    traced = 1 + max(micro_step for _, micro_step in found)
+    between = 1 + micro_steps - traced
+    return [
+        Phase(stage, between if traced > 2 and micro_step == 1 else 1, work, sent)
+        for (stage, micro_step), (work, sent) in found.items()
+    ]

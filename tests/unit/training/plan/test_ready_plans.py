@@ -1,0 +1,29 @@
+"""Every ready configuration, on the nodes that it is meant for: fits, and is bound by compute."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kempner.config.loading import load
+from kempner.training.plan.plan import plan
+
+FOLDER = Path(__file__).parents[4] / "configs/train"
+READY = sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != "debug")
+MEANT = re.compile(r"Meant for (\d+) nodes? of (\d+) GPUs of 80 GB")
+
+
+@pytest.mark.parametrize("name", READY)
+def test_it_fits_and_computes_for_longer_than_it_waits(name: str) -> None:
+    path = FOLDER / f"{name}.toml"
+    meant = MEANT.search(path.read_text().replace("\n#", ""))
+    assert meant is not None
+    nodes, gpus = map(int, meant.groups())
+    made = plan(load(path), nodes * gpus, nodes, gpu="H100")
+    assert made.fits
+    assert made.speed.time.bound == "compute"
+    assert 0.3 < made.speed.mfu < 0.6
+    assert made.flops.traced == made.flops.by_formula
+    assert made.sent.traced == made.sent.by_formula

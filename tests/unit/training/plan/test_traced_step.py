@@ -1,0 +1,127 @@
+"""A few layers stand for all; and what a step computes and sends is what the formulas say."""
+
+from __future__ import annotations
+
+import pytest
+
+from kempner.config.sections import Config
+from kempner.model.spec.communication import Choice
+from kempner.model.spec.flops import step_flops
+from kempner.model.spec.mesh import MeshDegrees
+from kempner.model.spec.shape import Shape
+from kempner.training.plan.plan import plan
+from kempner.training.plan.timeline import peak
+from kempner.training.plan.trace import Step, trace, traced, whole
+
+VOCAB = 1000
+SIZES = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128}
+
+
+def config(
+    layers: int = 8, optimizer: str = "adamw", vocab_size: int = VOCAB, **train: object
+) -> Config:
+    asked = {"dtype": "bfloat16", "seq_len": 64, "global_batch_size": 64, **train}
+    model = {**SIZES, "n_layers": layers, "vocab_size": vocab_size, "vocab_multiple": 8}
+    return Config.model_validate({"model": model, "train": asked, "optimizer": {"name": optimizer}})
+
+
+ONCE = Choice(reduce_once=True, keep_parameters=True)
+CASES = {
+    "alone": (config(), MeshDegrees(), Choice(), 1),
+    "shards": (config(), MeshDegrees(1, 4), Choice(), 3),
+    "kept": (config(dtype="float32"), MeshDegrees(2, 4), ONCE, 5),
+    "recomputed": (config(activation_checkpointing="full"), MeshDegrees(1, 4), ONCE, 2),
+    "every second": (
+        config(12, activation_checkpointing="selective", activation_checkpointing_every=2),
+        MeshDegrees(1, 4),
+        Choice(),
+        2,
+    ),
+    "every second, odd": (
+        config(11, activation_checkpointing="full", activation_checkpointing_every=2),
+        MeshDegrees(1, 3),
+        Choice(),
+        1,
+    ),
+    "tensor groups": (config(), MeshDegrees(2, 2, 2), Choice(), 4),
+    # Whose peak is in the backward of the first block, when all gradients are there.
+    "gradients outweigh": (config(vocab_size=8, seq_len=8), MeshDegrees(), Choice(), 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_few_layers_stand_for_all(case: str) -> None:
+    asked, mesh, choice, micro_steps = CASES[case]
+    vocab_size = asked.model.vocab_size or 0
+    step = Step(asked, vocab_size, mesh, choice, micro_steps, fused_norms=True)
+    complete = whole(trace(step, asked.model.n_layers), micro_steps)
+    short = traced(step)
+    assert short.memory == complete.memory
+    assert short.flops == complete.flops
+    assert short.sent == complete.sent
+    assert short.state == complete.state
+
+
+def test_all_micro_steps_between_the_first_and_the_last_are_alike() -> None:
+    asked = config(3)
+    three, nine = (
+        whole(trace(Step(asked, VOCAB, MeshDegrees(1, 4), Choice(), number, False), 3), number)
+        for number in (3, 9)
+    )
+    assert nine.memory == three.memory
+    assert nine.flops == 3 * three.flops
+    assert {kind: 3 * size for kind, size in three.sent.items()} == nine.sent
+
+
+def test_norms_that_are_one_kernel_keep_less() -> None:
+    asked = config(3)
+    steps = (Step(asked, VOCAB, MeshDegrees(), Choice(), 1, fused) for fused in (False, True))
+    composed, fused = (peak(trace(step, 3)) for step in steps)
+    # Beside its output and a scale a row, each of six norms kept one more float32 tensor.
+    assert composed.activations - fused.activations >= 6 * 4 * 64 * 64
+    assert composed.parameters == fused.parameters
+    assert composed.loss >= fused.loss
+
+
+PLANS = {
+    "shards": {},
+    "all logits": {"train": {"loss_chunk": 0}},
+    "recomputed": {"train": {"activation_checkpointing": "full"}},
+    "every second": {
+        "train": {"activation_checkpointing": "full", "activation_checkpointing_every": 2}
+    },
+    "replicas": {"parallelism": {"data_parallel_replicate_degree": 2}},
+    "tensor groups": {"parallelism": {"tensor_parallel_degree": 2}},
+    "both": {
+        "train": {"activation_checkpointing": "selective"},
+        "parallelism": {"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2},
+    },
+    "dropout": {"model": {"dropout": 0.1}, "train": {"activation_checkpointing": "full"}},
+    "dropout in tensor groups": {
+        "model": {"dropout": 0.1},
+        "train": {"activation_checkpointing": "selective"},
+        "parallelism": {"tensor_parallel_degree": 2},
+    },
+    "Muon": {"optimizer": {"name": "muon"}},
+    "qwen": {"model": {"qk_norm": True, "head_dim": 32, "tie_embeddings": True}},
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_flops_and_bytes_are_those_of_the_formulas(case: str) -> None:
+    sections = config(7).model_dump(exclude_none=True)
+    for section, changes in PLANS[case].items():
+        sections[section] |= changes
+    made = plan(Config.model_validate(sections), 8, nodes=2)
+    assert made.flops.traced == made.flops.by_formula > 0
+    assert made.sent.traced == made.sent.by_formula > 0
+
+
+def test_the_formula_of_flops_is_that_of_a_whole_step() -> None:
+    """Tied to `flops_per_token`: six for each parameter that multiplies, and attention."""
+    asked = config(7)
+    shape = Shape.of(asked.model, VOCAB)
+    tokens = 3 * asked.train.seq_len
+    multiplied = shape.n_layers * (shape.block_parameters - shape.block_norm_parameters)
+    expected = 6 * (multiplied + VOCAB * shape.dim) + 14 * 7 * shape.q_dim * asked.train.seq_len
+    assert step_flops(shape, asked.train, sequences=3) == tokens * expected

@@ -45,7 +45,6 @@ KEPT = 200
 ASK_EVERY = 10.0
 """Seconds between two questions to Slurm's controller, which serves the whole cluster."""
 
-_STARTED = f'"event": "{AttemptStarted.name}"'.encode()
 _EVENT = re.compile(rb'"event": "(\w+)"')
 _MANY = frozenset(
     kind.name.encode()
@@ -61,7 +60,7 @@ class RunReader:
 
     def __init__(self, run: RunDirectory, *, patient: bool = False) -> None:
         self.run, self._patient = run, patient
-        self._ledger = Tail(run.ledger, lambda block: block.count(_STARTED), ATTEMPTS, _keep_few)
+        self._ledger = Tail(run.ledger, _starts_in, ATTEMPTS, _keep_few)
         self._metrics = Tail(run.metrics, lambda block: 1, 1)
         self._lines: deque[Mapping[str, Any]] = deque(maxlen=METRICS)
         self.history = RunHistory()
@@ -104,7 +103,9 @@ class RunReader:
         if anew:
             self.history = RunHistory()
             if not self._ledger.whole:  # the first attempt would be told of in part
-                starts = (n for n, line in enumerate(lines) if line.get("event") == _NAME)
+                starts = (
+                    n for n, line in enumerate(lines) if line.get("event") == AttemptStarted.name
+                )
                 lines = lines[next(starts, 0) :]
         self.history.add(lines)
 
@@ -145,9 +146,6 @@ class RunReader:
         except DataError:
             return None
         return None if found is None else (found.time, found.damaged)
-
-
-_NAME = AttemptStarted.name
 
 
 def _changed(folder: CheckpointFolder, step: int) -> float | None:
@@ -228,3 +226,8 @@ class JobWatch:
 
     def _ask(self, job: str, history: RunHistory) -> None:
         self._found = read_job(job, history, self._accounting, self._within)
+
+
+def _starts_in(block: bytes) -> int:
+    """How many attempts begin in these lines."""
+    return block.count(f'"event": "{AttemptStarted.name}"'.encode())

@@ -48,7 +48,11 @@ NAMES = {kind.name for kind in VOCABULARY}
 ALLOWED = {
     ("kempner/config/fault_spec.py", "hang"): "a kind of fault that a configuration asks for",
     ("kempner/training/fault_injection.py", "hang"): "the same, where it is injected",
-    ("kempner/insight/report/interruptions.py", "hang"): "a kind of interruption",
+    ("kempner/insight/report/cause.py", "hang"): "a kind of interruption",
+    ("kempner/insight/status/activity.py", "restarting"): "what a run is doing",
+    ("kempner/insight/status/activity.py", "stopped"): "what a run is doing",
+    ("kempner/insight/status/activity.py", "completed"): "what a run is doing",
+    ("kempner/insight/status/summary.py", "gave_up"): "a key of the status as JSON",
     ("kempner/insight/triage/table/run.py", "hang"): "the name of a cause",
     ("kempner/insight/triage/table/run.py", "stopped"): "the name of a cause",
     ("kempner/insight/triage/table/scheduler.py", "requeued"): "the name of a cause",

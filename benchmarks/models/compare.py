@@ -4,15 +4,18 @@
 
 Each library has a process of its own, with one thread. They train in turns, one after the other in
 each round: the same plain loop, batch, sizes, float32, loss and fused AdamW. A ratio is that of two
-turns of one round, so that what else the machine does touches both alike. Memory is what the
-process had at most in its last turns, less what it had before the model was built. With `--how
-best` kempner has its own loss in chunks and its own compiled blocks, the others model and loss
-compiled as one. torchtitan must be on PYTHONPATH.
+turns of one round, so that what else the machine does touches both alike. Memory is counted,
+not that of the process: the tensors that stay from step to step, and the most that torch's
+allocator had handed out on top of them at any moment of one step. With `--how compiled` each model
+is compiled as one and the loss is plain; with `--how best` kempner has its own loss in chunks and
+its own compiled blocks, the others model and loss compiled as one. torchtitan must be
+on PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -25,7 +28,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -140,38 +142,39 @@ BUILD: dict[str, Callable[[Size], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn took, in seconds per step, and the most bytes so far."""
+    """What one turn took, in seconds per step."""
 
     wall: float
     cpu: float
-    peak: int
     loss: float
 
 
-def take_turns(library: str, size: Size, how: str, steps: int) -> None:
-    """Train for `steps` at each line on stdin, and answer with a line on stdout."""
-    import torch._dynamo  # one library has it from the beginning, another from its first step
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: of parameters, buffers and optimizer between steps, and the most of all in one."""
 
+    kept: int
+    peak: int
+
+
+def take_turns(library: str, size: Size, how: str, steps: int) -> None:
+    """Answer each line on stdin with one on stdout: `steps` steps, or the memory of one."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    _step(
-        library, Size(8, 16, 1, 2, 32, 8, 1), "eager"
-    )()  # what is imported late is not the model's memory
-    before = psutil.Process().memory_info().rss
-    step = _step(library, size, how)
-    first = True
-    for _ in sys.stdin:
+    step, kept = _step(library, size, how)
+    for line in sys.stdin:
+        if line.strip() == "memory":
+            print(json.dumps(asdict(_memory(step, kept))), flush=True)
+            continue
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             loss = step()
         took = (time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps
-        print(json.dumps(asdict(Turn(*took, _peak() - before, loss.item()))), flush=True)
-        if first:  # a compiler's memory is not the steps'
-            Path("/proc/self/clear_refs").write_text("5")
-            first = False
+        print(json.dumps(asdict(Turn(*took, loss.item()))), flush=True)
 
 
-def _step(library: str, size: Size, how: str) -> Callable[[], Tensor]:
+def _step(library: str, size: Size, how: str) -> tuple[Callable[[], Tensor], Callable[[], int]]:
+    """A step, and what counts the bytes that stay after one."""
     model: Any = BUILD[library](size).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(size.vocab, (size.batch, size.seq + 1))
@@ -204,12 +207,24 @@ def _step(library: str, size: Size, how: str) -> Callable[[], Tensor]:
         optimizer.zero_grad()
         return loss.detach()
 
-    return step
+    def kept() -> int:
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        tensors = [*model.parameters(), *model.buffers(), *states, inputs, tokens, targets]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    return step, kept
 
 
-def _peak() -> int:
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+def _memory(step: Callable[[], Tensor], kept: Callable[[], int]) -> Memory:
+    """Count one step by what the allocator reports to the profiler: bytes taken and given back."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        step()
+    results = profiler.profiler.kineto_results
+    reports = [event for event in results.events() if event.name() == "[memory]"]
+    reports.sort(key=lambda event: event.start_ns())
+    live = itertools.accumulate(event.nbytes() for event in reports)
+    before = kept()
+    return Memory(before, before + max(live))
 
 
 class Contender:
@@ -224,13 +239,20 @@ class Contender:
 
     def turn(self) -> Turn:
         """The next one."""
+        return Turn(**self._answer("turn"))
+
+    def memory(self) -> Memory:
+        """Of one more step."""
+        return Memory(**self._answer("memory"))
+
+    def _answer(self, question: str) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("go\n")
+        self._process.stdin.write(question + "\n")
         self._process.stdin.flush()
         if not (line := self._process.stdout.readline()):
             raise SystemExit("a library's process has ended; its words are above")
-        return Turn(**json.loads(line))
+        return json.loads(line)
 
     def close(self) -> None:
         """End it."""
@@ -266,6 +288,7 @@ def main() -> None:
     for _ in range(args.rounds):
         for library, contender in contenders.items():
             turns[library].append(contender.turn())
+    memory = {library: contender.memory() for library, contender in contenders.items()}
     for contender in contenders.values():
         contender.close()
     print(f"{args.size}, {args.how}, load {os.getloadavg()[0]:.1f}")
@@ -274,13 +297,15 @@ def main() -> None:
         wall, cpu = [turn.wall for turn in theirs], [turn.cpu for turn in theirs]
         line = (
             f"{library:13} {statistics.median(wall) * 1e3:8.1f} ms wall "
-            f"{statistics.median(cpu) * 1e3:8.1f} ms processor {theirs[-1].peak / 2**20:7.0f} MiB"
+            f"{statistics.median(cpu) * 1e3:8.1f} ms processor "
+            f"{memory[library].peak / 2**20:7.1f} MiB "
+            f"({memory[library].kept / 2**20:.1f} between steps)"
         )
         if library != "kempner":
             line += (
                 f"   kempner needs {ratios([turn.wall for turn in ours], wall)} wall, "
                 f"{ratios([turn.cpu for turn in ours], cpu)} processor, "
-                f"{ours[-1].peak / theirs[-1].peak:.2f} memory"
+                f"{memory['kempner'].peak / memory[library].peak:.2f} memory"
             )
         print(line)
 

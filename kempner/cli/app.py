@@ -28,6 +28,7 @@ _MODULES = {
     "report": ("insight.report",),
     "triage": ("insight.triage",),
     "metrics": ("insight.metrics",),
+    "profile": ("insight.profile",),
     "sample": ("sample",),
     "prune": ("prune",),
     "checkpoint": ("checkpoint.inspect", "checkpoint.convert"),

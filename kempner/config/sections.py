@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from kempner.config.model import ModelSection
 from kempner.config.parallelism import ParallelismSection
+from kempner.config.profiling import ProfilingSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     Beta,
@@ -348,6 +349,7 @@ class Config(Section):
     supervise: SuperviseSection = SuperviseSection()
     slurm: SlurmSection = SlurmSection()
     metrics: MetricsSection = MetricsSection()
+    profiling: ProfilingSection = ProfilingSection()
     eval: EvalSection = EvalSection()
 
     @model_validator(mode="after")

@@ -49,6 +49,7 @@ from kempner.training.groups.process_groups import Ranks
 from kempner.training.loop import Data, LoopState, Tools, Training
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.observe.metrics import StepMetrics, peak_flops
+from kempner.training.observe.profiler import Profiler
 from kempner.training.observe.progress_bar import open_display
 from kempner.training.policy.anomalies import Health, remembered
 from kempner.training.rank_link.rank_link import RankLink
@@ -119,10 +120,16 @@ def build(
             faults=faults,
             progress=rank_link.progress,
             record=record,
+            profiler=_open_profiler(config, run, ranks, attempt),
             communication=choice,
         ),
         state=LoopState(train_state, Health(train_state.losses)),
     )
+
+
+def _open_profiler(config: Config, run: RunDirectory, ranks: Ranks, attempt: Attempt) -> Profiler:
+    gpu = ranks.device.type == "cuda"
+    return Profiler(config.profiling, run, attempt.number, ranks.world.rank, gpu)
 
 
 def _build_model(

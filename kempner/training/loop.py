@@ -28,6 +28,7 @@ from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.observe.metrics import StepMetrics
+from kempner.training.observe.profiler import Profiler
 from kempner.training.policy.anomalies import Health, Plan, observe, plan_rollback
 from kempner.training.policy.lr_schedule import learning_rate
 from kempner.training.rank_link.shutdown import ShutdownHandler
@@ -87,6 +88,7 @@ class Tools:
     faults: FaultInjector
     progress: Progress
     record: Recorder
+    profiler: Profiler
     communication: Choice = EACH_MICRO_BATCH
 
 
@@ -158,6 +160,7 @@ def train(run: Training) -> ExitCode:
     # The last step, too, must be a sound one: what is suspicious then gets a vote of its own.
     while (run.train_state.step < last or not run.health.sound) and not agreed.stop:
         step = run.train_state.step + 1
+        run.tools.profiler.begin(step)
         batch = run.tools.data.take(give_up=run.shutdown.should_shutdown)
         ballot = run.vote_group.open(run.vote(void=batch is None))
         if batch is None and (agreed := ballot.close()).all_void:
@@ -195,6 +198,7 @@ def train(run: Training) -> ExitCode:
         )
         run.state.train_state = advance(run, batch)
         run.progress.made(step)
+        run.tools.profiler.end(step)
         saving = run.progress.take_saving()
         run.tools.step_metrics.record(run.train_state, loss, norm, rate, batch.positions, saving)
         due = save_is_due(run, agreed)

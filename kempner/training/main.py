@@ -127,6 +127,7 @@ def _train(training: Training) -> ExitCode:
         return train(training)
     finally:
         training.tools.step_metrics.close()
+        training.tools.profiler.close()
         training.tools.data.feed.close()
 
 

@@ -31,6 +31,8 @@ ELSEWHERE = {
     "my_train.py": "on a cluster: tests/slurm/jobs/test_own_program.py",
     'docs/doctor.md: "$KEMPNER_PYTHON" -m kempner doctor "$@" --allocation': "on a cluster: "
     "tests/slurm/jobs/test_doctor_in_allocation.py",
+    "docs/profiling.md: kempner profile runs/mine --rank 3 --steps 2": "needs a run that trains: "
+    "tests/distributed/insight/test_profile_of_a_run.py",
     "docs/slurm.md: sbatch --nodes=2 --time=00:30:00 scripts/slurm/multinode.sh train.toml "
     "--train.max_steps=20 --run.name=first": "on a cluster: tests/slurm/jobs/test_init.py",
     "docs/slurm.md: kempner status 1": "on a cluster: tests/slurm/jobs/test_status.py",

@@ -64,6 +64,11 @@ class RunDirectory:
         """What `kempner metrics` keeps: how far it is, and the files of TensorBoard and W&B."""
         return self.path / "exports"
 
+    @property
+    def profiles(self) -> Path:
+        """Traces of steps, as `[profiling]` or `kempner profile` asked for."""
+        return self.path / "profiles"
+
     def samples(self, rank: int) -> Path:
         """The ids that a rank consumed, one JSON line a step."""
         return self.path / "samples" / f"rank-{rank:05d}.jsonl"

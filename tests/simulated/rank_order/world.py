@@ -135,6 +135,7 @@ class Rank:
                 step_metrics=Metrics(scene.plan.late_numbers),  # type: ignore[arg-type]
                 evaluation=Evaluation(config, SimpleNamespace()),  # type: ignore[arg-type]
                 faults=FaultInjector((), self.number, attempt=1),
+                profiler=SimpleNamespace(begin=lambda step: None, end=lambda step: None),
                 progress=Progress(),
                 record=self.record,
             ),

@@ -43,6 +43,7 @@ from kempner.training.groups.process_groups import Ranks, adopt
 from kempner.training.loop import Data, LoopState, Tools, Training, train
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.observe.metrics import StepMetrics
+from kempner.training.observe.profiler import Profiler
 from kempner.training.observe.progress_bar import NoDisplay
 from kempner.training.policy.anomalies import Health
 from kempner.training.rank_link.shutdown import ShutdownHandler
@@ -118,6 +119,7 @@ def run_loop(
             evaluation=Evaluation(config, None),
             faults=FaultInjector(parse_faults(faults), rank, attempt=1),
             progress=Progress(),
+            profiler=Profiler(config.profiling, run, attempt=1, rank=rank, gpu=False),
             record=lambda event: None,
         ),
         state=LoopState(state, Health(state.losses)),

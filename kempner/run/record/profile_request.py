@@ -1,0 +1,78 @@
+"""How a trace is asked for while a run goes on: two small files for each rank.
+
+Whoever asks writes a request; the rank answers with the same id, once the trace is written.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kempner.run.process.durable_io import replace_durable
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """So many steps, from the next one on."""
+
+    id: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class ProfileAnswer:
+    """Where the trace is, relative to the run's directory, or why there is none."""
+
+    id: str
+    files: tuple[str, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class ProfileMail:
+    """The two files of a rank in the folder of an attempt."""
+
+    folder: Path
+    rank: int
+
+    def ask(self, steps: int) -> ProfileRequest:
+        """Leave a request; an older one no longer counts. Raises `OSError`."""
+        request = ProfileRequest(secrets.token_hex(4), steps)
+        self._write("asked", asdict(request))
+        return request
+
+    def asked(self) -> ProfileRequest | None:
+        """The request that is there. Raises `OSError`."""
+        told = self._read("asked")
+        steps = told.get("steps")
+        if not told.get("id") or not isinstance(steps, int):
+            return None
+        return ProfileRequest(str(told["id"]), max(1, steps))
+
+    def answer(self, answer: ProfileAnswer) -> None:
+        """Raises `OSError`."""
+        self._write("answer", asdict(answer))
+
+    def answered(self, request: ProfileRequest) -> ProfileAnswer | None:
+        """What the rank has answered to this one. Raises `OSError`."""
+        told = self._read("answer")
+        files = told.get("files")
+        if told.get("id") != request.id or not isinstance(files, list):
+            return None
+        return ProfileAnswer(request.id, tuple(map(str, files)), str(told.get("error", "")))
+
+    def _path(self, what: str) -> Path:
+        return self.folder / f"rank-{self.rank:05d}.profile-{what}.json"
+
+    def _write(self, what: str, content: object) -> None:
+        replace_durable(self._path(what), json.dumps(content).encode(), unique="kempner")
+
+    def _read(self, what: str) -> dict[str, object]:
+        """Nothing if it is not there, or makes no sense."""
+        try:
+            told = json.loads(self._path(what).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return told if isinstance(told, dict) else {}

@@ -1,0 +1,160 @@
+"""Traces steps of this rank: those that the configuration names, and those that somebody asks for.
+
+A step that is not traced costs one comparison: no file is looked at by the thread that trains.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kempner.config.profiling import ProfilingSection
+from kempner.run.output.logs import logger
+from kempner.run.record.profile_request import ProfileAnswer, ProfileMail, ProfileRequest
+from kempner.run.record.run_dir import RunDirectory
+
+LOOK_EVERY = 2.0
+"""Seconds between two looks for a request, by a thread that may hang as long as storage does."""
+
+LONGEST = 20
+"""Steps in a trace: more fill gigabytes, and no viewer opens them."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps to trace, and who has asked for them: nobody if the configuration has."""
+
+    first: int
+    last: int
+    request: ProfileRequest | None = None
+
+
+def due(section: ProfilingSection, rank: int, step: int) -> Span | None:
+    """The trace that the configuration wants to begin with this step."""
+    if rank in section.ranks and step in section.steps:
+        return Span(step, step + min(section.length, LONGEST) - 1)
+    return None
+
+
+class Profiler:
+    """Traces a rank. Call `begin` before each step, `end` after it, and `close` at the end.
+
+    What goes wrong with a trace is told, and is no concern of the training.
+    """
+
+    def __init__(
+        self, section: ProfilingSection, run: RunDirectory, attempt: int, rank: int, gpu: bool
+    ) -> None:
+        self._section, self._run, self._rank, self._gpu = section, run, rank, gpu
+        self._mail = ProfileMail(run.attempt(attempt), rank)
+        self._asked: ProfileRequest | None = None
+        self._span: Span | None = None
+        self._trace: Any = None
+        self._over = threading.Event()
+        threading.Thread(target=self._look, name="profile-requests", daemon=True).start()
+
+    def begin(self, step: int) -> None:
+        """Start a trace if one is due."""
+        if self._span is not None:
+            return
+        request, self._asked = self._asked, None
+        if request is not None:
+            self._span = Span(step, step + min(request.steps, LONGEST) - 1, request)
+        else:
+            self._span = due(self._section, self._rank, step)
+        if self._span is not None:
+            self._start()
+
+    def end(self, step: int) -> None:
+        """Write the trace whose last step this was."""
+        if self._span is None or step < self._span.last:
+            return
+        span, self._span = self._span, None
+        if self._trace is None:
+            return
+        try:
+            files = self._write(span)
+        except (OSError, RuntimeError) as error:
+            self._tell(span, error=f"the trace of steps {span.first} to {step} is lost: {error}")
+        else:
+            logger().info("wrote a trace", file=files[0])
+            self._tell(span, files=files)
+
+    def close(self) -> None:
+        """No more requests; a trace that has not ended is given up."""
+        self._over.set()
+        if self._trace is not None:
+            with suppress(RuntimeError):
+                self._trace.stop()
+            self._trace = None
+
+    def _start(self) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        assert self._span is not None
+        try:
+            if self._memory:
+                torch.cuda.memory._record_memory_history(max_entries=100_000)
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._gpu else [])]
+            trace = profile(activities=kinds, record_shapes=True)
+            trace.start()
+            self._trace = trace
+        except RuntimeError as error:
+            self._trace = None
+            self._tell(self._span, error=f"no trace can be made: {error}")
+
+    def _write(self, span: Span) -> list[str]:
+        """Raises `OSError` or `RuntimeError`."""
+        trace, self._trace = self._trace, None
+        trace.stop()
+        folder = self._run.profiles
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"step-{span.first:08d}-rank-{self._rank:05d}"
+        path, temporary = folder / f"{name}.json.gz", folder / f".{name}.json.gz"
+        trace.export_chrome_trace(str(temporary))
+        temporary.replace(path)
+        files = [path]
+        if self._memory:
+            files.append(folder / f"{name}.pickle")
+            torch.cuda.memory._dump_snapshot(str(files[-1]))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._prune(folder, files)
+        return [str(file.relative_to(self._run.path)) for file in files]
+
+    @property
+    def _memory(self) -> bool:
+        return self._gpu and self._section.memory
+
+    def _prune(self, folder: Path, new: Collection[Path]) -> None:
+        """Without the oldest traces of this rank."""
+        mine = sorted(folder.glob(f"step-*-rank-{self._rank:05d}.json.gz"), key=_age)
+        for old in mine[: -self._section.keep]:
+            if old not in new:
+                old.unlink(missing_ok=True)
+                old.with_name(old.name.removesuffix(".json.gz") + ".pickle").unlink(missing_ok=True)
+
+    def _tell(self, span: Span, files: Collection[str] = (), error: str = "") -> None:
+        if error:
+            logger().warning(error)
+        if span.request is not None:
+            with suppress(OSError):  # whoever asked waits in vain, and says so
+                self._mail.answer(ProfileAnswer(span.request.id, tuple(files), error))
+
+    def _look(self) -> None:
+        """Take in each new request."""
+        last = ""
+        while not self._over.wait(LOOK_EVERY):
+            with suppress(OSError):
+                request = self._mail.asked()
+                if request is not None and request.id != last:
+                    last, self._asked = request.id, request
+
+
+def _age(path: Path) -> float:
+    return path.stat().st_mtime

@@ -30,7 +30,7 @@ _MODULES = {
     "metrics": ("insight.metrics",),
     "sample": ("sample",),
     "prune": ("prune",),
-    "checkpoint": ("checkpoint.inspect", "checkpoint.convert"),
+    "checkpoint": ("checkpoint.inspect", "checkpoint.convert", "checkpoint.compare"),
     "config": ("config",),
     "completion": ("completion",),
 }

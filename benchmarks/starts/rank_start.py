@@ -1,11 +1,16 @@
 """The processor time of a rank from its start to its first step, beside that of importing torch.
 
-    python benchmarks/starts/rank_start.py [--ranks 1 2] [--rounds 5]
+    python benchmarks/starts/rank_start.py [--ranks 1 2] [--rounds 5] [--kinds new resumed ...]
 
 In every round, in turns: `bare`, a process that imports torch, and for more than one rank FSDP2 and
-DTensor, and ends; and `kempner supervise` with its ranks, which train a tiny model. What is counted
-is user and system time up to the first update of the weights, of the process whose sum is the
-largest, by part; `ratio` is that sum over the bare process of the same round.
+DTensor, and ends; and `kempner supervise` with its ranks, which train a model by each kind of
+start: `new`, `resumed` from a checkpoint, and both with `train.compile`, where the resumed one
+finds what the new one has compiled in the run's directory.
+
+What is counted is user and system time up to the first update of the weights, with that of a
+compiler, of the process whose sum is the largest, by part; `ratio` is that sum over the bare
+process of the same round. `later step` is the second one: what the first one takes more is what is
+done once. `wall` is seconds from exec to the first update, which other work lengthens.
 """
 
 from __future__ import annotations
@@ -21,22 +26,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 CONFIG = """
 [run]
 dir = "{folder}/runs"
 name = "start"
 [model]
-dim = 32
-n_layers = 2
-n_heads = 2
-ffn_dim = 64
+{model}
 [train]
-max_steps = 1
+max_steps = {steps}
+compile = {compiled}
 global_batch_size = 8
 micro_batch_size = 2
 seq_len = 32
@@ -44,6 +50,15 @@ threads = 1
 [data]
 dataset_path = "{folder}/tokens"
 """
+TINY = "dim = 32\nn_layers = 2\nn_heads = 2\nffn_dim = 64"
+KINDS = {
+    "new": (False, False),
+    "resumed": (True, False),
+    "new, compiled": (False, True),
+    "resumed, compiled": (True, True),
+}
+"""By name: whether the run has a checkpoint, and whether its blocks are compiled."""
+
 BARE = {
     False: "import torch",
     True: "import torch, torch.distributed\n"
@@ -58,7 +73,8 @@ print(usage.ru_utime + usage.ru_stime)
 """
 MARKS = "RANK_START_MARKS"
 """Environment variable: the folder in which ranks leave their figures."""
-PARTS = ("python", "command", "torch", "kempner", "meet", "build", "first step")
+PARTS = ("python", "command", "torch", "kempner", "meet", "build", "load", "first step")
+LATER, WALL = "later step", "wall"
 
 
 class Stopwatch:
@@ -66,21 +82,31 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._parts: dict[str, float] = {}
+        self._wall = 0.0
 
     def mark(self, part: str) -> None:
         """All that was used since the mark before belongs to `part`."""
-        self._parts[part] = used() - sum(self._parts.values())
+        since = used() - sum(self._parts.values())
+        self._parts[part] = self._parts.get(part, 0.0) + since
 
     def save(self) -> None:
         """Leave the figures for the benchmark."""
         path = Path(os.environ[MARKS]) / f"{os.getpid()}.json"
-        path.write_text(json.dumps(self._parts))
+        path.write_text(json.dumps({**self._parts, WALL: self._wall}))
 
-    def after(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """`function`, whose return is a mark."""
+    def stop(self) -> None:
+        """The first step is done."""
+        self._wall = time.time() - psutil.Process().create_time()
+
+    def around(
+        self, function: Callable[..., Any], part: str, before: str | None = None
+    ) -> Callable[..., Any]:
+        """`function`, whose return is a mark, and its call if `before` names what ends there."""
 
         @wraps(function)
         def marked(*arguments: Any, **options: Any) -> Any:
+            if before is not None:
+                self.mark(before)
             result = function(*arguments, **options)
             self.mark(part)
             return result
@@ -89,9 +115,9 @@ class Stopwatch:
 
 
 def used() -> float:
-    """User and system time of this process in seconds."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    """User and system time in seconds of this process, and of those that it has started."""
+    own, others = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + others.ru_utime + others.ru_stime
 
 
 def rank(arguments: Sequence[str]) -> None:
@@ -110,20 +136,24 @@ def rank(arguments: Sequence[str]) -> None:
     main = importlib.import_module("kempner.training.main")
     loop = importlib.import_module("kempner.training.loop")
     watch.mark("kempner")
-    main.connect = watch.after(main.connect, "meet")  # type: ignore[attr-defined]
-    main.build = watch.after(main.build, "build")  # type: ignore[attr-defined]
-    update, done = loop.update, []
+    manager = importlib.import_module("kempner.checkpoint.manager").CheckpointManager
+    main.connect = watch.around(main.connect, "meet")  # type: ignore[attr-defined]
+    main.build = watch.around(main.build, "build")  # type: ignore[attr-defined]
+    manager.restore = watch.around(manager.restore, "load", before="build")
+    update, parts = loop.update, [LATER, PARTS[-1]]
 
     @wraps(update)
-    def first_update(*given: Any, **options: Any) -> Any:
+    def marked(*given: Any, **options: Any) -> Any:
         result = update(*given, **options)
-        if not done:
-            done.append(True)
-            watch.mark("first step")
-            watch.save()
+        if parts:
+            watch.mark(parts.pop())
+            if parts:
+                watch.stop()
+            else:
+                watch.save()
         return result
 
-    loop.update = first_update  # type: ignore[attr-defined]
+    loop.update = marked  # type: ignore[attr-defined]
     entry.main(["train", *arguments])
 
 
@@ -153,20 +183,32 @@ def bare(ranks: int) -> float:
     return float(said.stdout)
 
 
-def start(ranks: int, tokens: Path) -> dict[str, float]:
+def start(ranks: int, tokens: Path, kind: str, model: str) -> dict[str, float]:
     """The parts of the most expensive rank."""
+    resumed, compiled = KINDS[kind]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "tokens").symlink_to(tokens)
-        (folder / "marks").mkdir()
-        config = folder / "tiny.toml"
-        config.write_text(CONFIG.format(folder=folder))
-        environment = {**os.environ, MARKS: str(folder / "marks"), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "supervisor", str(config), str(ranks)]
-        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-        found = [json.loads(path.read_text()) for path in (folder / "marks").iterdir()]
+        for steps in (2, 4) if resumed else (2,):
+            found = _attempt(folder, ranks, steps, compiled, model)
         assert len(found) == ranks
-        return max(found, key=lambda parts: sum(parts.values()))
+        return max(found, key=lambda parts: sum(parts[part] for part in PARTS))
+
+
+def _attempt(
+    folder: Path, ranks: int, steps: int, compiled: bool, model: str
+) -> list[dict[str, float]]:
+    """Every rank's parts in a start that trains up to a step, and commits it."""
+    marks = folder / f"marks-{steps}"
+    marks.mkdir()
+    config = folder / f"{steps}.toml"
+    config.write_text(
+        CONFIG.format(folder=folder, steps=steps, compiled=str(compiled).lower(), model=model)
+    )
+    environment = {**os.environ, MARKS: str(marks), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "supervisor", str(config), str(ranks)]
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return [json.loads(path.read_text()) for path in marks.iterdir()]
 
 
 def write_tokens(folder: Path) -> None:
@@ -178,30 +220,34 @@ def write_tokens(folder: Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def measure(worlds: Sequence[int], rounds: int) -> None:
-    """Print a row of medians for every world."""
-    print("ranks  bare  rank  ratio (smallest, largest)  " + "  ".join(PARTS))
+def measure(worlds: Sequence[int], rounds: int, kinds: Sequence[str], model: str) -> None:
+    """Print a row of medians for every world and kind of start."""
+    columns = (*PARTS, LATER, WALL)
+    print("ranks  kind  bare  rank  ratio (smallest, largest)  " + "  ".join(columns))
     with tempfile.TemporaryDirectory() as name:
         write_tokens(Path(name))
         for ranks in worlds:
-            bares, starts = [], []
+            bares: list[float] = []
+            starts: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
             for number in range(rounds):
-                for what in ("bare", "start") if number % 2 else ("start", "bare"):
+                for what in ("bare", *kinds) if number % 2 else (*kinds, "bare"):
                     if what == "bare":
                         bares.append(bare(ranks))
                     else:
-                        starts.append(start(ranks, Path(name) / "tokens"))
-            sums = [sum(parts.values()) for parts in starts]
-            ratios = [whole / least for whole, least in zip(sums, bares, strict=True)]
-            print(
-                f"{ranks:5}  {statistics.median(bares):4.2f}  {statistics.median(sums):4.2f}  "
-                f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})  "
-                + "  ".join(
-                    f"{part} {statistics.median(parts[part] for parts in starts):.2f}"
-                    for part in PARTS
-                ),
-                flush=True,
-            )
+                        starts[what].append(start(ranks, Path(name) / "tokens", what, model))
+            for kind, found in starts.items():
+                sums = [sum(parts[part] for part in PARTS) for parts in found]
+                ratios = [whole / least for whole, least in zip(sums, bares, strict=True)]
+                print(
+                    f"{ranks:5}  {kind}  {statistics.median(bares):4.2f}  "
+                    f"{statistics.median(sums):4.2f}  "
+                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})  "
+                    + "  ".join(
+                        f"{part} {statistics.median(parts[part] for parts in found):.2f}"
+                        for part in columns
+                    ),
+                    flush=True,
+                )
 
 
 def main() -> None:
@@ -213,8 +259,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--preset", help="a model by name, in place of a tiny one")
     options = parser.parse_args()
-    measure(options.ranks, options.rounds)
+    model = TINY if options.preset is None else f'preset = "{options.preset}"'
+    measure(options.ranks, options.rounds, options.kinds, model)
 
 
 if __name__ == "__main__":

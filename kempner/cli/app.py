@@ -31,7 +31,7 @@ _MODULES = {
     "profile": ("insight.profile",),
     "sample": ("sample",),
     "prune": ("prune",),
-    "checkpoint": ("checkpoint.inspect", "checkpoint.convert"),
+    "checkpoint": ("checkpoint.inspect", "checkpoint.convert", "checkpoint.compare"),
     "config": ("config",),
     "completion": ("completion",),
 }

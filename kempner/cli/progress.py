@@ -19,3 +19,17 @@ def bar(console: Console, doing: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(doing, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def counter(doing: str, in_all: int) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes, on the standard error, that counts what it is told."""
+    done = 0
+    with bar(Console(stderr=True), doing) as show:
+
+        def count(length: int) -> None:
+            nonlocal done
+            done += length
+            show(done, in_all)
+
+        yield count

@@ -13,22 +13,29 @@ import torch
 from kempner.model.transformer import Transformer
 
 
-def compile_blocks(model: Transformer, cache: Path) -> None:
-    """Have every block compile what it computes when it first trains; evaluations compute as ever.
+def keep_compiled(cache: Path) -> None:
+    """Have this process keep what it compiles in a folder, from which another start takes it.
 
-    Blocks are alike, so that one is compiled for all. It is compiled whole, or not at all: what
-    shards and gathers a block stays outside, and so do the names of its parameters.
+    To be called before anything imports torch's compiler, which chooses a folder in /tmp as soon as
+    it is imported, and names it in the environment. FSDP2 imports it, too.
 
     Args:
-        model: on any device.
-        cache: folder of what was compiled; another start takes it from there. A folder that
-            TORCHINDUCTOR_CACHE_DIR names takes precedence.
+        cache: a folder that TORCHINDUCTOR_CACHE_DIR names takes precedence.
     """
-    import torch._inductor.config as inductor  # imports torch's compiler
-
     # Kernels are compiled for the processor (-march=native), by which torch does not look for them:
     # another one could end with an illegal instruction.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute() / _processor()))
+
+
+def compile_blocks(model: Transformer) -> None:
+    """Have every block compile what it computes when it first trains; evaluations compute as ever.
+
+    Blocks are alike, so that one is compiled for all. It is compiled whole, or not at all: what
+    shards and gathers a block stays outside, and so do the names of its parameters. What is made is
+    kept where `keep_compiled` says.
+    """
+    import torch._inductor.config as inductor  # imports torch's compiler
+
     # In this process: a pool of compiling processes could outlive a rank that is killed, and for
     # one block it gains little.
     inductor.compile_threads = 1

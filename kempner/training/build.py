@@ -141,7 +141,7 @@ def _build_model(
         transformer = build_model(config, vocab_size, ranks.device, ranks.mesh, choice)
         transformer.document_end = corpus.index.eot if config.data.document_mask else None
         if config.train.compile:
-            compile_blocks(transformer, rank_link.run.compiled)
+            compile_blocks(transformer)
         return transformer
     model = create(config, vocab_size)
     with rank_link.progress.waiting("the others' initial weights"):

@@ -14,6 +14,7 @@ from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.slurm.job import restart_count
 from kempner.cluster.world import World
 from kempner.config.sections import Config, SuperviseSection
+from kempner.model.compilation import keep_compiled
 from kempner.run.control.launch_env import Launch
 from kempner.run.control.protocol import Phase
 from kempner.run.output.console import leave
@@ -92,6 +93,8 @@ def run_rank(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> 
     torch.set_num_threads(thread_count(config, world))
     if config.train.deterministic:  # cuBLAS reads it with its first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if config.train.compile:
+        keep_compiled(run.compiled)
     # The same as use_deterministic_algorithms(), which imports the compiler to tell it, too.
     torch.set_deterministic_debug_mode("error" if config.train.deterministic else "default")
     faults = arm(config, rank_link)

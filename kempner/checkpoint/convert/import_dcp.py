@@ -11,9 +11,10 @@ import io
 import math
 import pickle
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -81,6 +82,16 @@ class Foreign:
                 raise DataError(f"{self.path}: {key} does not have all of its elements")
         return dict(sorted(found.items()))
 
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors by our names, in their order. Raises `DataError` as `import_dcp`."""
+        specs = {spec.key: spec for spec in self.specs()}
+        parts: dict[str, list[tuple[Path, Chunk, _StorageInfo]]] = {name: [] for name in specs}
+        for file, stored in self.files().items():
+            for chunk, info in stored.items():
+                parts[chunk.key].append((self.path / file, chunk, info))
+        for name in names:
+            yield name, _assembled(specs[name], parts[name])  # no tensor is kept here
+
     def _entry(self, key: str) -> TensorStorageMetadata:
         entry = self.metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)  # `fit` lets only those through
@@ -132,14 +143,34 @@ def _read_parts(
     try:
         with open(path, "rb") as file:
             for item in placed:
-                stored = parts[item.chunk]
-                if stored.transform_descriptors:
-                    raise DataError(f"{path} is compressed or encrypted, which cannot be imported")
-                file.seek(stored.offset)
-                content = io.BytesIO(file.read(stored.length))
-                yield _tensor(content, item.chunk, f"{path}, byte {stored.offset}")
+                yield _read_part(file, path, item.chunk, parts[item.chunk])
     except OSError as error:
         raise cannot_read(path, error) from error
+
+
+def _assembled(spec: TensorSpec, parts: Iterable[tuple[Path, Chunk, _StorageInfo]]) -> Tensor:
+    tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    for path, chunk, stored in parts:
+        box = zip(chunk.offsets, chunk.sizes, strict=True)
+        where = tuple(slice(begin, begin + size) for begin, size in box)
+        tensor[where] = _read_alone(path, chunk, stored)
+    return tensor
+
+
+def _read_alone(path: Path, chunk: Chunk, stored: _StorageInfo) -> Tensor:
+    try:
+        with open(path, "rb") as file:
+            return _read_part(file, path, chunk, stored)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
+def _read_part(file: BinaryIO, path: Path, chunk: Chunk, stored: _StorageInfo) -> Tensor:
+    if stored.transform_descriptors:
+        raise DataError(f"{path} is compressed or encrypted, which kempner does not read")
+    file.seek(stored.offset)
+    content = io.BytesIO(file.read(stored.length))
+    return _tensor(content, chunk, f"{path}, byte {stored.offset}")
 
 
 def _tensor(content: io.BytesIO, chunk: Chunk, where: str) -> Tensor:

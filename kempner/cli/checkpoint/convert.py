@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kempner.checkpoint.format.manifest import read
 from kempner.checkpoint.format.names import MANIFEST, METADATA
@@ -23,7 +22,7 @@ from kempner.cli.checkpoint.hugging_face import (
     read_model,
 )
 from kempner.cli.checkpoint.trained_on import Data
-from kempner.cli.progress import bar
+from kempner.cli.progress import counter
 from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.run.process.exit_codes import UsageError, cannot_write
 
@@ -102,13 +101,13 @@ def export(
     from kempner.checkpoint.convert.tensor_copy import Source, total
 
     missing = ""
-    with reading_at(chosen, _warn_unmarked):
+    with reading_at(chosen, warn_unmarked):
         source = Source.open(chosen)
         hugging_face = format_ is Format.SAFETENSORS
         tensors = weights(source) if hugging_face else source.contents.tensors
         if hugging_face:
             form, missing = exported_form(source, directory, dtype, data, tokenizer)
-        with _into(out), _counter(f"exporting {chosen.name}", total(tensors)) as on_bytes:
+        with _into(out), counter(f"exporting {chosen.name}", total(tensors)) as on_bytes:
             if format_ is Format.TORCH:
                 export_torch(source, out, on_bytes)
             elif format_ is Format.DCP:
@@ -191,7 +190,7 @@ def _import_hugging_face(
 
     section, weights = read_model(source, vocab_multiple)
     state = TrainState(step or 0, cursor or 0)
-    with _into(folder), _counter("importing", total(weights.saved)) as on_bytes:
+    with _into(folder), counter("importing", total(weights.saved)) as on_bytes:
         path = import_weights(weights, folder, state, on_bytes)
     typer.echo(
         f"{path}: committed, {len(weights.located):,} tensors, step {state.step}, cursor "
@@ -214,10 +213,10 @@ def _own_checkpoint(source: Path) -> Path | None:
 def _import_own(checkpoint: Path, folder: Path, step: int | None, cursor: int | None) -> None:
     from kempner.checkpoint.convert.import_own import import_own, place_of
 
-    with reading_at(checkpoint, _warn_unmarked):
+    with reading_at(checkpoint, warn_unmarked):
         manifest = place_of(read(checkpoint), step, cursor)
         size = sum(entry.bytes for entry in manifest.files.values() if entry.sums is not None)
-        with _into(folder), _counter("importing", size) as on_bytes:
+        with _into(folder), counter("importing", size) as on_bytes:
             path = import_own(checkpoint, manifest, folder, on_bytes)
     state = manifest.train_state
     typer.echo(f"{path}: committed, step {state.step}, cursor {state.cursor}")
@@ -238,7 +237,7 @@ def _import_stock(source: Path, folder: Path, step: int | None, cursor: int | No
     foreign = Foreign.open(source)
     tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in foreign.specs()}
     state = TrainState(step or 0, cursor or 0)
-    with _into(folder), _counter("importing", total(tensors)) as on_bytes:
+    with _into(folder), counter("importing", total(tensors)) as on_bytes:
         path = import_dcp(foreign, folder, state, on_bytes)
     typer.echo(
         f"{path}: committed, {len(tensors):,} tensors, step {state.step}, cursor {state.cursor}"
@@ -252,7 +251,8 @@ def _import_stock(source: Path, folder: Path, step: int | None, cursor: int | No
         typer.echo(f"not imported, because a run creates it: {listed(foreign.fit.left_out)}")
 
 
-def _warn_unmarked(error: OSError) -> None:
+def warn_unmarked(error: OSError) -> None:
+    """Say that a checkpoint cannot be marked as being read."""
     typer.echo(
         f"kempner: the checkpoint's folder cannot be written to ({error.strerror}), so its run "
         "does not know that it is being read, and may delete it meanwhile",
@@ -289,17 +289,3 @@ def _folders_around(out: Path) -> Iterator[None]:
             with suppress(OSError):  # somebody else may have put something into it
                 folder.rmdir()
         raise
-
-
-@contextmanager
-def _counter(doing: str, in_all: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes that counts what it is told."""
-    done = 0
-    with bar(Console(stderr=True), doing) as show:
-
-        def count(length: int) -> None:
-            nonlocal done
-            done += length
-            show(done, in_all)
-
-        yield count

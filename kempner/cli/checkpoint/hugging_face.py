@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,42 @@ def read_model(folder: Path, vocab_multiple: int) -> tuple[ModelSection, Weights
     tables = ("embed.weight", "output.weight")
     rows = {n: shape.vocab_rows if n in tables else t.shape[0] for n, t in located.items()}
     return section, Weights(located, rows, shape.fixed())
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has safetensors under the names of Hugging Face, and is no checkpoint."""
+    from kempner.checkpoint.convert.safetensors_reader import INDEX, WHOLE
+
+    checkpoint = any((folder / name).exists() for name in (MANIFEST, METADATA))
+    return not checkpoint and any((folder / name).is_file() for name in (WHOLE, INDEX))
+
+
+def matching_names(theirs: Collection[str], ours: Collection[str]) -> dict[str, str]:
+    """The key in a checkpoint for the names of Hugging Face of which `ours` has the tensor.
+
+    A model that is not kempner's own has its own names in both.
+    """
+    from kempner.checkpoint.convert.export import MODEL
+
+    names: dict[str, str] = {}
+    for key in ours:
+        own = key.removeprefix(MODEL)
+        name = next((name for name in (weight_name(own), own) if name in theirs), None)
+        if name is not None:
+            names[name] = key
+    return names
+
+
+def needless(folder: Path, theirs: Collection[str]) -> set[str]:
+    """The tensors of a folder that follow from others, as far as its `config.json` tells."""
+    if not (folder / CONFIG).is_file():
+        return set()
+    try:
+        section = model_section(_read_config(folder))
+    except DataError:
+        return set()
+    shape = Shape.of(section, section.vocab_size or 0)
+    return {name for name in theirs if is_unneeded(name, shape)}
 
 
 def described(section: ModelSection) -> str:

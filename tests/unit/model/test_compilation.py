@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo
+from text_run import make_text_run
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kempner.config.sections import Config, ModelSection, TrainSection
-from kempner.model.compilation import compile_blocks
+from kempner.model.compilation import compile_blocks, keep_compiled
 from kempner.model.sharding import build_model
 from kempner.model.transformer import Transformer
 
@@ -52,8 +55,7 @@ def test_one_graph_is_compiled_for_all_blocks(
     torch._dynamo.reset()
     model = build(checkpointing, document_end)
     expected = step(build(checkpointing, document_end))
-    compile_blocks(model, tmp_path / "compiled")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
+    compile_blocks(model)
     assert list(model.state_dict()) == list(build("none").state_dict())
     with torch.no_grad():
         model(TOKENS, TOKENS)
@@ -73,10 +75,40 @@ def test_what_is_compiled_stays_with_the_run_for_each_processor(
     folders = set()
     for processor in ("this", "another"):
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-        compile_blocks(build("none"), tmp_path / "compiled")
+        keep_compiled(tmp_path / "compiled")
         folders.add(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
         if processor == "this":
-            compile_blocks(build("none"), tmp_path / "compiled")
+            keep_compiled(tmp_path / "elsewhere")  # it is named already
+            assert {Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])} == folders
             monkeypatch.setattr(Path, "read_text", lambda path: "flags : one_more\n")
     assert len(folders) == 2
     assert {folder.parent for folder in folders} == {tmp_path / "compiled"}
+
+
+START = """
+import kempner.training.main as main
+from kempner.cli import entry
+
+def build(*given):
+    import torch._dynamo  # as FSDP2 does
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    print(cache_dir())
+    raise SystemExit(0)
+
+main.build = build
+entry.main(["train", "run.toml", "--train.compile=true"])
+"""
+
+
+def test_a_rank_that_starts_by_itself_keeps_what_it_compiles_with_its_run(tmp_path: Path) -> None:
+    """The compiler chooses a folder in /tmp as soon as it is imported: that must be too late."""
+    make_text_run(tmp_path)
+    (tmp_path / "run.toml").write_text(
+        f'run.dir = "{tmp_path}"\nrun.name = "new"\ndata.dataset_path = "{tmp_path}/data"\n'
+        "model.preset = 'debug'\ntrain.seq_len = 16\n"
+    )
+    environ = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"}
+    command = [sys.executable, "-c", START]
+    started = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    folder = Path(started.stdout.splitlines()[-1])
+    assert folder.parent == tmp_path / "new" / "compiled", started.stderr

@@ -15,6 +15,7 @@ CHECKPOINT_COMMANDS = (
     "checkpoint verify {}",
     "checkpoint prune {} --keep-last 1",
     "checkpoint export {} --format dcp --out out",
+    "checkpoint compare run {}",
 )
 CHECKPOINT_PLACES = {
     "missing": f"missing {NO_CHECKPOINT}",

@@ -1,0 +1,157 @@
+"""`kempner checkpoint compare`: what differs between two checkpoints, of whatever kind."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kempner.checkpoint.format.names import MANIFEST, METADATA
+from kempner.checkpoint.store.inventory import locate, pick
+from kempner.checkpoint.store.read_marker import reading_at
+from kempner.cli.checkpoint import inspect
+from kempner.cli.checkpoint.convert import warn_unmarked
+from kempner.cli.checkpoint.hugging_face import has_weights, matching_names, needless
+from kempner.cli.progress import counter
+from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.run.process.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from kempner.checkpoint.compare.pairs import Pair
+    from kempner.checkpoint.compare.sides import Side
+    from kempner.checkpoint.format.contents import Saved
+
+_HELP = (
+    "A run (its `latest`), one checkpoint, a folder of torch.distributed.checkpoint, or a folder "
+    "with safetensors."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `compare` to `checkpoint`, which is in `app` already."""
+    inspect.commands.command()(compare)
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help=_HELP)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The other one, of any of these kinds.")],
+    model_only: Annotated[
+        bool, typer.Option("--model-only", help="Leave out the optimizer's state.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print every tensor's result as JSON.")
+    ] = False,
+) -> ExitCode:
+    """Compare two checkpoints tensor by tensor; exit 1 if anything differs.
+
+    Values of two dtypes are compared after rounding to the narrower one. Against safetensors only
+    the model is compared.
+    """
+    raise_open_file_limit()
+    with _open(a) as one, _open(b) as other:
+        from kempner.checkpoint.compare.pairs import bytes_to_read, pairs
+
+        one, other = _matched(one, other, model_only)
+        found = []
+        with counter("comparing", bytes_to_read(one, other)) as on_bytes:
+            for pair in pairs(one, other, on_bytes):
+                found.append(pair)
+                if not as_json and not pair.equal:
+                    typer.echo(_line(pair))
+    equal = all(pair.equal for pair in found)
+    typer.echo(_as_json(one, other, found) if as_json else _summary(found))
+    return ExitCode.COMPLETED if equal else ExitCode.CRASHED
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Side]:
+    from kempner.checkpoint.compare import sides
+
+    if has_weights(path):
+        yield sides.safetensors(path)
+    elif (path / METADATA).is_file() and not (path / MANIFEST).is_file():
+        yield sides.stock(path)
+    else:
+        checkpoint = pick(*locate(path), None)
+        with reading_at(checkpoint, warn_unmarked):
+            yield sides.own(checkpoint)
+
+
+def _matched(a: Side, b: Side, model_only: bool) -> tuple[Side, Side]:
+    """Both sides with the tensors that the other can have, under names that it can have."""
+    from kempner.checkpoint.compare.sides import SAFETENSORS
+
+    if a.kind == b.kind == SAFETENSORS:
+        return a, b
+    if a.kind == SAFETENSORS:
+        b, a = _matched(b, a, model_only)
+    elif b.kind == SAFETENSORS:
+        a, b = _as_ours(a, b)
+    elif model_only:
+        from kempner.checkpoint.compare.sides import model_of
+
+        a, b = model_of(a), model_of(b)
+    return a, b
+
+
+def _as_ours(ours: Side, theirs: Side) -> tuple[Side, Side]:
+    """The model of a checkpoint, and a folder of Hugging Face under the checkpoint's names."""
+    from kempner.checkpoint.compare.sides import model_of, renamed, without
+
+    ours = model_of(ours)
+    extra = needless(theirs.path, theirs.tensors)
+    names = matching_names(theirs.tensors, ours.tensors)
+    return ours, renamed(without(theirs, extra - names.keys()), names)
+
+
+def _line(pair: Pair) -> str:
+    """What is different under a name."""
+    if pair.a is None or pair.b is None:
+        return f"{pair.name}: {pair.verdict}"
+    if pair.difference is None:
+        return f"{pair.name}: {_described(pair.a)} in A, {_described(pair.b)} in B"
+    found = pair.difference
+    dtypes = pair.a.dtype if pair.a.dtype == pair.b.dtype else f"{pair.a.dtype} and {pair.b.dtype}"
+    said = [f"{found.different:,} of {found.elements:,} elements ({dtypes})"]
+    if found.not_finite < found.different:
+        said.append(f"at most {found.max_abs:.3g} apart, relatively {found.max_rel:.3g}")
+    if found.not_finite:
+        said.append(f"{found.not_finite:,} of them not finite in A or B")
+    return f"{pair.name}: {', '.join(said)}; the first at {list(found.first or ())}"
+
+
+def _described(saved: Saved) -> str:
+    return f"{saved.dtype} {list(saved.shape)}"
+
+
+def _summary(found: Sequence[Pair]) -> str:
+    """Of all tensors, in a line."""
+    identical = sum(pair.verdict == "identical" for pair in found)
+    different = sum(not pair.equal for pair in found)
+    if identical == len(found):
+        return f"equal to the bit: {len(found):,} tensors"
+    said = [f"{identical:,} equal to the bit"] * bool(identical)
+    rounded = [pair.difference for pair in found if pair.verdict == "equal" and pair.difference]
+    for dtype, count in Counter(difference.compared_in for difference in rounded).items():
+        lost = sum(d.rounded for d in rounded if d.compared_in == dtype)
+        changed = f"{lost:,} elements" if lost else "none"
+        said.append(f"{count:,} equal after rounding to {dtype}, which changed {changed}")
+    if different:
+        said.insert(0, f"{different:,} of {len(found):,} tensors")
+    return f"{'different' if different else 'equal'}: {'; '.join(said)}"
+
+
+def _as_json(a: Side, b: Side, found: Sequence[Pair]) -> str:
+    table: dict[str, Any] = {
+        "a": {"path": str(a.path), "kind": a.kind},
+        "b": {"path": str(b.path), "kind": b.kind},
+        "equal": all(pair.equal for pair in found),
+        "identical": all(pair.verdict == "identical" for pair in found),
+        "tensors": [pair.to_json() for pair in found],
+    }
+    return json.dumps(table, indent=2)

@@ -43,6 +43,7 @@ from kempner.run.control.transport import Connection
 from kempner.run.output.console import leave
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.stop_reason import LEFT_EARLY
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.health import ConnectionsStalled
 from kempner.run.record.run_dir import RunDirectory
@@ -281,9 +282,12 @@ class ControlClient:
         """End the process, although the main thread may wait for that peer for ever."""
         assert self.peer_lost is not None  # or nobody would have set the time
         sentence = f"exited, because rank {self.peer_lost.rank} {self.peer_lost.words}"
-        self.leave(ExitCode.PEERS_LOST, sentence)
+        # Somebody has stopped the run before there was anything to lose: so has this rank, then.
+        stopped = self.peer_lost.words.startswith(LEFT_EARLY)
+        code = ExitCode.STOPPED if stopped else ExitCode.PEERS_LOST
+        self.leave(code, sentence)
         logger().error(sentence)
-        leave(ExitCode.PEERS_LOST)
+        leave(code)
 
     def _nap(self, selector: selectors.BaseSelector, until: float) -> None:
         """Wait until something happens, or until it is time for something."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from harness import KEMPNER, Run, end_jobs, made_once, wait_until
 from hypothesis import settings
 
 from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
+from kempner.supervisor.launchers.family import PR_SET_CHILD_SUBREAPER
 
 DRILLS = Path(__file__).with_name("drills")
 
@@ -45,6 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the fixtures are made: those that a test needs first are started as it is."""
     warm.choose(cold=item.get_closest_marker("cold") is not None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """A command that a test runs in this process may make it a sub-reaper, for good: what later
+    tests leave behind would become its children, and never be gone."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

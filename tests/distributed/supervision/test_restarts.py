@@ -68,7 +68,7 @@ def test_a_run_that_always_dies_at_the_same_step_is_given_up_for_good(
     assert f"{run.record.gave_up} says why" in sentence
     assert run.attempt() == 2
     _, status = warm.complete(*KEMPNER, "status", run.record.path)
-    assert f"given up, see {run.record.gave_up}" in status
+    assert f"delete {run.record.gave_up}, and start again" in status
     assert gave_up["raised"] in status
 
     run.record.gave_up.unlink()  # a person has mended it

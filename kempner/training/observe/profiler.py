@@ -22,6 +22,9 @@ from kempner.run.record.run_dir import RunDirectory
 LOOK_EVERY = 2.0
 """Seconds between two looks for a request, by a thread that may hang as long as storage does."""
 
+LAST_WAIT = 2.0
+"""Seconds at the end in which a trace may still be written."""
+
 LONGEST = 20
 """Steps in a trace: more fill gigabytes, and no viewer opens them."""
 
@@ -56,12 +59,13 @@ class Profiler:
         self._asked: ProfileRequest | None = None
         self._span: Span | None = None
         self._trace: Any = None
+        self._writer: threading.Thread | None = None
         self._over = threading.Event()
         threading.Thread(target=self._look, name="profile-requests", daemon=True).start()
 
     def begin(self, step: int) -> None:
         """Start a trace if one is due."""
-        if self._span is not None:
+        if self._span is not None or (self._writer is not None and self._writer.is_alive()):
             return
         request, self._asked = self._asked, None
         if request is not None:
@@ -76,19 +80,25 @@ class Profiler:
         if self._span is None or step < self._span.last:
             return
         span, self._span = self._span, None
-        if self._trace is None:
+        trace, self._trace = self._trace, None
+        if trace is None:
             return
         try:
-            files = self._write(span)
-        except (OSError, RuntimeError) as error:
-            self._tell(span, error=f"the trace of steps {span.first} to {step} is lost: {error}")
-        else:
-            logger().info("wrote a trace", file=files[0])
-            self._tell(span, files=files)
+            trace.stop()
+        except RuntimeError as error:
+            self._tell(span, error=_lost(span, error))
+            return
+        # Storage may hang, and no step waits for a trace.
+        self._writer = threading.Thread(
+            target=self._finish, args=(span, trace), name="profile-writer", daemon=True
+        )
+        self._writer.start()
 
     def close(self) -> None:
-        """No more requests; a trace that has not ended is given up."""
+        """No more requests; a trace that has not ended, or cannot be written now, is given up."""
         self._over.set()
+        if self._writer is not None:
+            self._writer.join(LAST_WAIT)
         if self._trace is not None:
             with suppress(RuntimeError):
                 self._trace.stop()
@@ -109,10 +119,18 @@ class Profiler:
             self._trace = None
             self._tell(self._span, error=f"no trace can be made: {error}")
 
-    def _write(self, span: Span) -> list[str]:
+    def _finish(self, span: Span, trace: Any) -> None:
+        """Write a trace that has ended, and tell of it; on a thread of its own."""
+        try:
+            files = self._write(span, trace)
+        except (OSError, RuntimeError) as error:
+            self._tell(span, error=_lost(span, error))
+        else:
+            logger().info("wrote a trace", file=files[0])
+            self._tell(span, files=files)
+
+    def _write(self, span: Span, trace: Any) -> list[str]:
         """Raises `OSError` or `RuntimeError`."""
-        trace, self._trace = self._trace, None
-        trace.stop()
         folder = self._run.profiles
         folder.mkdir(parents=True, exist_ok=True)
         name = f"step-{span.first:08d}-rank-{self._rank:05d}"
@@ -154,6 +172,10 @@ class Profiler:
                 request = self._mail.asked()
                 if request is not None and request.id != last:
                     last, self._asked = request.id, request
+
+
+def _lost(span: Span, error: Exception) -> str:
+    return f"the trace of steps {span.first} to {span.last} is lost: {error}"
 
 
 def _age(path: Path) -> float:

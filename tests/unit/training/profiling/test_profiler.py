@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,8 @@ def make(profiler: Profiler, first: int, last: int) -> None:
         profiler.begin(step)
         torch.ones(4, 4).matmul(torch.ones(4, 4))
         profiler.end(step)
+        if profiler._writer is not None:
+            profiler._writer.join(60)
 
 
 def traced(path: Path) -> list[dict[str, Any]]:
@@ -99,3 +102,24 @@ def test_what_makes_no_sense_is_no_request(run: RunDirectory) -> None:
     for content in ("", "[]", '{"id": "x"}', '{"id": "", "steps": 3}', '{"id": "x", "steps": "3"}'):
         (run.attempt(1) / "rank-00000.profile-asked.json").write_text(content)
         assert mail.asked() is None
+
+
+def test_storage_that_hangs_holds_up_no_step(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second trace is left out while the first one cannot be written."""
+    released = threading.Event()
+    finish = Profiler._finish
+    monkeypatch.setattr(
+        Profiler, "_finish", lambda *arguments: released.wait(60) and finish(*arguments)
+    )
+    monkeypatch.setattr(module, "LAST_WAIT", 0.01)
+    with profiler_of(run, ProfilingSection(steps=[1, 3], length=1)) as profiler:
+        for step in range(1, 6):
+            profiler.begin(step)
+            profiler.end(step)
+    assert not run.profiles.exists()
+    released.set()
+    assert profiler._writer is not None
+    profiler._writer.join(60)
+    assert [path.name for path in run.profiles.iterdir()] == ["step-00000001-rank-00000.json.gz"]

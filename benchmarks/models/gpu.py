@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors import state
-from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.config.sections import Config, ModelSection, TrainSection
 from kempner.data.serve.loader import MicroBatch
 from kempner.model.sharding import build_model

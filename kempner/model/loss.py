@@ -11,7 +11,9 @@ bfloat16 loss to bfloat16, wants one type for inputs and weights, and imports to
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -58,8 +60,7 @@ def linear_cross_entropy(
     with torch.autocast(kind, enabled=False):
         if not torch.is_grad_enabled():
             return _chunks(hidden, weight, targets, how, gradients=False)[0]
-        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, how)  # type: ignore[no-untyped-call]
-        return loss
+        return with_gradients(partial(_chunks, how=how), hidden, weight, targets)
 
 
 class _How(NamedTuple):
@@ -70,12 +71,25 @@ class _How(NamedTuple):
     dtype: torch.dtype
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+Chunks: TypeAlias = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""Takes hidden, weight, targets and whether `gradients` are wanted; gives the summed loss, and the
+gradients of hidden and weight."""
+
+
+def with_gradients(chunks: Chunks, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The loss of `chunks`, whose gradients are computed beside it; to be differentiated once."""
+    loss: Tensor = _WithGradients.apply(hidden, weight, targets, chunks)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _WithGradients(torch.autograd.Function):
     """The gradients for a loss whose own gradient is 1, to be scaled in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, how: _How) -> Tensor:
-        loss, of_hidden, of_weight = _chunks(hidden, weight, targets, how, gradients=True)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: Chunks
+    ) -> Tensor:
+        loss, of_hidden, of_weight = chunks(hidden, weight, targets, gradients=True)
         ctx.save_for_backward(of_hidden, of_weight)
         return loss
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kempner.model import fused
 from kempner.model.activation_checkpointing import Mode, checkpointed
 from kempner.model.attention import Mask, attend, document_mask
 from kempner.model.loss import cross_entropy, linear_cross_entropy
@@ -67,6 +68,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         A tensor of the shape and type of `x`.
     """
     exact = x.float()
+    if fused.usable(x):
+        return fused.rotate(exact, cos, sin).type_as(x)
     low, high = exact.chunk(2, dim=-1)
     return (exact * cos + torch.cat((-high, low), dim=-1) * sin).type_as(x)
 
@@ -86,10 +89,13 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.wq, self.wk, self.wv)
+        projections = (self.wq, self.wk, self.wv)
+        projected = (
+            fused.project(x, *(p.weight for p in projections))
+            if fused.usable(x, *projections)
+            else tuple(projection(x) for projection in projections)
         )
+        q, k, v = (heads.unflatten(-1, (-1, self.head_dim)) for heads in projected)
         if self.q_norm is not None and self.k_norm is not None:
             # In the weights' type, as autocast leaves them: only so is the norm one kernel.
             q = self.q_norm(q.to(self.q_norm.weight.dtype))
@@ -109,7 +115,9 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
         self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, computed_again: bool = False) -> Tensor:
+        if not computed_again and fused.usable(x, self.w1, self.w2, self.w3):
+            return fused.feed_forward(x, self.w1.weight, self.w3.weight, self.w2.weight)
         fed: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
         return fed
 
@@ -146,8 +154,10 @@ class Block(nn.Module):
         return checkpointed(self.checkpointing, self._computed, x, cos, sin, mask, draws=draws)
 
     def _computed(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, mask))
-        deeper: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        normed = fused.rms_norm(x, self.attention_norm)
+        x = x + self.dropout(self.attention(normed, cos, sin, mask))
+        fed = self.ffn(fused.rms_norm(x, self.ffn_norm), self.checkpointing == "full")
+        deeper: Tensor = x + self.dropout(fed)
         return deeper
 
 
@@ -252,8 +262,7 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
         # Before the output projection is used: where sharded, this gathers it, too.
-        normed: Tensor = self.norm(x)
-        return normed
+        return fused.rms_norm(x, self.norm)
 
     def _of_tokens(self, logits: Tensor) -> Tensor:
         """Without the rows of no token, which are never predicted so, and get no gradient."""

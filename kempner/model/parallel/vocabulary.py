@@ -9,17 +9,17 @@ rows that are no token, and replaces torch's operators for whoever runs in the m
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from kempner.model.loss import IGNORE
+from kempner.model.loss import IGNORE, with_gradients
 
 
 class VocabularyParallel:
@@ -61,8 +61,7 @@ class VocabularyParallel:
         )
         if not torch.is_grad_enabled():
             return _chunks(tokens, rows, targets.flatten(), part, gradients=False)[0]
-        loss: Tensor = _CrossEntropy.apply(tokens, rows, targets.flatten(), part)  # type: ignore[no-untyped-call]
-        return loss
+        return with_gradients(partial(_chunks, part=part), tokens, rows, targets.flatten())
 
 
 class _Part(NamedTuple):
@@ -74,22 +73,6 @@ class _Part(NamedTuple):
     rows: int
     chunk: int
     group: dist.ProcessGroup
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """The gradients for a loss whose own gradient is 1, to be scaled in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, part: _Part) -> Tensor:
-        loss, of_hidden, of_weight = _chunks(hidden, weight, targets, part, gradients=True)
-        ctx.save_for_backward(of_hidden, of_weight)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        of_hidden, of_weight = ctx.saved_tensors
-        return of_hidden.mul_(of_loss), of_weight.mul_(of_loss), None, None
 
 
 def _chunks(

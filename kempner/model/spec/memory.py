@@ -105,7 +105,12 @@ def estimate_memory(
         gradient_buffers=gradient_buffers,
         activations=tokens
         * activation_bytes_per_token(
-            shape, compute_bytes, checkpointing, checkpointing_every, tensor
+            shape,
+            compute_bytes,
+            checkpointing,
+            checkpointing_every,
+            tensor,
+            autocast=world == 1 and compute_bytes != MASTER_BYTES,
         ),
         logits=loss_bytes(shape, tokens, loss_chunk, compute_bytes) // tensor,
     )
@@ -143,6 +148,7 @@ def activation_bytes_per_token(
     checkpointing: Checkpointing = "none",
     checkpointing_every: int = 1,
     tensor: int = 1,
+    autocast: bool = False,
 ) -> int:
     """Bytes per token that a forward keeps for the backward, without the logits.
 
@@ -150,7 +156,7 @@ def activation_bytes_per_token(
     time has, during its backward, what it would have kept.
     """
     root = _divided(8 + compute_bytes * 2 * shape.dim + 4, compute_bytes * shape.dim, tensor)
-    block = block_bytes_per_token(shape, compute_bytes, tensor)
+    block = block_bytes_per_token(shape, compute_bytes, tensor, autocast)
     if checkpointing == "none":
         return root + shape.n_layers * block
     kept = checkpointed_bytes_per_token(shape, compute_bytes, checkpointing, tensor)
@@ -164,17 +170,21 @@ def _divided(whole: int, undivided: int, ranks: int) -> int:
     return -(-(whole - undivided) // ranks) + undivided
 
 
-def block_bytes_per_token(shape: Shape, compute_bytes: int, tensor: int = 1) -> int:
+def block_bytes_per_token(
+    shape: Shape, compute_bytes: int, tensor: int = 1, autocast: bool = False
+) -> int:
     """Bytes per token that a block keeps, if it computes nothing again.
 
-    Counted tensor by tensor, with fused RMSNorm and attention as on CUDA. A block keeps the input
-    and the output of both norms and a float32 scale for each; queries, keys, values, what was
-    attended and, per head, a float32 sum; four tensors of SwiGLU; with dropout, two byte masks;
-    where queries and keys are normalised, both before that, and a float32 scale for each head.
-    On CPU, where RMSNorm is not fused, each norm keeps one more float32 tensor. Each of `tensor`
-    ranks has its part of all but the outputs of the norms, which are gathered along the sequence.
+    Counted tensor by tensor, with a fused norm of heads and attention as on CUDA. A block keeps the
+    input and the output of both norms and a float32 scale for each; queries, keys, values, what was
+    attended and, per head, a float32 sum; two tensors of SwiGLU (`kempner/model/fused.py`; four
+    with `autocast` or in a tensor group); with dropout, two byte masks; where queries and keys are
+    normalised, both before that, and a float32 scale for each head. On CPU, where the norm of heads
+    is not fused, each keeps one more float32 tensor. Each of `tensor` ranks has its part of all but
+    the outputs of the norms, which are gathered along the sequence.
     """
-    elements = 4 * shape.dim + 2 * shape.q_dim + 2 * shape.kv_dim + 4 * shape.ffn_dim
+    of_ffn = 4 if autocast or tensor > 1 else 2
+    elements = 4 * shape.dim + 2 * shape.q_dim + 2 * shape.kv_dim + of_ffn * shape.ffn_dim
     masks = 2 * shape.dim if shape.dropout else 0
     scales = 2 + shape.n_heads
     if shape.qk_norm:

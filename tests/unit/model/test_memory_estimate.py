@@ -80,7 +80,7 @@ def test_7b_is_sharded_as_estimated_and_fits(grid: DeviceMesh) -> None:
     # All row counts are multiples of 32: the estimate of the shards is exact.
     assert local_bytes(model) == estimate.parameters == estimate.gradients
     assert estimate.moments == 2 * estimate.parameters
-    assert 27e9 < estimate.total < 30e9
+    assert 21e9 < estimate.total < 24e9
 
 
 def local_bytes(model: Transformer) -> int:
@@ -110,12 +110,12 @@ def test_uneven_shards_exceed_the_estimate_by_a_row_at_most(grid: DeviceMesh) ->
     ],
 )
 def test_activations_are_counted_to_the_byte(section: ModelSection) -> None:
-    """On CPU, after the one float32 tensor per norm that a fused norm does not keep."""
+    """On CPU, after the one float32 tensor per norm of heads that a fused one does not keep."""
     rows, length = 2, 32
     model = build_model(Config(model=section, train=TrainSection(seq_len=length)), 257, CPU, None)
     fused = activation_bytes_per_token(model.shape, compute_bytes=4)
     in_heads = (model.shape.q_dim + model.shape.kv_dim) if section.qk_norm else 0
-    unfused = fused + 4 * ((2 * section.n_layers + 1) * section.dim + section.n_layers * in_heads)
+    unfused = fused + 4 * section.n_layers * in_heads
     assert (
         saved_bytes(model, torch.zeros(rows, length, dtype=torch.int64)) == rows * length * unfused
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from kempner.config.errors import ConfigError, describe_error, dotted, shorten
 from kempner.config.overrides import Override, parse, place
 from kempner.config.section import expand_home
 from kempner.config.sections import Config, RunSection
+from kempner.config.site.foreign_resources import translate
 
 Keys = tuple[str | int, ...]
 """The way to a value: names of tables and keys, and positions in lists."""
@@ -32,9 +33,14 @@ _SYNTAX_HINTS: Mapping[str, str] = {
 }
 
 
-def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+def load(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    explain: Callable[[str], object] = lambda sentence: None,
+) -> Config:
     """Reads the TOML file at `path` and applies `--section.key=value` arguments to it.
 
+    `explain` hears how keys of other trainers are read (`[provisioner]`, `[actors]`).
     `run.name` becomes the file's stem when neither sets it. Without a file all else is as it is
     when left out.
 
@@ -46,6 +52,12 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """
     path = None if path is None else _expand(path)
     table = {} if path is None else _parse_toml(path, _read(path))
+    try:
+        table, said = translate(table)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for sentence in said:
+        explain(sentence)
     known = known_keys()
     given = parse(overrides, known)
     for override in given:

@@ -10,6 +10,7 @@ from kempner.config.fault_spec import parse_faults
 from kempner.config.section import (
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -90,6 +91,10 @@ class ResilienceSection(Section):
     suspect_for: PositiveFloat = 86_400.0
     """Seconds for which a node that failed a check or made attempts fail is excluded if possible
     (supervise.spare_nodes, supervise.min_nodes); otherwise it is used with a warning."""
+    suspects_dir: PathText | None = None
+    """Folder in which the runs of a group tell each other of suspect nodes, on storage that all of
+    them see. Only those are told of that there is more against than that their ranks failed first.
+    Off by default."""
     faults: list[str] = []  # noqa: RUF012 - pydantic copies it
     """Faults to inject, as in "kill rank 3 at step 20". The variable KEMPNER_FAULTS adds more,
     separated by semicolons."""

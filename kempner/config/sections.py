@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from kempner.config.model import ModelSection
 from kempner.config.parallelism import ParallelismSection
 from kempner.config.profiling import ProfilingSection
+from kempner.config.program import ProgramSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
     Beta,
@@ -25,6 +26,9 @@ from kempner.config.section import (
     Section,
     Text,
 )
+from kempner.config.site.hooks import HooksSection
+from kempner.config.site.network import DistributedSection
+from kempner.config.site.slurm import SlurmSection
 
 
 class RunSection(Section):
@@ -163,35 +167,6 @@ class DataSection(Section):
     the limit of open files allows by default."""
 
 
-class NcclSection(Section):
-    """NCCL's environment variables; one that is already exported takes precedence."""
-
-    ib_disable: bool | None = None
-    """NCCL_IB_DISABLE: keep NCCL off InfiniBand."""
-    net_gdr_level: Annotated[int, Field(ge=0, le=5)] | None = None
-    """NCCL_NET_GDR_LEVEL: how far apart GPU and adapter may be for direct transfers."""
-    ib_gid_index: NonNegativeInt | None = None
-    """NCCL_IB_GID_INDEX: 3 is usual for RoCE v2; InfiniBand itself needs none."""
-
-    def environment(self) -> dict[str, str]:
-        """The variables that are set here."""
-        return {
-            f"NCCL_{name.upper()}": str(int(value)) for name, value in self if value is not None
-        }
-
-
-class DistributedSection(Section):
-    """How the ranks reach each other."""
-
-    interface: Text | None = None
-    """Network interface for Gloo and NCCL. Default: loopback on one node; on several nodes the
-    InfiniBand or other fabric interface of each, or with a warning the one that leads to rank 0."""
-    nccl: NcclSection = NcclSection()
-    """NCCL settings; NCCL's own defaults where not set."""
-    timeout: PositiveFloat = 1800.0
-    """Seconds after which a collective that waits for a peer fails."""
-
-
 class CheckpointSection(Section):
     """Where checkpoints are written, how often, and how many are kept."""
 
@@ -201,6 +176,17 @@ class CheckpointSection(Section):
     """Steps between checkpoints."""
     async_save: bool = True
     """Write in the background while training goes on."""
+    in_memory: bool = False
+    """Keep each step in the memory of the node as well, where its size allows that: after the death
+    of a process the run goes on from the last step, which becomes a checkpoint. Needs memory for
+    three copies of what a rank saves; not with the launchers srun and torchrun."""
+    buddy: bool = False
+    """With in_memory, keep copies in the memory of another node as well: after the loss of a node
+    the run goes on from the last step that was copied. Needs memory for seven copies in all, and
+    the launcher agents."""
+    buddy_share: Annotated[float, Field(gt=0, le=1)] = 0.05
+    """Share of the time in which a node may send copies: how many steps lie between two of them
+    follows from that and from what the network bears."""
     keep_last: Annotated[int, Field(ge=2)] = 3
     """Number of newest checkpoints to keep; at least 2, since the last may be damaged."""
     keep_every: PositiveInt | None = None
@@ -215,6 +201,8 @@ class CheckpointSection(Section):
 
     @model_validator(mode="after")
     def _keeps_what_is_saved(self) -> Self:
+        if self.buddy and not self.in_memory:
+            raise ValueError("buddy=true needs in_memory=true: a buddy keeps copies of that")
         if self.keep_every is not None and self.keep_every % self.interval:
             raise ValueError(
                 f"keep_every={self.keep_every} must be a multiple of interval={self.interval}, "
@@ -254,6 +242,14 @@ class SuperviseSection(Section):
     """Smallest number of nodes to continue with when others are lost and no spare one is left. By
     default all are needed: a job that has lost one is requeued, and asks for another."""
 
+    grow: bool = True
+    """A run that continues on fewer nodes (min_nodes) takes those that were left out back, as soon
+    as they are well again: its ranks commit, and start again at once on all of them. Samples and
+    global batch stay the same."""
+    grow_after: PositiveFloat = 300.0
+    """Seconds for which such a node must be well before. Twice as long each time that it was taken
+    back in vain."""
+
     fork: bool = True
     """Fork the ranks from a process that has imported torch and computes nothing: a restart then
     takes a second instead of ten. Where a fork would not be safe, a rank starts as any process."""
@@ -278,28 +274,6 @@ class SuperviseSection(Section):
                 'write the first and the last, as in "20000-20100"'
             )
         return self
-
-
-class SlurmSection(Section):
-    """How to use a Slurm job; the defaults are what Slurm says about it."""
-
-    launcher: Literal["auto", "local", "srun", "torchrun"] = "auto"
-    """Launcher of `kempner supervise` without --launcher: children of the supervisor, a Slurm step
-    with an agent per node, or a Slurm step with one torchrun per node. `auto` is srun inside of a
-    Slurm job and local elsewhere."""
-    procs: PositiveInt | None = None
-    """Ranks per node; by default one per GPU, or one per task if there are no GPUs."""
-    hosts: PositiveInt | None = None
-    """Number of nodes to use; by default all of the job's."""
-    cpus: PositiveInt | None = None
-    """CPUs per node, shared by its ranks; as allocated by default."""
-    memory_mb: PositiveInt | None = None
-    """MiB of memory per node; as allocated by default."""
-    gpus_per_node: NonNegativeInt | None = None
-    """GPUs per node; as allocated by default."""
-    resubmit: bool = False
-    """Submit the batch script again if Slurm refuses to requeue the job. Needs Slurm's accounting
-    (sacct), from which the submit options are read."""
 
 
 class MetricsSection(Section):
@@ -347,7 +321,9 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     resilience: ResilienceSection = ResilienceSection()
     supervise: SuperviseSection = SuperviseSection()
+    program: ProgramSection = ProgramSection()
     slurm: SlurmSection = SlurmSection()
+    hooks: HooksSection = HooksSection()
     metrics: MetricsSection = MetricsSection()
     profiling: ProfilingSection = ProfilingSection()
     eval: EvalSection = EvalSection()

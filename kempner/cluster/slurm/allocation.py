@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kempner.cluster.slurm.hostlist import expand_counts
-from kempner.cluster.slurm.resources import Resources
+from kempner.cluster.slurm.resources import CONFIGURED_GPUS, Resources
+from kempner.cluster.slurm.shares import NodeShare, gpus_by_node
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,9 @@ class Allocation:
 
     `job` is the id by which to speak of it to Slurm. `batch` says that this process is the job's
     batch process; if not, the job is somebody's `salloc`, and others may run in it. `cpus_per_task`
-    is None where nobody says. `spare` nodes have no ranks until another is lost.
+    is None where nobody says, and 0 where a node has fewer CPUs than ranks. `spare` nodes have no
+    ranks until another is lost. `uneven` has the GPUs of each node, and so its ranks, where nodes
+    differ.
     """
 
     job: str
@@ -25,11 +28,57 @@ class Allocation:
     gpus_per_node: int
     batch: bool
     spare: tuple[str, ...] = ()
+    uneven: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Ranks in all."""
-        return len(self.nodes) * self.tasks_per_node
+        return sum(map(self.ranks_on, self.nodes))
+
+    def ranks_on(self, node: str) -> int:
+        """How many ranks a node has, or would have."""
+        return self.uneven.get(node, self.tasks_per_node)
+
+    def gpus_on(self, node: str) -> int:
+        """How many of a node's GPUs the job has."""
+        return self.uneven.get(node, self.gpus_per_node)
+
+    def places(self) -> dict[str, range]:
+        """The ranks of each node."""
+        first, places = 0, {}
+        for node in self.nodes:
+            places[node] = range(first, first + self.ranks_on(node))
+            first = places[node].stop
+        return places
+
+    def steps(self, nodes: Sequence[str]) -> list[list[str]]:
+        """These nodes, in as few steps as Slurm can give all of their GPUs to."""
+        if self.uneven:
+            return [[node] for node in nodes]
+        return [list(nodes)] if nodes else []
+
+    def gpu_options(self, nodes: Sequence[str]) -> tuple[str, ...]:
+        """What srun is told for a step with all GPUs of these nodes.
+
+        Without it a step of a job that asked for GPUs by task, or in all, gets some other number.
+        Where nodes differ, a step of several gets none at all, and that of a single one only by
+        --gpus (Slurm 22.05).
+        """
+        if not (gpus := self.gpus_on(nodes[0])):
+            return ()
+        return (f"--gpus={gpus}" if self.uneven else f"--gpus-per-node={gpus}",)
+
+    @property
+    def why_no_tasks(self) -> str:
+        """Why Slurm cannot start all ranks as tasks of one step, in words; empty if it can.
+
+        A step gets as many GPUs on every node, and puts tasks where the CPUs are, whatever is asked
+        for (Slurm 22.05).
+        """
+        if self.uneven:
+            counts = ", ".join(map(str, sorted(set(self.uneven.values()), reverse=True)))
+            return f"its nodes have different numbers of GPUs ({counts})"
+        return "a node has fewer CPUs than ranks" if self.cpus_per_task == 0 else ""
 
 
 def allocate(
@@ -43,29 +92,39 @@ def allocate(
     hosts: int | None = None,
     spare: int = 0,
     per_task: bool = True,
+    shares: Mapping[str, NodeShare] | None = None,
 ) -> Allocation:
     """One rank per GPU; where there is none, one per task that the job was submitted with.
 
     `procs` (slurm.procs, ranks per node) and `hosts` (slurm.hosts, nodes) win where given,
     `spare` (supervise.spare_nodes) of them are kept in reserve.
-    `per_task` says that each task is to be a rank, and not the launcher of a node's ranks. Raises
-    `ValueError` with a sentence if tasks and GPUs do not fit, or a number is more than there is.
+    `per_task` says that each task is to be a rank, and not the launcher of a node's ranks. `shares`
+    are what the job has of each node, as far as it is known. Raises `ValueError` with a sentence if
+    tasks and GPUs do not fit, or a number is more than there is.
     """
+    shares = shares or {}
     if hosts is not None and hosts > len(nodes):
         raise ValueError(f"slurm.hosts={hosts}, but job {job} has {len(nodes)} nodes")
     used = (len(nodes) if hosts is None else hosts) - spare
     if used < 1:
         raise ValueError(f"supervise.spare_nodes={spare} leaves no node of job {job} to train on")
-    gpus = resources.gpus.value or 0
+    found = gpus_by_node(shares, nodes[: used + spare])
+    if not any(found.values()) or resources.gpus.source == CONFIGURED_GPUS:
+        found = dict.fromkeys(nodes, resources.gpus.value or 0)
+    gpus, uneven = min(found.values()), len(set(found.values())) > 1 and procs is None
+    if uneven:
+        _check_uneven(environ, job, found, per_task)
+        gpus = max(found.values())
     tasks = procs or (_tasks(environ, job, gpus) if per_task else max(1, gpus))
     return Allocation(
         job=job,
         nodes=tuple(nodes[:used]),
         spare=tuple(nodes[used : used + spare]),
         tasks_per_node=tasks,
-        cpus_per_task=_cpus(environ, resources.cpus.value, tasks),
+        cpus_per_task=_cpus(environ, resources.cpus.value, tasks, shares),
         gpus_per_node=gpus,
         batch=batch,
+        uneven=found if uneven else {},
     )
 
 
@@ -78,16 +137,19 @@ def without(allocation: Allocation, gone: Collection[str]) -> Allocation:
     return replace(allocation, nodes=nodes, spare=tuple(spare[missing:]))
 
 
-def avoid(allocation: Allocation, suspect: Collection[str], at_least: int) -> Allocation:
+def avoid(
+    allocation: Allocation, suspect: Collection[str], at_least: int, wanted: int | None = None
+) -> Allocation:
     """The allocation with as few ranks on `suspect` nodes as can be.
 
     They become the last of the spare ones. Others take their place where there are any; where not,
-    it becomes smaller, but keeps `at_least` nodes.
+    it becomes smaller, but keeps `at_least` nodes. It becomes as large as `wanted` (by default, as
+    it is) if enough others are there.
     """
     nodes = (*allocation.nodes, *allocation.spare)
     sound = [node for node in nodes if node not in suspect]
     by_worth = (*sound, *(node for node in nodes if node in suspect))
-    wanted = len(allocation.nodes)
+    wanted = len(allocation.nodes) if wanted is None else wanted
     used = min(wanted, max(len(sound), at_least))
     return replace(allocation, nodes=by_worth[:used], spare=by_worth[used:])
 
@@ -105,8 +167,36 @@ def _tasks(environ: Mapping[str, str], job: str, gpus: int) -> int:
     return int(asked)
 
 
-def _cpus(environ: Mapping[str, str], on_node: int | None, tasks: int) -> int | None:
-    """srun ignores the SLURM_CPUS_PER_TASK of sbatch, and silently gives one CPU."""
-    if asked := environ.get("SLURM_CPUS_PER_TASK"):
-        return int(asked)
-    return max(1, on_node // tasks) if on_node else None
+def _check_uneven(
+    environ: Mapping[str, str], job: str, gpus: Mapping[str, int], per_task: bool
+) -> None:
+    shown = ", ".join(f"{node} has {count}" for node, count in gpus.items())
+    remedy = "submit with --gpus-per-node, or set slurm.procs"
+    if not per_task:
+        raise ValueError(f"torchrun needs as many GPUs on every node, but {shown}: {remedy}")
+    if min(gpus.values()) == 0:
+        raise ValueError(f"job {job} has no GPU on some of its nodes ({shown}): {remedy}")
+    if asked := environ.get("SLURM_NTASKS_PER_NODE"):
+        raise ValueError(
+            f"job {job} has --ntasks-per-node={asked}, but {shown}, and each rank drives one: "
+            "leave --ntasks-per-node out, or set slurm.procs"
+        )
+
+
+def _cpus(
+    environ: Mapping[str, str],
+    on_node: int | None,
+    tasks: int,
+    shares: Mapping[str, NodeShare],
+) -> int | None:
+    """For each of so many tasks on a node; srun ignores the SLURM_CPUS_PER_TASK of sbatch, and
+    silently gives one CPU.
+
+    What was asked for is for the tasks of the submission: torchrun's single one starts all ranks.
+    """
+    counts = [share.cpus for share in shares.values()] + ([on_node] if on_node else [])
+    fair = min(counts) // tasks if counts else None
+    asked = environ.get("SLURM_CPUS_PER_TASK")
+    if asked is None:
+        return fair
+    return int(asked) if fair is None else min(int(asked), fair)

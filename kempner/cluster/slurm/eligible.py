@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-_TYPED_GPU = re.compile(r"gpu:([A-Za-z][\w.-]*)(?:[:=(]|$)")
+_TYPED_GPU = re.compile(r"gpu:([\w.+-]*[A-Za-z][\w.+-]*)(?:[:=(,]|$)")
 _WORD = re.compile(r"[\w.:-]+")
 
 

@@ -11,6 +11,15 @@ from enum import Enum
 _NOTHING = ("", "(null)", "None", "N/A", "Unknown", "NONE")
 
 
+_AT_THE_END = (
+    "OOMKillStep|CpusPerTres|MemPerTres|TresBind|TresFreq|TresPerJob|TresPerNode|TresPerSocket"
+    "|TresPerTask|MailUser|MailType|NtasksPerTRES|ContainerType|Container|ContainerID"
+    "|SELinuxContext|ResvPorts"
+)
+"""What Slurm 22.05 to 26.05 write after all that a user may put spaces into, each only where it was
+asked for. From 23.11 on a job with --cpus-per-task has a TresPerTask after its TresPerNode."""
+
+
 def job_fields(text: str) -> dict[str, str]:
     """The fields of the first job in the output of `scontrol show job -o`.
 
@@ -19,9 +28,9 @@ def job_fields(text: str) -> dict[str, str]:
     """
     first = text.strip().partition("\nJobId=")[0]
     line = re.sub(r" JobName=.* UserId=", " UserId=", first, flags=re.DOTALL)
-    resources = re.search(r" TresPerNode=(\S+)\s*$", line)
+    tail = re.search(rf"(?: (?:{_AT_THE_END})=\S*)+\s*$", line)
     fields = node_fields(line.partition(" Command=")[0])
-    return fields | ({"TresPerNode": resources[1]} if resources else {})
+    return fields | ({} if tail is None else node_fields(tail[0].strip()))
 
 
 def node_fields(text: str) -> dict[str, str]:

@@ -32,7 +32,8 @@ def run_on_nodes(
     """Run `task` once on each of the `nodes`, all at once, and wait for `within` seconds.
 
     `allocation` is the job to do it in, None for the one around this process; `resources` are
-    options of srun. Nothing is told where there is no srun. Raises `OSError` if it cannot start.
+    further options of srun. Nothing is told where there is no srun. Raises `OSError` if it cannot
+    start.
     """
     if shutil.which("srun") is None:
         return Told()

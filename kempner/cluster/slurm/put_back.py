@@ -32,10 +32,12 @@ UNCLEAR_TRIES = 4
 
 @dataclass(frozen=True)
 class RequeueDecision:
-    """Whether to put the job back into the queue; `reason` is for a person to read."""
+    """Whether to put the job back into the queue; `reason` is for a person to read. `refused` says
+    that Slurm would not take it."""
 
     requeue: bool
     reason: str
+    refused: bool = False
 
 
 class Outcome(Enum):
@@ -124,7 +126,8 @@ class _Attempt:
                 return self._end(Outcome.DONE, "", state)
             decision = self._decide(state)
             if not decision.requeue:
-                return self._end(Outcome.LEFT, decision.reason, state)
+                outcome = Outcome.REFUSED if decision.refused else Outcome.LEFT
+                return self._end(outcome, decision.reason, state)
             if self._refusal is not None:
                 return self._end(Outcome.REFUSED, str(self._refusal), state)
             if self._lost is not None and self._means.clock() > self._until:

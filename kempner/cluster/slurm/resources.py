@@ -13,9 +13,14 @@ from itertools import chain
 
 from kempner.cluster.slurm.hostlist import expand_counts
 
+CONFIGURED_GPUS = "slurm.gpus_per_node"
+"""The source of a number of GPUs that was configured."""
+
 _NO_GPUS = ("", "(null)", "N/A", "none")
 _SOCKETS = re.compile(r"\([^)]*\)")
 _GPU = re.compile(r"(?:gres[:/])?gpu(?:[:=]|$)")
+_NAME = r"(?:[A-Za-z]|(?:\d+c\.)?\d+g\.\d+gb)[\w./+-]*"
+"""Of a resource or its type; those of MIG begin with a number."""
 _UNITS = {"": 1, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 
@@ -50,7 +55,8 @@ class Wanted:
 
 def count_gpus(text: str) -> int:
     """The number of GPUs in any spelling of Slurm: `4`, `gpu:4`, `gres:gpu:4`, `gpu:h100:4`,
-    `h100:4`, `gres/gpu=4`, `gpu:h100:4(S:0-1)`, sums such as `gpu:a100:2,gpu:v100:2`, `(null)`.
+    `h100:4`, `gres/gpu=4`, `gpu:h100:4(S:0-1)`, sums such as `gpu:a100:2,gpu:v100:2`, `(null)`. A
+    part of a GPU (MIG) counts as one: `gres:gpu:1g.10gb:7`, `gpu:3g.40gb:2(IDX:0,1)`.
 
     Beside parts that are called `gpu` the others are other resources, and do not count. Raises
     `ValueError` with a sentence.
@@ -86,7 +92,7 @@ def detect(
     """
     wanted, job, node = configured or Wanted(), job or {}, node or {}
     cpus = _first(chain([("slurm.cpus", wanted.cpus)], _cpus(environ, job)))
-    gpus = _first(chain([("slurm.gpus_per_node", wanted.gpus)], _gpus(environ, job, node)))
+    gpus = _first(chain([(CONFIGURED_GPUS, wanted.gpus)], _gpus(environ, job, node)))
     said = _memory(environ, cpus.value, gpus.value, job, node)
     memory = _first(chain([("slurm.memory_mb", wanted.memory_mb)], said))
     if memory.value == 0:
@@ -113,8 +119,9 @@ def _gpus(environ: Mapping[str, str], job: Mapping[str, str], node: Mapping[str,
         yield "SLURM_GPUS_PER_TASK x tasks on this node", per_task * tasks
     if "TresPerNode" in job:
         yield "scontrol show job: TresPerNode", _gpus_among(job["TresPerNode"])
-    visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-    yield "CUDA_VISIBLE_DEVICES", len(visible) or None
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        visible = [device for device in environ.get(name, "").split(",") if device]
+        yield name, len(visible) or None
     if "Gres" in node and not job:  # the node may have more than the job was given
         yield "scontrol show node: Gres", _gpus_among(node["Gres"])
 
@@ -174,7 +181,7 @@ def _here(environ: Mapping[str, str]) -> Callable[[str], int]:
 
 def _count(part: str, text: str) -> int:
     """`h100:4` is 4, and `gpu` alone is 1."""
-    found = re.fullmatch(r"(?:[A-Za-z][\w./-]*[:=])*(\d+)", part)
-    if found is None and not re.fullmatch(r"(?:gres[:/])?gpu(?::[A-Za-z][\w.-]*)?", part):
+    found = re.fullmatch(rf"(?:(?:gres/)?{_NAME}[:=])*(\d+)", part)
+    if found is None and not re.fullmatch(rf"(?:gres[:/])?gpu(?::{_NAME})?", part):
         raise ValueError(f"{text!r} is not a Slurm number of GPUs")
     return int(found[1]) if found else 1

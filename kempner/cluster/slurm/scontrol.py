@@ -24,6 +24,7 @@ from kempner.cluster.slurm.command import (
 )
 from kempner.cluster.slurm.hostlist import expand_hosts
 from kempner.cluster.slurm.job import JobState, job_fields, node_fields, parse_job, parse_time
+from kempner.cluster.slurm.shares import NodeShare, node_shares
 
 T = TypeVar("T")
 
@@ -61,6 +62,18 @@ def job_state(job: str, within: float = SHORTLY) -> JobState:
         return parse_job(show_job(job, within))
     except ValueError as error:
         raise SlurmSilentError(f"`scontrol show job -o {job}` cannot be read: {error}") from error
+
+
+def job_shares(job: str, within: float = SHORTLY) -> dict[str, NodeShare]:
+    """What a job has of each of its nodes, as far as Slurm says. Raises `SlurmError`."""
+
+    def read(text: str) -> dict[str, NodeShare] | None:
+        return node_shares(text, hostnames) if _whole_job(text) is not None else None
+
+    try:
+        return _ask(["scontrol", "show", "job", "-d", "-o", job], read, within)
+    except ValueError:  # in words that are not known here
+        return {}
 
 
 def show_node(node: str, within: float = SHORTLY) -> dict[str, str]:
@@ -212,6 +225,11 @@ def signal_tasks(job: str, signal_name: str = "TERM", within: float = 0.0) -> No
     22.05). Raises `SlurmError`.
     """
     _tell(["scancel", "-s", signal_name, job], within)
+
+
+def cancel(job: str, within: float = SHORTLY) -> None:
+    """End a job for good: SIGTERM to its tasks, SIGKILL after KillWait. Raises `SlurmError`."""
+    _tell(["scancel", job], within)
 
 
 def end_step(job: str, step: str) -> None:

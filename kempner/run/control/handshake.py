@@ -12,7 +12,9 @@ from kempner.run.control.protocol import (
     Challenge,
     Hello,
     MessageError,
+    Secret,
     Welcome,
+    decode_from_rank,
     decode_from_supervisor,
     new_nonce,
     same_proof,
@@ -45,6 +47,21 @@ def introduce(launch: Launch, rank: int, challenge: str) -> Hello:
     number, nonce = launch.attempt.number, new_nonce()
     proof = launch.control.secret.proof_of_rank(challenge, nonce, number, rank)
     return Hello(nonce, proof, number, rank, socket.gethostname(), os.getpid())
+
+
+def admit(wire: Connection, secret: Secret) -> int:
+    """Have who connects prove that it knows the secret; its rank. Raises `OSError`, and
+    `MessageError` if it cannot."""
+    nonce = new_nonce()
+    wire.send(Challenge(nonce))
+    hello = decode_from_rank(wire.wait_for_line(PATIENCE))
+    if not isinstance(hello, Hello):
+        raise MessageError("it did not authenticate")
+    proof = secret.proof_of_rank(nonce, hello.nonce, hello.attempt, hello.rank)
+    if not same_proof(hello.proof, proof):
+        raise MessageError("it does not know the token")
+    wire.send(Welcome(secret.proof_of_supervisor(nonce, hello.nonce)))
+    return hello.rank
 
 
 def _open(wire: Connection, launch: Launch, rank: int) -> None:

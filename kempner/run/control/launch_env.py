@@ -11,8 +11,10 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kempner.run.control.program.heartbeat_file import HEARTBEAT_FILE
 from kempner.run.control.protocol import Secret
 from kempner.run.record.attempts import Attempt
+from kempner.run.record.run_dir import RunDirectory
 
 _ATTEMPT = "KEMPNER_ATTEMPT"
 _NONCE = "KEMPNER_ATTEMPT_NONCE"
@@ -26,6 +28,12 @@ _SILENCE = "KEMPNER_SILENCE_LIMIT"
 _GRACE = "KEMPNER_STOP_GRACE"
 _PATIENCE = "KEMPNER_STORAGE_PATIENCE"
 _FORKED = "KEMPNER_FORKED"
+
+IN_MEMORY = "KEMPNER_IN_MEMORY"
+"""Says to an agent that its ranks keep their last steps in memory."""
+
+BUDDY = "KEMPNER_BUDDY"
+"""Says to an agent where its ranks' buddy is, as the agents' `Buddy` writes it."""
 
 AS_FORKED = {_FORKED: "1"}
 """What a fork server adds to the environment of a rank."""
@@ -60,13 +68,24 @@ class LaunchTerms:
 
 
 @dataclass(frozen=True)
+class BuddyTerms:
+    """How nodes keep copies for each other: in which share of the time a node sends, and on which
+    network interface, if one is configured.
+    """
+
+    share: float
+    interface: str | None = None
+
+
+@dataclass(frozen=True)
 class Launch:
     """The attempt that a rank belongs to, and how to talk to its supervisor.
 
     `parent` is the supervisor's process id where the ranks are its children, or those of its fork
-    server (`forked`). `job` is the Slurm job
-    whose batch process the supervisor is; without it nobody else puts that job into the queue.
-    `terms` are there for a program of the user's own.
+    server (`forked`); a rank that does not see it, in a container, does without. `job` is the Slurm
+    job whose batch process the supervisor is; without it nobody else puts that job into the queue.
+    `terms` are there for a program of the user's own. With `in_memory` whoever starts a rank keeps
+    memory for its last steps; `buddy` is for launchers that know of other nodes.
     """
 
     attempt: Attempt
@@ -75,15 +94,19 @@ class Launch:
     job: str | None = None
     terms: LaunchTerms | None = None
     forked: bool = False
+    in_memory: bool = False
+    buddy: BuddyTerms | None = None
 
     def environment(self) -> dict[str, str]:
         """The variables to add to a rank's environment. One of them is secret: keep them out of
         command lines and logs."""
-        followed = {} if self.parent is None else {_PARENT: str(self.parent)}
+        followed = {} if self.parent is None else {_PARENT: f"{self.parent}@{_namespace()}"}
         queued = {} if self.job is None else {_JOB: self.job}
+        kept = {IN_MEMORY: "1"} if self.in_memory else {}
         return (
             followed
             | queued
+            | kept
             | self._terms()
             | {
                 _ATTEMPT: str(self.attempt.number),
@@ -104,6 +127,13 @@ class Launch:
             _PATIENCE: str(self.terms.patience),
         }
 
+    def heartbeat(self, rank: int) -> dict[str, str]:
+        """What a rank of a program of the user's own gets besides: its heartbeat file."""
+        if self.terms is None:
+            return {}
+        run = RunDirectory(self.terms.run.absolute())
+        return {HEARTBEAT_FILE: str(run.heartbeat(self.attempt.number, rank))}
+
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch | None:
         """What the supervisor said, or None where there is none."""
@@ -116,11 +146,25 @@ class Launch:
                 port=int(environ[_PORT]),
                 secret=Secret(environ[_TOKEN]),
             ),
-            parent=int(environ[_PARENT]) if _PARENT in environ else None,
+            parent=_visible(environ.get(_PARENT, "")),
             job=environ.get(_JOB),
             terms=_terms(environ) if _RUN in environ else None,
             forked=_FORKED in environ,
         )
+
+
+def _visible(parent: str) -> int | None:
+    """The process id in "PID@NAMESPACE", if that is the namespace of this process."""
+    pid, _, namespace = parent.partition("@")
+    return int(pid) if pid and namespace == _namespace() else None
+
+
+def _namespace() -> str:
+    """Names what process ids mean to this process (pid_namespaces(7))."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # not shown to it: then the others do not see more
+        return ""
 
 
 def _terms(environ: Mapping[str, str]) -> LaunchTerms:
@@ -141,3 +185,8 @@ def without_token(variables: Mapping[str, str]) -> dict[str, str]:
 def forget_secret(environ: MutableMapping[str, str] = os.environ) -> None:
     """Take the token out, so that neither a child nor a record of the environment gets it."""
     environ.pop(_TOKEN, None)
+
+
+def keeps_no_steps(environ: Mapping[str, str]) -> bool:
+    """Whether there is a supervisor, and it has decided to keep no steps in memory."""
+    return _ATTEMPT in environ and IN_MEMORY not in environ

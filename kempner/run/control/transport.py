@@ -111,6 +111,10 @@ class Connection:
                 self._unread.extend(self.lines())
         return self._unread.popleft()
 
+    def release(self) -> socket.socket:
+        """The socket itself, for bytes that are no lines. Nothing must be left to send or read."""
+        return self._connection
+
     def close(self) -> None:
         """Close the connection; what was not sent is lost."""
         self._connection.close()

@@ -63,6 +63,12 @@ def await_entry(
     return True
 
 
+def comes_to_hold(path: Path, content: bytes, seconds: float) -> bool:
+    """Whether `path` is, or within `seconds` comes to be, a file of another host with this content:
+    whether its folder is the same one there."""
+    return await_entry(path, seconds) and holds(path, content)
+
+
 def join_directory(path: Path) -> None:
     """Make a directory that others make at the same moment, and wait until it is seen.
 

@@ -131,6 +131,18 @@ class SignalInbox:
             self._around_pause = around
             signal.signal(signal.SIGTSTP, _ignore_here)
 
+    def leave_to_parent(self) -> None:
+        """For a process that was forked off: what it shares with its parent is the parent's.
+
+        A signal to a forked worker, such as a Ctrl-C, which the terminal sends to all, would
+        otherwise be written to the pipe that the parent reads, which would take it for a second
+        one. The handlers stay: no stop signal that they trap ends the process.
+        """
+        if self.installed:
+            signal.set_wakeup_fd(-1)
+            self._before, self._received = None, []
+            self._react, self._reader, self._lock = None, None, threading.Lock()
+
     @property
     def received(self) -> tuple[Received, ...]:
         """All stop signals so far, oldest first."""
@@ -253,6 +265,7 @@ def _ignore_here(signum: int, frame: FrameType | None) -> None:
 
 
 _inbox = SignalInbox()
+os.register_at_fork(after_in_child=_inbox.leave_to_parent)
 
 
 def inbox() -> SignalInbox:

@@ -24,27 +24,41 @@ class StopReason(IntEnum):
 
     NONE = 0
     """Nobody asked for a stop."""
-    SIGNAL = 1
+    GROW = 1
+    """The run continues at once, on nodes that it takes back."""
+    NODE_LEAVES = 2
+    """The run continues at once, without a node that has to leave it."""
+    SIGNAL = 3
     """A stop signal came, and nobody knows why."""
-    PEER_STOPPED = 2
+    PEER_STOPPED = 4
     """A rank was asked to stop alone, and the others cannot go on without it."""
-    SUPERVISOR_LOST = 3
+    SUPERVISOR_LOST = 5
     """The supervisor is gone, or has said nothing for too long."""
-    INTERRUPT = 4
+    INTERRUPT = 6
     """Somebody pressed Ctrl-C (SIGINT)."""
-    OPERATOR = 5
+    OPERATOR = 7
     """Somebody sent the job a signal by hand, long before its end."""
-    DEADLINE = 6
+    DEADLINE = 8
     """No signal came, but the supervisor knows that only the time for a checkpoint is left."""
-    TIME_LIMIT = 7
+    TIME_LIMIT = 9
     """Slurm says that the job's time limit is near or reached."""
-    REQUEUE = 8
+    REQUEUE = 10
     """The job was put back into the queue, and Slurm does not tell by whom: an operator with
     `scontrol requeue`, a preemption without grace time, a lost node."""
-    PREEMPTION = 9
+    PREEMPTION = 11
     """A job of higher priority takes the nodes, and Slurm has said so."""
-    CANCEL = 10
+    CANCEL = 12
     """The job was cancelled: it does not come back by itself."""
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the run ends here for now: it is not started again at once."""
+        return self is not StopReason.NONE and not self.changes_nodes
+
+    @property
+    def changes_nodes(self) -> bool:
+        """Whether the run continues at once, on other nodes."""
+        return self in (StopReason.GROW, StopReason.NODE_LEAVES)
 
     @property
     def label(self) -> str:

@@ -6,7 +6,9 @@ last step or checkpoint along, so children leave the decision to the parent.
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -47,6 +49,56 @@ def stay_deaf(parent: int, *_: object) -> None:
     for number in UNHEARD:
         signal.signal(number, signal.SIG_IGN)
     follow_parent(parent, signal.SIGKILL)
+
+
+def heed_only_parent(*_: object) -> None:
+    """To be called in a new child that its parent may end by SIGTERM, as torch's DataLoader ends
+    its workers: that still ends it, at once; stop signals of anybody else do not.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
+    waiter = threading.Thread(target=_wait_for, args=(os.getppid(),), name="signals", daemon=True)
+    waiter.start()
+
+
+def _wait_for(parent: int) -> None:
+    while True:
+        received = signal.sigwaitinfo(UNHEARD)
+        if received.si_signo == signal.SIGTERM and received.si_pid == parent:
+            os._exit(0)
+
+
+class _Ward(threading.local):
+    """What happens around the forks of a process that heeds stop signals for its children, too."""
+
+    active = False
+    """Whether it does; of the whole process."""
+
+    def before(self) -> None:
+        """A signal that comes between the fork and the child's first lines waits."""
+        if _Ward.active:
+            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
+
+    def in_parent(self) -> None:
+        if _Ward.active:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def in_child(self) -> None:
+        if _Ward.active:
+            heed_only_parent()
+
+
+_ward = _Ward()
+os.register_at_fork(
+    before=_ward.before, after_in_parent=_ward.in_parent, after_in_child=_ward.in_child
+)
+
+
+def heed_for_children(heed: bool) -> None:
+    """Whether stop signals are this process's business alone, and none of what it forks from now
+    on: the workers of a DataLoader, say, which a signal to a whole Slurm step would end, and their
+    rank with them.
+    """
+    _Ward.active = heed
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from kempner.run.record.save_times import Durations
 
 E = TypeVar("E", bound=LedgerEvent)
 F = TypeVar("F", bound=LedgerEvent)
+G = TypeVar("G", bound=LedgerEvent)
 E_co = TypeVar("E_co", bound=LedgerEvent, covariant=True)
 
 
@@ -98,14 +99,22 @@ class RunHistory:
     def entries(self, kind: type[E], /) -> list[Entry[E]]: ...
     @overload
     def entries(self, kind: type[E], other: type[F], /) -> list[Entry[E | F]]: ...
+    @overload
+    def entries(
+        self, kind: type[E], other: type[F], third: type[G], /
+    ) -> list[Entry[E | F | G]]: ...
     def entries(self, *kinds: type[LedgerEvent]) -> list[Any]:
-        """The events of one or two kinds, in the order in which they were written."""
+        """The events of up to three kinds, in the order in which they were written."""
         return [entry for entry in self._all if isinstance(entry.event, kinds)]
 
     @overload
     def events(self, kind: type[E], /) -> list[E]: ...
     @overload
     def events(self, kind: type[E], other: type[F], /) -> list[E | F]: ...
+    @overload
+    def events(self, kind: type[E], other: type[F], third: type[G], /) -> list[E | F | G]: ...
+    @overload
+    def events(self, *kinds: type[LedgerEvent]) -> list[LedgerEvent]: ...
     def events(self, *kinds: type[LedgerEvent]) -> list[Any]:
         """The same without times and attempts."""
         return [entry.event for entry in self._all if isinstance(entry.event, kinds)]

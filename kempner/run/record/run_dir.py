@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from kempner.run.process.exit_codes import UsageError
 
 RUN_LINE = "run directory: "
 """What a line of a job's output begins with that names its run's directory."""
@@ -38,6 +41,16 @@ class RunDirectory:
     def supervisors(self) -> Path:
         """One numbered file per supervisor; the last one owns the run."""
         return self.path / "supervisors"
+
+    @property
+    def invitation(self) -> Path:
+        """How nodes of other jobs join the run; holds a secret, so for its owner alone."""
+        return self.path / "invitation.json"
+
+    @property
+    def submissions(self) -> Path:
+        """One numbered folder per `kempner.submit`: batch script, printed output, job id."""
+        return self.path / "submissions"
 
     @property
     def metrics(self) -> Path:
@@ -94,6 +107,10 @@ class RunDirectory:
         name = "supervisor" if rank is None else f"rank-{rank:05d}"
         return self.attempt(attempt) / f"{name}.messages"
 
+    def heartbeat(self, attempt: int, rank: int) -> Path:
+        """How far a rank is whose program does not import kempner, as it says itself."""
+        return self.attempt(attempt) / f"rank-{rank:05d}.heartbeat"
+
     def claim(self, attempt: int) -> Path:
         """Made by the rank that puts the job back into the queue when the supervisor is gone."""
         return self.attempt(attempt) / "requeued-by"
@@ -105,3 +122,14 @@ class RunDirectory:
     def supervisor_log(self, attempt: int) -> Path:
         """The supervisor's structured log, one JSON object a line."""
         return self.attempt(attempt) / "supervisor.jsonl"
+
+
+def name_of_command(command: Sequence[str], otherwise: str) -> str:
+    """What to call the run of a command: as its script.
+
+    Raises `UsageError` if it has none: `otherwise` is how to name it.
+    """
+    for word in command:
+        if word.endswith(".py"):
+            return Path(word).stem
+    raise UsageError(f"give the run a name: {otherwise}")

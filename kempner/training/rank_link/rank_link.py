@@ -189,9 +189,24 @@ def _follow(supervisor: int, forked: bool, shutdown: ShutdownHandler) -> None:
 def _descends_from(pid: int) -> bool:
     """Whether a process is among this one's parents. One that has ended has no children any more.
 
-    Wrappers may stand between. Should they end, a supervisor on this machine is the next parent.
+    Wrappers may stand between. Should they end, a supervisor on this machine is the next parent;
+    should one end while this looks, it looks again.
     """
-    return any(parent.pid == pid for parent in psutil.Process().parents())
+    before: list[int] = []
+    while (parents := _parents()) != before:
+        if pid in parents:
+            return True
+        before = parents
+    return False
+
+
+def _parents() -> list[int]:
+    """Of this process, the nearest first, as far as they can be seen and are still there."""
+    found = [os.getppid()]
+    with suppress(psutil.Error):
+        while found[-1] > 1:
+            found.append(psutil.Process(found[-1]).ppid())
+    return found
 
 
 def _dead_connections() -> list[tuple[str, str]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kempner.cluster.slurm.allocation import Allocation, allocate, avoid, without
-from kempner.cluster.slurm.resources import Amount, Resources
+from kempner.cluster.slurm.resources import CONFIGURED_GPUS, Amount, Resources
+from kempner.cluster.slurm.shares import NodeShare
 
 NODES = ["node1", "node2"]
 
@@ -31,13 +32,17 @@ BATCH = {"SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4(x2)"}
         ({"SLURM_TASKS_PER_NODE": "3(x2)"}, resources(4), {}, 4, 4),
         (BATCH, resources(4), {"procs": 2}, 2, 8),
         (BATCH, resources(2), {"procs": 2}, 2, 8),
-        (BATCH, resources(4, cpus=2), {}, 4, 1),
+        (BATCH, resources(4, cpus=2), {}, 4, 0),
+        ({**BATCH, "SLURM_CPUS_PER_TASK": "8"}, resources(4, cpus=32), {}, 4, 8),
         (BATCH, resources(4), {"hosts": 1}, 4, 4),
         ({"SLURM_NTASKS_PER_NODE": "1"}, resources(4), {"per_task": False}, 4, 4),
+        # torchrun.sh as it is shipped: one task of all CPUs starts four ranks
+        ({"SLURM_NTASKS_PER_NODE": "1", "SLURM_CPUS_PER_TASK": "32"}, resources(4, cpus=32),
+         {"per_task": False}, 4, 8),
         ({"SLURM_NTASKS_PER_NODE": "1"}, resources(0), {"per_task": False}, 1, 16),
         ({"SLURM_NTASKS_PER_NODE": "1"}, resources(0), {"per_task": False, "procs": 3}, 3, 5),
     ],
-)
+)  # fmt: skip
 def test_ranks_are_gpus_or_tasks_or_as_configured(
     environ: dict[str, str],
     has: Resources,
@@ -90,3 +95,84 @@ def test_a_suspect_node_takes_the_place_of_a_lost_one_if_there_is_no_other() -> 
     assert before.nodes == ("a", "c")
     after = avoid(without(before, "c"), "b", at_least=2)
     assert after.nodes == ("a", "b")
+
+
+def test_nodes_that_are_suspect_no_more_are_used_again_after_the_others() -> None:
+    before = avoid(Allocation("7", ("a", "b", "c", "d"), 4, 4, 4, True), "bc", at_least=2)
+    assert avoid(before, "", at_least=2).nodes == ("a", "d")
+    assert avoid(before, "", at_least=2, wanted=3).nodes == ("a", "d", "b")
+    assert avoid(before, "b", at_least=2, wanted=4).nodes == ("a", "d", "c")
+    assert avoid(before, "bc", at_least=2, wanted=4).nodes == ("a", "d")
+
+
+UNEVEN = {"node1": NodeShare(cpus=16, gpus=8), "node2": NodeShare(cpus=8, gpus=4)}
+
+
+def test_nodes_with_different_numbers_of_gpus_have_as_many_ranks() -> None:
+    got = allocate(
+        {"SLURM_GPUS": "12"},
+        job="7",
+        batch=True,
+        nodes=NODES,
+        resources=resources(8),
+        shares=UNEVEN,
+    )
+    assert (got.size, got.cpus_per_task) == (12, 1)  # no more than on the node with fewer CPUs
+    assert got.places() == {"node1": range(8), "node2": range(8, 12)}
+    assert got.steps(got.nodes) == [["node1"], ["node2"]]
+    assert got.gpu_options(["node2"]) == ("--gpus=4",)
+    assert got.why_no_tasks == "its nodes have different numbers of GPUs (8, 4)"
+    assert without(got, ["node1"]).places() == {"node2": range(4)}
+
+
+@pytest.mark.parametrize(
+    ("environ", "has", "wanted", "per_node"),
+    [
+        ({}, resources(8), {"procs": 2}, (2, 4)),  # the user's word, on GPUs that all nodes have
+        ({}, Resources(Amount(16, "t"), Amount(None, "t"), Amount(4, CONFIGURED_GPUS)), {}, (4, 4)),
+        ({}, resources(8), {"hosts": 1}, (8, 8)),
+    ],
+)
+def test_what_is_configured_is_the_same_on_all_nodes(
+    environ: dict[str, str], has: Resources, wanted: dict[str, int], per_node: tuple[int, int]
+) -> None:
+    got = allocate(
+        environ,
+        job="7",
+        batch=True,
+        nodes=NODES,
+        resources=has,
+        shares=UNEVEN,
+        **wanted,  # type: ignore[arg-type]
+    )
+    assert not got.uneven
+    assert (got.tasks_per_node, got.gpus_per_node) == per_node
+
+
+@pytest.mark.parametrize(
+    ("environ", "shares", "per_task", "said"),
+    [
+        ({}, UNEVEN, False, "torchrun needs as many GPUs on every node, but node1 has 8, node2"),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, UNEVEN, True, "--ntasks-per-node=4, but node1 has 8"),
+        ({}, {**UNEVEN, "node2": NodeShare(8, 0)}, True, "no GPU on some of its nodes"),
+    ],
+)
+def test_uneven_nodes_that_cannot_be_used_are_refused(
+    environ: dict[str, str], shares: dict[str, NodeShare], per_task: bool, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        allocate(
+            environ, job="7", batch=True, nodes=NODES, resources=resources(8), shares=shares,
+            per_task=per_task,
+        )  # fmt: skip
+
+
+def test_cpus_that_are_fewer_than_the_ranks_of_a_node_are_not_asked_for() -> None:
+    """`--gpus=8 --ntasks=8` on two nodes: Slurm 22.05 gave 7 CPUs on one and 1 on the other."""
+    shares = {"node1": NodeShare(7, 4), "node2": NodeShare(1, 4)}
+    environ = {"SLURM_TASKS_PER_NODE": "7,1"}
+    got = allocate(
+        environ, job="7", batch=True, nodes=NODES, resources=resources(4, 7), shares=shares
+    )
+    assert (got.tasks_per_node, got.cpus_per_task) == (4, 0)
+    assert got.why_no_tasks == "a node has fewer CPUs than ranks"

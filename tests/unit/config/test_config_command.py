@@ -27,7 +27,8 @@ def run(*arguments: str | Path) -> int | str | None:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)  # elsewhere there may be a run of that name
     path = tmp_path / "debug.toml"
     write_tokens(tmp_path / "tokens", [range(257), range(257)])
     path.write_text(

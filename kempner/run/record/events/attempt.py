@@ -19,6 +19,10 @@ class AttemptStarted(LedgerEvent):
     restarts: Annotated[int | None, "times that the job was requeued before"] = None
     nodes: Annotated[str | None, "the job's nodes, as Slurm abbreviates them"] = None
     launcher: Annotated[str | None, "what started the ranks, without a supervisor"] = None
+    own_program: Annotated[bool, "a program of the user's own, which need not report"] = False
+    process_began: Annotated[
+        float | None, "when the supervisor's process began, in seconds since the epoch"
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,17 @@ class AttemptEnded(LedgerEvent):
     culprit: Annotated[int | None, "rank that failed first"]
     exits: Annotated[Mapping[str, int | None], "exit status by rank, null if it is not known"]
     seconds: Annotated[float | None, "seconds since the first rank ended"] = None
+
+
+@dataclass(frozen=True)
+class ProgramAdvanced(LedgerEvent):
+    """By the supervisor: when no rank is left of a program that does not report what it saves, and
+    it got further than before, by its step or by the time that it ran. Failures and requeues before
+    it count no more."""
+
+    name: ClassVar[str] = "program_advanced"
+    step: Annotated[int | None, "furthest step that it told, null if it told none"]
+    seconds: Annotated[float, "seconds from its launch until the first rank ended"]
 
 
 @dataclass(frozen=True)

@@ -69,3 +69,27 @@ class CheckpointDamaged(LedgerEvent):
     step: Step
     kept_as: Annotated[str, "its folder's new name"]
     damage: Annotated[tuple[str, ...], "the first ten files, and what is wrong with each"]
+
+
+@dataclass(frozen=True)
+class StepSalvaged(LedgerEvent):
+    """By the supervisor: when what the ranks of an attempt held in memory has become a
+    checkpoint."""
+
+    name: ClassVar[str] = "step_salvaged"
+    step: Step
+    saved: Annotated[int, "steps that would have had to be made again"]
+    bytes: Annotated[int, "size of its files in bytes"]
+    seconds: Annotated[float, "seconds that it took"]
+    from_buddies: Annotated[int, "ranks whose part came from another node's memory"] = 0
+
+
+@dataclass(frozen=True)
+class SalvageDismissed(LedgerEvent):
+    """By the supervisor: when no step could be made after such a checkpoint, and the one before it
+    is used again."""
+
+    name: ClassVar[str] = "salvage_dismissed"
+    step: Step
+    back_to: Annotated[int, "step of the checkpoint before"]
+    kept_as: Annotated[str, "its folder's new name"]

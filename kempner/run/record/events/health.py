@@ -19,6 +19,9 @@ class HangFound(LedgerEvent):
     waiting: Annotated[Mapping[str, Sequence[int]], "ranks by what they wait for others in"]
     processes: Annotated[tuple[str, ...], "what the system says of suspicious processes"]
     seconds: Annotated[float | None, "seconds since a rank last moved"] = None
+    evidence_seconds: Annotated[
+        float | None, "how many of them were spent on collecting evidence"
+    ] = None
 
 
 @dataclass(frozen=True)

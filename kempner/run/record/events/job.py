@@ -58,3 +58,33 @@ class NodeSuspected(LedgerEvent):
     name: ClassVar[str] = "suspect"
     node: Annotated[str, "its name"]
     reason: Sentence
+
+
+@dataclass(frozen=True)
+class NodesTakenBack(LedgerEvent):
+    """By the supervisor: before it starts the ranks on nodes that were left out, and are well
+    again. What was said against them before counts no more."""
+
+    name: ClassVar[str] = "nodes_taken_back"
+    nodes: Annotated[tuple[str, ...], "their names"]
+    reason: Sentence
+
+
+@dataclass(frozen=True)
+class NodesJoined(LedgerEvent):
+    """By the supervisor: before it starts ranks on nodes of other jobs that have joined the run
+    (`kempner join`)."""
+
+    name: ClassVar[str] = "nodes_joined"
+    nodes: Annotated[tuple[str, ...], "their names"]
+    jobs: Annotated[tuple[str, ...], "Slurm's ids of their jobs, in the same order"]
+
+
+@dataclass(frozen=True)
+class NodesLeft(LedgerEvent):
+    """By the supervisor: before it starts the ranks without nodes of other jobs that had joined."""
+
+    name: ClassVar[str] = "nodes_left"
+    nodes: Annotated[tuple[str, ...], "their names"]
+    reason: Sentence
+    lost: Annotated[bool, "whether they were gone without a word"] = False

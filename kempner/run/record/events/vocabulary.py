@@ -13,6 +13,7 @@ SUBJECTS: Mapping[str, tuple[type[LedgerEvent], ...]] = {
         attempt.AttemptStarted,
         attempt.RankReady,
         attempt.AttemptEnded,
+        attempt.ProgramAdvanced,
         attempt.AttemptFailed,
         attempt.Restarting,
         attempt.RunGivenUp,
@@ -30,6 +31,9 @@ SUBJECTS: Mapping[str, tuple[type[LedgerEvent], ...]] = {
         job.NotRequeued,
         job.Resubmitted,
         job.NodeSuspected,
+        job.NodesTakenBack,
+        job.NodesJoined,
+        job.NodesLeft,
     ),
     "Hangs, slowness, memory, storage": (
         health.HangFound,
@@ -48,6 +52,8 @@ SUBJECTS: Mapping[str, tuple[type[LedgerEvent], ...]] = {
         checkpoint.CheckpointCommitted,
         checkpoint.CheckpointFailed,
         checkpoint.CheckpointDamaged,
+        checkpoint.StepSalvaged,
+        checkpoint.SalvageDismissed,
     ),
     "Training": (
         training.Evaluated,

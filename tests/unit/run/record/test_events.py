@@ -58,6 +58,8 @@ ALLOWED = {
     ("kempner/insight/triage/table/scheduler.py", "requeued"): "the name of a cause",
     ("kempner/insight/triage/ledger.py", "requeued"): "the name of a cause",
     ("kempner/insight/triage/ends.py", "requeued"): "the name of a cause",
+    ("kempner/supervisor/hooks.py", "completed"): "a key of the configuration",
+    ("kempner/supervisor/hooks.py", "not_requeued"): "a key of the configuration",
     ("kempner/supervisor/policy/outcome.py", "completed"): "a sentence that happens to be one word",
     ("kempner/supervisor/policy/outcome.py", "stopped"): "the first word of a sentence",
 }

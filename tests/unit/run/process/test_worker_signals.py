@@ -1,0 +1,64 @@
+"""Stop signals that reach the workers of a rank, too, are the rank's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+from harness import wait_until
+
+from kempner.run.process.signals import SignalInbox, inbox
+from kempner.run.process.worker_process import born_deaf, heed_only_parent
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def installed() -> Iterator[SignalInbox]:
+    inbox().uninstall()  # whatever a test before this one has left
+    inbox().install()
+    assert signal.getsignal(signal.SIGUSR2) not in (signal.SIG_DFL, signal.SIG_IGN)
+    yield inbox()
+    inbox().uninstall()
+
+
+def interrupt_oneself() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_to_a_forked_worker_is_none_of_its_parent(installed: SignalInbox) -> None:
+    """With two workers, one Ctrl-C would be three within two seconds."""
+    worker = FORK.Process(target=interrupt_oneself)
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+    os.kill(os.getpid(), signal.SIGUSR2)
+    wait_until(lambda: installed.received, "the signal to this process")
+    assert [received.signal for received in installed.received] == [signal.SIGUSR2]
+
+
+def echo(channel: Connection) -> None:
+    heed_only_parent()
+    while True:
+        channel.send(channel.recv())
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "USR1", "QUIT"])
+def test_a_worker_ends_with_its_parents_sigterm_alone(name: str) -> None:
+    mine, its = FORK.Pipe()
+    worker = FORK.Process(target=echo, args=(its,), daemon=True)
+    with born_deaf():
+        worker.start()
+    its.close()
+    for word in ("before", "after"):
+        mine.send(word)
+        assert mine.recv() == word
+        subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
+    worker.terminate()
+    worker.join()
+    assert worker.exitcode == 0

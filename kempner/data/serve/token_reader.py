@@ -26,6 +26,9 @@ from kempner.data.order.shuffle import Order
 from kempner.run.process.exit_codes import DataError, RunError
 from kempner.run.process.worker_process import born_deaf, kill, killed_on_error, stay_deaf
 
+REAPED_WITHIN = 1.0
+"""Seconds for a worker that has closed all its files to have ended."""
+
 
 class MicroTokens(NamedTuple):
     """The tokens of a micro batch together with the positions that they are from."""
@@ -132,6 +135,7 @@ class TokenReader:
         ends = {worker.sentinel: worker for worker in self._workers}
         for sentinel in connection.wait(ends, timeout=0):
             worker = ends[cast(int, sentinel)]
+            worker.join(REAPED_WITHIN)  # or its exit code is not known yet
             return RunError(
                 f"data loader worker {worker.pid} has died with exit code {worker.exitcode} "
                 "(-9: killed, often out of memory: try fewer data.num_dataloader_workers)"

@@ -17,14 +17,17 @@ from concurrent.futures import wait
 from torch import nn
 from torch.optim import Optimizer
 
+from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.registered.composite import unwrap
+from kempner.checkpoint.registered.objects import NOTHING, Registered
 from kempner.checkpoint.store import retention
 from kempner.checkpoint.store.save_failures import SaveFailures
 from kempner.checkpoint.store.selection import choose, choose_to_go_back
-from kempner.checkpoint.tensors.background import BackgroundSaver, RunningSave, unwrap
-from kempner.checkpoint.tensors.context import CheckpointContext
-from kempner.checkpoint.tensors.restore import Restorer
+from kempner.checkpoint.tensors.background import BackgroundSaver, RunningSave
+from kempner.checkpoint.tensors.restore import StateRestorer
 from kempner.checkpoint.tensors.save import SaveFailedError, SaveJob
+from kempner.checkpoint.tensors.step_slots import StepMemory, Verdict
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.run.record.attempts import SupersededError
@@ -37,8 +40,9 @@ class CheckpointManager:
     """Saves and restores a model and its optimizer below the folder of `context`.
 
     `keep` says which checkpoints stay. Without `background` a save is waited for at once.
-    `durations` is what is known of earlier saves. Raises `UsageError`, on all ranks alike, if a
-    checkpoint cannot hold the state; `check_state` does so for what appears later.
+    `durations` is what is known of earlier saves, `registered` what is saved beside model and
+    optimizer, `memory` where steps are kept, if they are to be. Raises `UsageError`, on all ranks
+    alike, if a checkpoint cannot hold the state; `check_state` does so for what appears later.
     """
 
     def __init__(
@@ -50,10 +54,14 @@ class CheckpointManager:
         keep: retention.Keep,
         background: bool = True,
         durations: Durations = Durations(),  # noqa: B008 - frozen
+        registered: Registered = NOTHING,
+        memory: StepMemory | None = None,
     ) -> None:
         self._context, self._folder, self._background = context, context.folder, background
-        self._restorer = Restorer(context, unwrap(model), optimizer)
-        self._saver = BackgroundSaver(context, model, optimizer)
+        self._restorer = StateRestorer(
+            context, unwrap(model), optimizer, registered, None if memory is None else memory.lent
+        )
+        self._saver = BackgroundSaver(context, model, optimizer, registered, memory)
         self._pruner = retention.Pruner(context.folder, keep, context.fence)
         self._in_flight: RunningSave | None = None
         self._failed = SaveFailures()
@@ -131,11 +139,18 @@ class CheckpointManager:
         if not self._background:
             self.join()
 
+    def hold(self, train_state: TrainState, verdict: Verdict) -> None:
+        """Start to keep the state as of `train_state` in memory, where that was asked for.
+
+        It outlives this process, and becomes a checkpoint should that die. `verdict` is asked, by
+        the thread that copies, whether the state is worth it.
+        """
+        self._saver.hold(train_state, verdict)
+
     def release_staging(self) -> None:
         """Wait until the copy of the state is out; call it before anything writes the state."""
         self._saver.prepare()
-        if self._in_flight is not None:
-            self._in_flight.job.staged.settle()  # a failure is the save's, and join tells of it
+        self._saver.settle()  # a failure is the save's, and join tells of it
 
     def poll(self) -> None:
         """Take note of a save that has ended; never waits."""

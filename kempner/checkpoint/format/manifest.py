@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import xxhash
@@ -123,7 +123,7 @@ def decode(content: bytes, where: Path) -> Manifest:
             identity=_identity(fields["identity"]),
             attempt=fields["attempt"],
             created=fields["created"],
-            files={_plain(name): FileEntry(**e) for name, e in fields["files"].items()},
+            files={_within(name): FileEntry(**e) for name, e in fields["files"].items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{where} is damaged: it is not a manifest ({error})") from error
@@ -133,8 +133,9 @@ def _identity(fields: Mapping[str, Any]) -> Identity:
     return Identity(**{**fields, "origin": Origin(**fields["origin"])})
 
 
-def _plain(name: str) -> str:
-    if name != Path(name).name:
+def _within(name: str) -> str:
+    path = PurePosixPath(name)
+    if str(path) != name or path.is_absolute() or ".." in path.parts or not path.parts:
         raise ValueError(f"{name!r} is not a file of this folder")
     return name
 

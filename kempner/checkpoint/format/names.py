@@ -26,6 +26,9 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 """What DCP calls its description of a checkpoint."""
 
+SHARED_OBJECTS = "objects.pt"
+"""What a program has registered for all ranks together, and is no module or optimizer."""
+
 VERIFIED = "verified.jsonl"
 WITHDRAWN = "manifest.withdrawn.json"
 """The manifest's name once the checkpoint is to be deleted."""
@@ -37,6 +40,11 @@ _STEP = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"(step-\d{8,})\.(abandoned|damaged)-a(\d+)(?:\.\d+)?")
 _IN_PROGRESS = re.compile(r"\.step-(\d{8,})\.a(\d+)-[0-9a-f]+")
 _MARKER = re.compile(r"\.reading-(step-\d{8,})\.[0-9a-f]+")
+
+
+def objects_file(rank: int) -> str:
+    """The file of what a program has registered for each rank."""
+    return f"objects-{rank:05d}.pt"
 
 
 def step_name(step: int) -> str:

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,13 +23,32 @@ from kempner.run.process.retry import empty, read_filled
 T = TypeVar("T")
 
 
-class VerifiedFile:
-    """One data file of a checkpoint, with the checksums of its blocks."""
+@dataclass(frozen=True)
+class MemoryCopy:
+    """What may be the content of a file, in shared memory: so many bytes from `start` on."""
 
-    def __init__(self, path: Path, entry: FileEntry, files: Mapping[str, FileEntry]) -> None:
+    descriptor: int
+    start: int
+    bytes: int
+
+
+class VerifiedFile:
+    """One data file of a checkpoint, with the checksums of its blocks.
+
+    With a copy in `memory`, blocks are read from there as long as they match their checksums.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        entry: FileEntry,
+        files: Mapping[str, FileEntry],
+        memory: MemoryCopy | None = None,
+    ) -> None:
         """Read the checksums; raises `DataError` if they are not as the manifest says."""
         self.path = path
         self.block_bytes, self.sums = _sums_of(path, entry, files)
+        self.memory = memory if memory is not None and memory.bytes == self.sums.bytes else None
 
     @property
     def name(self) -> str:
@@ -49,7 +69,7 @@ class Cursor:
         self._descriptor: int | None = None
         self._buffer = memoryview(bytearray())
         self._first = self._last = 0  # the blocks that the buffer holds
-        self.bytes_read = 0
+        self.bytes_read = self.bytes_from_memory = 0
 
     def __enter__(self) -> Self:
         return self
@@ -71,6 +91,8 @@ class Cursor:
 
     def peek(self, start: int, length: int) -> bytes:
         """Bytes as they are on disk, unchecked: for what is read and checked, too."""
+        if self._file.memory is not None:
+            return bytes(self.read(start, min(start + length, self._file.sums.bytes)))
         return self._read(lambda descriptor: os.pread(descriptor, length, start))
 
     def fill(self, content: memoryview, first: int) -> None:
@@ -79,15 +101,32 @@ class Cursor:
         Raises `DataError`, naming the block, if one is not what was written, and as
         `StorageWaits.retry` where it cannot be read now.
         """
-        file = self._file
-        self._read(lambda descriptor: self._pour(descriptor, content, first * file.block_bytes))
-        for number, begin in enumerate(range(0, len(content), file.block_bytes), first):
-            block = content[begin : begin + file.block_bytes]
-            if xxhash.xxh3_64_hexdigest(block) != file.sums.blocks[number]:
-                raise DataError(
-                    f"{file.name}: block {number} (from byte {number * file.block_bytes}) "
-                    "does not match its checksum"
-                )
+        file, start = self._file, first * self._file.block_bytes
+        if file.memory is not None:
+            if self._is_remembered(file.memory, content, first):
+                self.bytes_from_memory += len(content)
+                return
+            file.memory = None
+        self._read(lambda descriptor: self._pour(descriptor, content, start))
+        if (number := self._damaged(content, first)) is not None:
+            raise DataError(
+                f"{file.name}: block {number} (from byte {number * file.block_bytes}) "
+                "does not match its checksum"
+            )
+
+    def _is_remembered(self, memory: MemoryCopy, content: memoryview, first: int) -> bool:
+        """Whether these blocks are in memory, by their checksums; they are in `content`, then."""
+        start = memory.start + first * self._file.block_bytes
+        count = os.preadv(memory.descriptor, [content], start)
+        return count == len(content) and self._damaged(content, first) is None
+
+    def _damaged(self, content: memoryview, first: int) -> int | None:
+        """The first block, from number `first` on, that is not what was written."""
+        size, sums = self._file.block_bytes, self._file.sums.blocks
+        for number, begin in enumerate(range(0, len(content), size), first):
+            if xxhash.xxh3_64_hexdigest(content[begin : begin + size]) != sums[number]:
+                return number
+        return None
 
     def _read(self, work: Callable[[int], T]) -> T:
         """Do `work` on the open file, and again on one opened anew."""

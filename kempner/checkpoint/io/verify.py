@@ -109,6 +109,19 @@ def _load_sidecar(
     return decode_sidecar(content, checkpoint / name)
 
 
+def read_checked(checkpoint: Path, manifest: Manifest, name: str) -> bytes | None:
+    """A file of a checkpoint as it was committed; None if it has none of that name.
+
+    Raises `DataError` unless every byte is, and as `StorageWaits.retry`.
+    """
+    entry = manifest.files.get(name)
+    if entry is None:
+        return None
+    for damage in verify_files(checkpoint, manifest, [name]):
+        raise DataError(str(damage))
+    return read_listed(checkpoint / name, partial(_read_whole, checkpoint / name, entry))
+
+
 def read_whole(path: Path, entry: FileEntry) -> bytes:
     """A small file that has a sum of its own. Raises `DataError` unless it is as committed."""
     content = read_listed(path, partial(_read_whole, path, entry))

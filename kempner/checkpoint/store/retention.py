@@ -31,10 +31,13 @@ from kempner.run.record.attempts import Fence, SupersededError
 
 @dataclass(frozen=True)
 class Keep:
-    """How many of the newest checkpoints to keep, and which steps' multiples to keep for good."""
+    """How many of the newest checkpoints to keep, which steps' multiples to keep for good, and
+    which steps for as long as they are named here.
+    """
 
     last: int
     every: int | None = None
+    pinned: frozenset[int] = frozenset()
 
 
 def expendable(committed: Sequence[int], latest: int | None, keep: Keep) -> list[int]:
@@ -47,6 +50,7 @@ def expendable(committed: Sequence[int], latest: int | None, keep: Keep) -> list
         return []
     branch = [step for step in sorted(committed) if step <= latest]
     old = branch[: max(0, len(branch) - keep.last)]
+    old = [step for step in old if step not in keep.pinned]
     return [step for step in old if keep.every is None or step % keep.every]
 
 
@@ -97,7 +101,7 @@ class Pruner:
     """
 
     def __init__(self, folder: CheckpointFolder, keep: Keep, fence: Fence) -> None:
-        self._folder, self._keep, self._fence = folder, keep, fence
+        self._folder, self.keep, self._fence = folder, keep, fence
         self._readers = Readers(folder)
         self._thread = ThreadPoolExecutor(1, "retention", initializer=yield_to_training)
         self._newest: Future[None] | None = None
@@ -124,7 +128,7 @@ class Pruner:
 
     def _pass(self) -> None:
         try:
-            failures = prune(self._folder, self._keep, self._readers, self._fence.check)
+            failures = prune(self._folder, self.keep, self._readers, self._fence.check)
         except SupersededError:
             return  # a newer attempt prunes; the next commit of this one will say so
         except OSError as error:

@@ -87,10 +87,13 @@ def page_aligned(length: int) -> Tensor:
 
 
 class FileBuffer:
-    """One rank's file: a buffer that holds `placed`, and views into it for the tensors."""
+    """One rank's file: a buffer that holds `placed`, and views into it for the tensors.
 
-    def __init__(self, placed: Sequence[Placed]) -> None:
-        self._buffer = page_aligned(file_length(placed))
+    `buffer` is memory to use for it: zeros, of the file's length.
+    """
+
+    def __init__(self, placed: Sequence[Placed], buffer: Tensor | None = None) -> None:
+        self._buffer = page_aligned(file_length(placed)) if buffer is None else buffer
         self.views = [self._install(item) for item in placed]
         """A tensor for each placed chunk, in order, with its dtype and sizes."""
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from kempner.checkpoint.format.contents import Contents, Part, overlap
 from kempner.checkpoint.format.manifest import Manifest
-from kempner.checkpoint.io.verified_reader import Cursor, VerifiedFile
+from kempner.checkpoint.io.verified_reader import Cursor, MemoryCopy, VerifiedFile
 from kempner.checkpoint.tensors.state import is_sharded, local_part
 from kempner.run.process.exit_codes import DataError
 
@@ -33,6 +34,8 @@ RUN_PIECES = 8
 
 READERS = 4
 """Threads that read and check; both release the interpreter."""
+
+NO_MEMORY: Mapping[str, MemoryCopy] = MappingProxyType({})
 
 _HEADER = struct.Struct("<4s5H3I2H")  # a zip archive's local file header, APPNOTE 4.3.7
 _HEADER_MAGIC = b"PK\x03\x04"
@@ -54,10 +57,23 @@ class _Piece:
         return math.prod(s.stop - s.start for s in self.from_chunk)
 
 
+@dataclass
+class Loaded:
+    """How many bytes were read, and how many of them from memory."""
+
+    bytes: int = 0
+    from_memory: int = 0
+
+
 def fill(
-    table: Mapping[str, Tensor], checkpoint: Path, manifest: Manifest, contents: Contents
-) -> int:
-    """Read the local part of every tensor of `table`, in place; returns the bytes read.
+    table: Mapping[str, Tensor],
+    checkpoint: Path,
+    manifest: Manifest,
+    contents: Contents,
+    memory: Mapping[str, MemoryCopy] = NO_MEMORY,
+) -> Loaded:
+    """Read the local part of every tensor of `table`, in place; of files that are in `memory`, by
+    name, from there.
 
     Raises `DataError` if a block is damaged, a file is missing, or an element is not covered, and
     as `StorageWaits.retry` where a file cannot be read now. What the ranks of a world read between
@@ -69,10 +85,11 @@ def fill(
     for name in names:
         if name not in manifest.files:
             raise DataError(f"{name} is not in the manifest")
-        files[name] = VerifiedFile(checkpoint / name, manifest.files[name], manifest.files)
+        entry, known = manifest.files[name], memory.get(name)
+        files[name] = VerifiedFile(checkpoint / name, entry, manifest.files, known)
     with ThreadPoolExecutor(READERS, "reader") as pool:
-        runs = _runs(pieces)
-        return sum(pool.map(lambda run: _read_run(run, table, files), runs))
+        parts = list(pool.map(lambda run: _read_run(run, table, files), _runs(pieces)))
+    return Loaded(sum(part.bytes for part in parts), sum(part.from_memory for part in parts))
 
 
 class _Box(NamedTuple):
@@ -156,8 +173,8 @@ def _runs(pieces: Sequence[_Piece]) -> Iterable[Sequence[_Piece]]:
 
 def _read_run(
     run: Sequence[_Piece], table: Mapping[str, Tensor], files: Mapping[str, VerifiedFile]
-) -> int:
-    """Read pieces of one file; returns the bytes read."""
+) -> Loaded:
+    """Read pieces of one file."""
     file, checked = files[run[0].stored.file], -1
     with Cursor(file) as cursor:
         for piece in run:
@@ -170,7 +187,7 @@ def _read_run(
         end = run[-1].stored.start + run[-1].stored.length
         if end == file.sums.bytes:
             cursor.read(end - 1, end)  # the file's last block may hold no data
-        return cursor.bytes_read
+        return Loaded(cursor.bytes_read, cursor.bytes_from_memory)
 
 
 def _copy(piece: _Piece, target: Tensor, before: int, cursor: Cursor) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from xxhash import xxh3_64
 
-from kempner.checkpoint.tensors.context import CheckpointContext
+from kempner.checkpoint.context import CheckpointContext
+from kempner.checkpoint.registered.composite import Modules
 from kempner.checkpoint.tensors.state import is_sharded
 from kempner.run.process.exit_codes import UsageError
 
@@ -73,17 +74,17 @@ class SharedBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parallel = model if isinstance(model, DistributedDataParallel) else None
+        modules = model.wrapped if isinstance(model, Modules) else (model,)
+        parallel = (module for module in modules if isinstance(module, DistributedDataParallel))
+        self._parallel = [module for module in parallel if module.broadcast_buffers]
 
     def share(self) -> None:
         """Take them from rank 0 now; called on every rank."""
-        parallel = self._parallel
-        if parallel is None or not parallel.broadcast_buffers:
-            return
-        ignored = parallel.parameters_to_ignore
-        buffers = [b for name, b in parallel.module.named_buffers() if name not in ignored]
-        for dtype in sorted({buffer.dtype for buffer in buffers}, key=str):
-            _share_from_rank_0([b for b in buffers if b.dtype is dtype], parallel.process_group)
+        for parallel in self._parallel:
+            ignored = parallel.parameters_to_ignore
+            buffers = [b for name, b in parallel.module.named_buffers() if name not in ignored]
+            for dtype in sorted({buffer.dtype for buffer in buffers}, key=str):
+                _share_from_rank_0([b for b in buffers if b.dtype is dtype], parallel.process_group)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import platform
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,15 +15,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Manifest, read
-from kempner.checkpoint.format.names import MANIFEST
+from kempner.checkpoint.format.names import MANIFEST, SHARED_OBJECTS, objects_file
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.io.verify import Damage
+from kempner.checkpoint.io.verify import Damage, read_checked
+from kempner.checkpoint.registered.objects import NOTHING, Registered, unpack
+from kempner.checkpoint.slots.memory import LentSlots, images_of
 from kempner.checkpoint.store import retention
 from kempner.checkpoint.store.compatibility import compare_identities
 from kempner.checkpoint.store.read_marker import reading
 from kempner.checkpoint.tensors import state
-from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.checkpoint.tensors.load import fill
 from kempner.checkpoint.tensors.open_contents import open_contents
 from kempner.run.output.logs import logger
@@ -39,12 +42,11 @@ from kempner.run.record.events.checkpoint import CheckpointDamaged
 T = TypeVar("T")
 
 
-class Restorer:
-    """Fills a model and its optimizer; every method is called on every rank."""
+class Restorer(ABC):
+    """Goes from checkpoint to checkpoint until one is whole; methods are called on every rank."""
 
-    def __init__(self, context: CheckpointContext, model: nn.Module, optimizer: Optimizer) -> None:
-        self._context, self._model, self._optimizer = context, model, optimizer
-        self._folder = context.folder
+    def __init__(self, context: CheckpointContext) -> None:
+        self._context, self._folder = context, context.folder
 
     def prepare_folder(self) -> None:
         """Make the folder, and delete what earlier attempts left unfinished.
@@ -110,19 +112,14 @@ class Restorer:
         judgement = compare_identities(manifest.identity, self._context.identity, accept)
         if judgement.refusals:
             raise DataError(judgement.sentence(path))
-        rank, world = self._context.rank, self._context.world
-        contents, damages = self._together(path, lambda: open_contents(path, manifest, rank, world))
-        if contents is None:
-            return damages
-        saved = state.saved_optimizer_tensors(contents)
-        state.create_optimizer_state(self._model, self._optimizer, saved)
-        table = state.capture(self._model, self._optimizer)
-        state.check_shapes(table, contents)
-        _, damages = self._together(path, lambda: fill(table, path, manifest, contents))
+        damages = self._fill(path, manifest)
         if not damages:
-            state.adopt_numbers(self._model, self._optimizer, table)
             self._context.broadcast_from_rank0(partial(self._go_on_from, step, judgement.remarks))
         return damages
+
+    @abstractmethod
+    def _fill(self, path: Path, manifest: Manifest) -> list[Damage]:
+        """Take over what is in `path`; what is damaged there, on all ranks alike."""
 
     def _together(self, path: Path, work: Callable[[], T]) -> tuple[T | None, list[Damage]]:
         """Do this rank's part of a load of `path`; its result, or None if any rank found damage.
@@ -165,6 +162,57 @@ class Restorer:
             self._folder.point_latest(step, unique=f"a{attempt.number}-{attempt.nonce}")
         for remark in remarks:
             logger().warning(remark)
+
+
+class StateRestorer(Restorer):
+    """Fills a model and its optimizer, and what is registered beside them."""
+
+    def __init__(
+        self,
+        context: CheckpointContext,
+        model: nn.Module,
+        optimizer: Optimizer,
+        registered: Registered = NOTHING,
+        memory: LentSlots | None = None,
+    ) -> None:
+        """`memory` may still hold what this rank wrote."""
+        super().__init__(context)
+        self._model, self._optimizer = model, optimizer
+        self._registered, self._memory = registered, memory
+
+    def _fill(self, path: Path, manifest: Manifest) -> list[Damage]:
+        rank, world = self._context.rank, self._context.world
+        contents, damages = self._together(path, lambda: open_contents(path, manifest, rank, world))
+        if contents is None:
+            return damages
+        saved = state.saved_optimizer_tensors(contents)
+        state.create_optimizer_state(self._model, self._optimizer, saved)
+        table = state.capture(self._model, self._optimizer)
+        state.check_shapes(table, contents)
+        memory = images_of(self._memory, manifest.train_state.step)
+        work = partial(fill, table, path, manifest, contents, memory)
+        loaded, damages = self._together(path, work)
+        if loaded is not None:
+            if loaded.from_memory:
+                read, remembered = loaded.bytes, loaded.from_memory
+                logger().info("the state was in memory", bytes=read, from_memory=remembered)
+            state.adopt_numbers(self._model, self._optimizer, table)
+            _, damages = self._together(path, lambda: self._take_objects(path, manifest))
+        return damages
+
+    def _take_objects(self, path: Path, manifest: Manifest) -> None:
+        """Raises `UsageError` if other names are registered than the checkpoint has."""
+        registered, own = self._registered, objects_file(self._context.rank)
+        shared = read_checked(path, manifest, SHARED_OBJECTS)
+        unpack(shared, registered.shared, "state", str(path))
+        saved_by, world = manifest.identity.world, self._context.world
+        if registered.per_rank and saved_by != world:
+            raise UsageError(
+                f"survive(per_rank=...) was saved by {saved_by} ranks ({path}), and now there are "
+                f"{world}, among whom it cannot be divided: start as many ranks again"
+            )
+        if saved_by == world:
+            unpack(read_checked(path, manifest, own), registered.per_rank, "per_rank", str(path))
 
 
 def _not_seen(path: Path) -> NotSharedError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format import compact_index, shard_plan
 from kempner.checkpoint.format.manifest import FileEntry, whole_sum
 from kempner.checkpoint.format.names import METADATA
-from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
 from kempner.checkpoint.tensors.staging import StagedCopy, Stager
 from kempner.checkpoint.tensors.state import Binding, local_part
+from kempner.checkpoint.tensors.step_slots import StepSlots
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class FileLayout:
 
     specs: list[shard_plan.TensorSpec]
     keys: list[str]
-    """Of the tensors that this rank writes, in the order of the image's views."""
-    image: FileBuffer
+    """Of the tensors that this rank writes, in the order of `placed`."""
+    placed: list[shard_plan.Placed]
     world: int
 
     @cached_property
@@ -58,13 +59,13 @@ class FileLayout:
 
     @classmethod
     def of(cls, specs: list[shard_plan.TensorSpec], group: dist.ProcessGroup) -> FileLayout:
-        """Plan this rank's file and allocate its image."""
+        """Plan this rank's file."""
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         placed = shard_plan.place(specs, rank, container)
         return cls(
             specs=specs,
             keys=[item.chunk.key for item in placed],
-            image=FileBuffer(placed),
+            placed=placed,
             world=world,
         )
 
@@ -75,6 +76,7 @@ class Route:
 
     binding: Binding
     layout: FileLayout
+    image: FileBuffer
     steady: list[tuple[Tensor, Tensor]]
     """Written by nobody between two updates: copied beside the next forward pass."""
     watched: list[tuple[str, Tensor]]
@@ -83,13 +85,19 @@ class Route:
     """Buffers, which that forward pass may write, and whatever else is: copied at once."""
 
     @classmethod
-    def of(cls, binding: Binding, layout: FileLayout, at_once: Collection[str] = ()) -> Route:
-        """Pair what `binding` found with the image of `layout`.
+    def of(
+        cls,
+        binding: Binding,
+        layout: FileLayout,
+        image: FileBuffer,
+        at_once: Collection[str] = (),
+    ) -> Route:
+        """Pair what `binding` found with the `image` of a file of this `layout`.
 
         `at_once` are the keys of parameters and optimizer state that are written outside updates.
         """
         steady, watched, volatile = [], [], []
-        for key, view in zip(layout.keys, layout.image.views, strict=True):
+        for key, view in zip(layout.keys, image.views, strict=True):
             tensor = local_part(binding.table[key])
             hasty = key in binding.buffers or key in binding.numbers or key in at_once
             if hasty or tensor.is_inference():  # such tensors count no writes
@@ -97,16 +105,26 @@ class Route:
             else:
                 steady.append((view, tensor))
                 watched += [(key, counting) for counting in binding.written_as(key)]
-        return cls(binding, layout, steady, watched, volatile)
+        return cls(binding, layout, image, steady, watched, volatile)
 
-    def stage(self, stager: Stager, step: int) -> StagedCopy:
-        """Start to copy the state of `step`; nothing may write to what is steady until done."""
+    def stage(
+        self, stager: Stager, step: int, complete: Callable[[], None] | None = None
+    ) -> StagedCopy:
+        """Start to copy the state of `step`; nothing may write to what is steady until done.
+
+        `complete` is called once all was copied, unless something was written to meanwhile.
+        """
         self.binding.read_numbers()
         for view, tensor in self.volatile:
             view.copy_(tensor)
         copy = StagedCopy(self.watched)
         views, parts = [view for view, _ in self.steady], [part for _, part in self.steady]
-        copy.done = stager.copy(views, parts, step)
+
+        def copied() -> None:
+            if not copy.judge() and complete is not None:
+                complete()
+
+        copy.done = stager.copy(views, parts, step, copied)
         return copy
 
 
@@ -116,40 +134,62 @@ class Routes:
     The way is kept for as long as the tensors are the same, the layout while their specs are.
     """
 
-    def __init__(self, context: CheckpointContext, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        context: CheckpointContext,
+        model: nn.Module,
+        optimizer: Optimizer,
+        slots: StepSlots,
+    ) -> None:
         self.device = next(iter(model.parameters())).device
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.slots = model, optimizer, slots
         self._context = context
         self._layout: FileLayout | None = None
+        self._image: FileBuffer | None = None
         self._at_once: frozenset[str] = frozenset()
-        self.route: Route | None = None
+        self._binding: Binding | None = None
+        self._routes: dict[FileBuffer, Route] = {}
 
     def find(self) -> Route:
-        """The way of the state into its file.
+        """The way of the state into its file, in memory of this process.
 
         Raises `UsageError` if a checkpoint cannot hold the state.
         """
-        if self.route is None or not self.route.binding.intact():
-            binding = Binding(self.model, self.optimizer)
-            specs = tensor_specs(binding.table, self._context.world)
-            if self._layout is None or self._layout.specs != specs:
-                self._layout = self._plan(specs)
-            self.route = Route.of(binding, self._layout, self._at_once)
-        return self.route
+        binding, layout = self.plan()
+        self._image = self._image or FileBuffer(layout.placed)
+        return self.to(self._image, binding, layout)
 
-    def empty_layout(self) -> FileLayout:
-        """That of a file without anything, for a state that no file can hold."""
-        return self._plan([])
+    def to(self, image: FileBuffer, binding: Binding, layout: FileLayout) -> Route:
+        """The way of what `plan` has found to an image."""
+        if image not in self._routes:
+            self._routes[image] = Route.of(binding, layout, image, self._at_once)
+        return self._routes[image]
+
+    def plan(self) -> tuple[Binding, FileLayout]:
+        """The state's tensors, and where in the file they go. Raises as `find`."""
+        binding, layout = self._binding, self._layout
+        if binding is None or not binding.intact():
+            self.forget()
+            binding = self._binding = Binding(self.model, self.optimizer)
+            specs = tensor_specs(binding.table, self._context.world)
+            if layout is None or layout.specs != specs:
+                layout, self._image = FileLayout.of(specs, self._context.group), None
+                self.slots.lay_out(layout.placed)
+        assert layout is not None  # there is one for every binding
+        self._layout = layout
+        return binding, layout
+
+    def empty(self) -> FileLayout:
+        """The layout of a file without anything, for a state that no file can hold."""
+        return FileLayout.of([], self._context.group)
 
     def copy_at_once(self, keys: Collection[str]) -> None:
         """Copy these in the thread that trains from now on."""
         if not self._at_once.issuperset(keys):
             self._at_once |= frozenset(keys)
-            self.route = None
+            self._routes.clear()
 
     def forget(self) -> None:
         """Let go of the tensors, which are about to be replaced; the layout stays."""
-        self.route = None
-
-    def _plan(self, specs: list[shard_plan.TensorSpec]) -> FileLayout:
-        return FileLayout.of(specs, self._context.group)
+        self._binding = None
+        self._routes.clear()

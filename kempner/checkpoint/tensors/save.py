@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import (
     FileEntry,
     Manifest,
@@ -25,14 +26,16 @@ from kempner.checkpoint.format.manifest import (
     sidecar_name,
     whole_sum,
 )
+from kempner.checkpoint.format.names import SHARED_OBJECTS, objects_file
 from kempner.checkpoint.format.shard_plan import data_file
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.store import commit
-from kempner.checkpoint.tensors.context import CheckpointContext
+from kempner.checkpoint.tensors.file_buffer import FileBuffer
 from kempner.checkpoint.tensors.replicas import combine, describe_difference
 from kempner.checkpoint.tensors.route import FileLayout
 from kempner.checkpoint.tensors.staging import StagedCopy
+from kempner.checkpoint.tensors.step_slots import Slot
 from kempner.config.fault_spec import FailPoint
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import join_directory, write_durable
@@ -79,21 +82,34 @@ class TornCopyError(Exception):
 
 
 @dataclass(frozen=True)
+class StagedState:
+    """A copy of the state, complete or under way: to `image`, of a file of this `layout`.
+
+    `held` has digests of what must be the same on every rank; `slot` is the image's, if any.
+    """
+
+    layout: FileLayout
+    image: FileBuffer
+    copy: StagedCopy
+    held: Mapping[str, int]
+    slot: Slot | None = None
+
+
+@dataclass(frozen=True)
 class SaveJob:
     """One rank's part in one save.
 
-    `path` is the folder that becomes the checkpoint of `train_state`, `staged` the copy into the
-    buffer of `layout`, `started` when the save was asked for, by `time.monotonic`. `held` has
-    digests that must be the same on every rank.
+    `path` is the folder that becomes the checkpoint of `train_state`, `state` the copy of it,
+    `started` when the save was asked for, by `time.monotonic`; `objects` are the files of what is
+    no tensor: this rank's own, and on rank 0 that of all.
     """
 
     context: CheckpointContext
     train_state: TrainState
     path: Path
-    layout: FileLayout
-    staged: StagedCopy
+    state: StagedState
     started: float
-    held: Mapping[str, int]
+    objects: Mapping[str, bytes]
 
     @property
     def age(self) -> float:
@@ -106,39 +122,43 @@ class SaveJob:
         Raises `SaveFailedError` on every rank if anything failed on any.
         """
         group, took = self.context.group, None
-        wait([self.staged.done])
+        wait([self.state.copy.done])
         staged_after = self.age
         note, error = _attempt(self._write_files)
-        notes = _tell_rank_0(note or _Note(ok=False, plan=self.layout.digest, held=0), group)
+        notes = _tell_rank_0(note or _Note(ok=False, plan=self.state.layout.digest, held=0), group)
         fail_point(FailPoint.COMMIT, self.train_state.step)
         if self.context.rank == 0 and _agreed(notes):
             took, error = _attempt(lambda: self._commit(notes, staged_after))
         if not _told_by_rank_0(took is not None, group):
             raise _gather_failures(
-                _Failure.of(error, self.layout.digest, self.held), group
+                _Failure.of(error, self.state.layout.digest, self.state.held), group
             ) from error
         return took
 
     def _write_files(self) -> _Note:
         """This rank's file, its sums, and on rank 0 the files that say what is where."""
-        self.staged.done.result()
+        self.state.copy.done.result()
         join_directory(self.path)
         rank = self.context.rank
         name = data_file(rank)
-        sums = write_stream(self.path / name, self.layout.image.content)
+        sums = write_stream(self.path / name, self.state.image.content)
         fail_point(FailPoint.WRITE, self.train_state.step)
-        sidecar = encode_sidecar({name: sums})
+        summed = {name: sums}
+        for written, content in self.objects.items():
+            summed[written] = write_stream(self.path / written, memoryview(content))
+        sidecar = encode_sidecar(summed)
         write_durable(self.path / sidecar_name(rank), sidecar)
         if rank == 0:
-            for described, content in self.layout.described.items():
-                write_stream(self.path / described, content)
-        if written := self.staged.settle():
-            raise TornCopyError(written)
+            for described, description in self.state.layout.described.items():
+                write_stream(self.path / described, description)
+        if torn := self.state.copy.settle():
+            raise TornCopyError(torn)
         return _Note(
             ok=True,
-            plan=self.layout.digest,
-            held=combine(self.held),
+            plan=self.state.layout.digest,
+            held=combine(self.state.held),
             data_bytes=sums.bytes,
+            own_bytes=summed[own].bytes if (own := objects_file(rank)) in summed else -1,
             sidecar_bytes=len(sidecar),
             sidecar_sum=whole_sum(sidecar),
         )
@@ -146,7 +166,9 @@ class SaveJob:
     def _commit(self, notes: Sequence[_Note], staged_after: float) -> SaveSeconds:
         """Rank 0: make the files of all ranks a checkpoint, and say so in log and ledger."""
         context, written_after = self.context, self.age
-        files = _list_files(notes, self.layout.described_entries)
+        files = _list_files(notes, self.state.layout.described_entries)
+        if (shared := self.objects.get(SHARED_OBJECTS)) is not None:
+            files[SHARED_OBJECTS] = FileEntry(len(shared), sums=sidecar_name(0))
         attempt = context.fence.attempt.number
         manifest = Manifest(self.train_state, context.identity, attempt, time.time(), files)
         commit.commit(context.folder, self.path, manifest, context.fence, logger().warning)
@@ -166,19 +188,27 @@ class _Note:
     plan: int
     held: int
     data_bytes: int = 0
+    own_bytes: int = -1
     sidecar_bytes: int = 0
     sidecar_sum: str = "0" * 32
 
     def encode(self) -> Tensor:
         high, low = int(self.sidecar_sum[:16], 16), int(self.sidecar_sum[16:], 16)
-        numbers = (self.ok, self.plan, self.held, self.data_bytes, self.sidecar_bytes)
+        numbers = (
+            self.ok,
+            self.plan,
+            self.held,
+            self.data_bytes,
+            self.own_bytes,
+            self.sidecar_bytes,
+        )
         return torch.tensor([*map(int, numbers), high - _HALF, low - _HALF], dtype=torch.int64)
 
     @classmethod
     def decode(cls, numbers: Tensor) -> _Note:
-        ok, planned, held, data_bytes, sidecar_bytes, high, low = numbers.tolist()
+        ok, planned, held, data_bytes, own_bytes, sidecar_bytes, high, low = numbers.tolist()
         total = f"{high + _HALF:016x}{low + _HALF:016x}"
-        return cls(bool(ok), planned, held, data_bytes, sidecar_bytes, total)
+        return cls(bool(ok), planned, held, data_bytes, own_bytes, sidecar_bytes, total)
 
 
 @dataclass(frozen=True)
@@ -230,6 +260,8 @@ def _list_files(notes: Sequence[_Note], described: Mapping[str, FileEntry]) -> d
     for rank, note in enumerate(notes):
         sidecar = sidecar_name(rank)
         files[data_file(rank)] = FileEntry(bytes=note.data_bytes, sums=sidecar)
+        if note.own_bytes >= 0:
+            files[objects_file(rank)] = FileEntry(bytes=note.own_bytes, sums=sidecar)
         files[sidecar] = FileEntry(bytes=note.sidecar_bytes, xxh3_128=note.sidecar_sum)
     return files
 

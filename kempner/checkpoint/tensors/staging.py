@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from threading import Lock
@@ -23,7 +23,7 @@ class Stager:
     """A thread that copies tensors into buffers; on CUDA over a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._locked = device, weakref.WeakSet[FileBuffer]()
         self._thread = ThreadPoolExecutor(1, "staging", initializer=_use_device, initargs=(device,))
         self._stream = (
             torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -31,10 +31,17 @@ class Stager:
             else None
         )
 
-    def copy(self, buffers: Sequence[Tensor], tensors: Sequence[Tensor], step: int) -> Future[None]:
+    def copy(
+        self,
+        buffers: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        step: int,
+        complete: Callable[[], None] | None = None,
+    ) -> Future[None]:
         """Start to copy each tensor into its buffer, as of now; nothing may write it until done.
 
-        `step` is whose state this is; only faults on demand ask for it.
+        `step` is whose state this is; only faults on demand ask for it. `complete` is called once
+        the copy is complete, before it counts as done.
         """
         stream = torch.cuda.current_stream(self._device) if self._stream else None
         ready = stream.record_event() if stream else None
@@ -42,12 +49,18 @@ class Stager:
         def work() -> None:
             fail_point(FailPoint.STAGE, step)
             self._copy(list(buffers), list(tensors), ready)
+            if complete is not None:
+                complete()
 
         return self._thread.submit(work)
 
     def page_lock(self, image: FileBuffer, room: int) -> None:
-        """Start to lock the pages of `image`, which later copies then wait for; see `page_lock`."""
-        if self._device.type == "cuda":
+        """Start to lock the pages of `image`, which later copies then wait for; see `page_lock`.
+
+        Once for each.
+        """
+        if self._device.type == "cuda" and image not in self._locked:
+            self._locked.add(image)
             self._thread.submit(page_lock, image, room, self._device)
 
     def close(self) -> None:
@@ -93,6 +106,10 @@ class StagedCopy:
         operation that is still under way: one that has taken longer than the file.
         """
         wait([self.done])
+        return self.judge()
+
+    def judge(self) -> frozenset[str]:
+        """The same, by the thread that has just copied."""
         with self._lock:
             if self._written is None:
                 now, self._written = _versions(self._watched), frozenset()

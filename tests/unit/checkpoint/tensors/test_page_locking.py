@@ -145,9 +145,9 @@ def steps_until_locked(run: RunDirectory, group: dist.ProcessGroup) -> list[int]
     for step in range(1, 5):
         model(torch.ones(4)).sum().backward()
         manager.release_staging()
-        if saver._image is not None:
+        if saver._routes._image is not None:
             locked.append(step)
-            saver._image = None
+            saver._routes._image = None
         optimizer.step()
     manager.save(TrainState(step=4))
     manager.join()

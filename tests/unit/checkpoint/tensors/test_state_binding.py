@@ -50,12 +50,12 @@ def bind(model: Subject, optimizer: torch.optim.Optimizer) -> tuple[Route, FileL
     binding = state.Binding(model, optimizer)
     specs = tensor_specs(binding.table, 1)
     placed = place(specs, 0, container)
-    layout = FileLayout(specs, [p.chunk.key for p in placed], FileBuffer(placed), 1)
-    return Route.of(binding, layout), layout
+    layout = FileLayout(specs, [p.chunk.key for p in placed], placed, 1)
+    return Route.of(binding, layout, FileBuffer(placed)), layout
 
 
-def saved(layout: FileLayout, key: str) -> torch.Tensor:
-    return layout.image.views[layout.keys.index(key)]
+def saved(route: Route, key: str) -> torch.Tensor:
+    return route.image.views[route.layout.keys.index(key)]
 
 
 def test_training_on_leaves_it_intact() -> None:
@@ -125,7 +125,7 @@ def test_state_of_parameters_that_were_replaced_is_missed() -> None:
 
 def test_what_a_forward_pass_writes_is_copied_at_once() -> None:
     model, optimizer = trained()
-    route, layout = bind(model, optimizer)
+    route, _ = bind(model, optimizer)
     stager, hold = Stager(torch.device("cpu")), threading.Event()
     stager._thread.submit(hold.wait)  # the copy in the background cannot start
     staged = route.stage(stager, step=1)
@@ -134,8 +134,8 @@ def test_what_a_forward_pass_writes_is_copied_at_once() -> None:
     assert staged.settle() == set()
     stager.close()
     assert model.calls.item() == 2
-    assert saved(layout, "model.calls").item() == 1
-    assert torch.equal(saved(layout, "model.layer.weight"), model.layer.weight.detach())
+    assert saved(route, "model.calls").item() == 1
+    assert torch.equal(saved(route, "model.layer.weight"), model.layer.weight.detach())
 
 
 def test_only_persistent_state_is_saved() -> None:

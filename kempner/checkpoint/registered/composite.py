@@ -1,0 +1,110 @@
+"""Several modules and optimizers as one of each, for what reads and fills tensors.
+
+The parameters of the first module keep their names; those of the others are `<name>/<parameter>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from kempner.run.process.exit_codes import UsageError
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module within `DistributedDataParallel`, or the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+class Modules(nn.Module):
+    """A module, and others that are registered by name; what DistributedDataParallel wraps counts.
+
+    `wrapped` are the modules as they were given.
+    """
+
+    def __init__(self, first: nn.Module, others: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.wrapped = (first, *others.values())
+        starts = ["", *(f"{name}/" for name in others)]
+        self._named = dict(zip(starts, map(unwrap, self.wrapped), strict=True))
+        for at, module in enumerate(self._named.values()):
+            self.add_module(str(at), module)
+
+    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Of all, by their names here."""
+        return {
+            start + name: value
+            for start, module in self._named.items()
+            for name, value in module.state_dict(*arguments, **options).items()
+        }
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of all, by their names here; one that two modules share has its first name."""
+        seen: set[nn.Parameter] = set()
+        for start, module in self._named.items():
+            found = module.named_parameters(prefix, recurse, remove_duplicate)
+            for name, parameter in found:
+                if not (remove_duplicate and parameter in seen):
+                    seen.add(parameter)
+                    yield start + name, parameter
+
+
+class Optimizers(Optimizer):
+    """Several optimizers, of which each parameter has one."""
+
+    def __init__(self, all_of_them: Iterable[Optimizer]) -> None:
+        # Not Optimizer's own: nothing is stepped here.
+        self._all = list(all_of_them)
+        self.state = _States(self._all)  # type: ignore[assignment]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of all."""
+        return [*chain.from_iterable(optimizer.param_groups for optimizer in self._all)]
+
+
+class _States(MutableMapping[Tensor, Any]):
+    """The states of all parameters, each in its own optimizer."""
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._of: dict[Tensor, Optimizer] = {}
+        for optimizer in optimizers:
+            for parameter in chain.from_iterable(g["params"] for g in optimizer.param_groups):
+                if self._of.setdefault(parameter, optimizer) is not optimizer:
+                    raise UsageError(
+                        "two optimizers have the same parameter, and a checkpoint holds one state "
+                        "for each: give every parameter to one of them"
+                    )
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        return self._of[parameter].state[parameter]
+
+    def __setitem__(self, parameter: Tensor, value: Any) -> None:
+        self._of[parameter].state[parameter] = value
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        del self._of[parameter].state[parameter]
+
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        """As `dict.get`: makes nothing."""
+        optimizer = self._of.get(parameter)
+        return default if optimizer is None else optimizer.state.get(parameter, default)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return chain.from_iterable(optimizer.state for optimizer in self._optimizers)
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+    def clear(self) -> None:
+        """Of all optimizers."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()

@@ -1,0 +1,73 @@
+"""Sorts what a program wants back: what is held tensor by tensor, and what by its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from kempner.checkpoint.registered.composite import Modules, Optimizers
+from kempner.checkpoint.registered.objects import (
+    GROUPS,
+    NOTHING,
+    Held,
+    Registered,
+    held,
+    hyperparameters,
+)
+from kempner.run.process.exit_codes import UsageError
+
+
+@dataclass(frozen=True)
+class Everything:
+    """All of it, as a `CheckpointManager` takes it."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    registered: Registered = NOTHING
+
+
+def gather(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: Mapping[str, object],
+    per_rank: Mapping[str, object],
+) -> Everything:
+    """What `survive` was given. Raises `UsageError` for what no checkpoint can hold."""
+    _check_names(state, per_rank)
+    modules = {name: thing for name, thing in state.items() if isinstance(thing, nn.Module)}
+    optimizers = {name: thing for name, thing in state.items() if isinstance(thing, Optimizer)}
+    others = {n: thing for n, thing in state.items() if n not in modules and n not in optimizers}
+    shared = {name: held(name, thing) for name, thing in others.items()}
+    every = {"optimizer": optimizer, **optimizers}
+    if any(hasattr(thing, "get_last_lr") for thing in others.values()):
+        shared |= {f"{name}{GROUPS}": hyperparameters(one) for name, one in every.items()}
+    # Its state is lists of tensors that grow, in the place of its first parameter.
+    whole = {name: one for name, one in every.items() if isinstance(one, torch.optim.LBFGS)}
+    shared |= {name: Held(one.state_dict, one.load_state_dict) for name, one in whole.items()}
+    own = {name: held(name, thing) for name, thing in per_rank.items()}
+    registered = Registered(shared, own)
+    if not modules and not optimizers and not whole:
+        return Everything(model, optimizer, registered)
+    rest = [one for name, one in every.items() if name not in whole]
+    return Everything(Modules(model, modules), Optimizers(rest), registered)
+
+
+def _check_names(state: Mapping[str, object], per_rank: Mapping[str, object]) -> None:
+    for name in (*state, *per_rank):
+        if not isinstance(name, str) or not name.isidentifier() or name in ("model", "optimizer"):
+            raise UsageError(
+                f"survive(state=...): {name!r} is no name for it; take letters, digits and _, and "
+                "neither model nor optimizer"
+            )
+    if both := sorted(state.keys() & per_rank.keys()):
+        raise UsageError(f"survive(): {both[0]} is in state and in per_rank; leave it in one")
+    for name, thing in per_rank.items():
+        if isinstance(thing, nn.Module | Optimizer):
+            raise UsageError(
+                f"survive(per_rank=...)[{name!r}] is a {type(thing).__name__}: register modules "
+                "and optimizers as state, of which each rank may have its shard"
+            )

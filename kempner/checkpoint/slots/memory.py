@@ -1,0 +1,293 @@
+"""Step slots: shared memory that holds a rank's last steps, and outlives the rank.
+
+Who starts the ranks of a node makes the slots, as files in memory that have no name
+(memfd_create(2)), and keeps them open. A rank opens them by way of `/proc` and copies its state
+into one after the other. They vanish with the process that made them: nothing is left behind.
+
+A slot is a header of `IMAGE_AT` bytes (magic, length and xxh3_64 of a JSON text, the text) and the
+rank's data file, byte for byte. The magic is taken away before anything is overwritten, and put
+back last. What all checkpoints have in common beside the data is in a file of its own, the notes.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
+
+import xxhash
+
+from kempner.checkpoint.format.shard_plan import data_file
+from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.io.verified_reader import MemoryCopy
+
+SLOTS = 3
+"""Slots of a rank: two in turn, and one more for a save that is being written meanwhile."""
+
+PINNED = 2
+"""Further slots where a buddy keeps copies: of the step that it has, and of the one on its way."""
+
+COPIES = 2
+"""Copies of a rank that its buddy keeps: a whole one, and the one that is on its way."""
+
+IMAGE_AT = 1 << 16
+"""Bytes before the image."""
+
+STEP_SLOTS = "KEMPNER_STEP_SLOTS"
+"""Variable of a rank: where its slots, notes and board are open, as `PID:FD,FD,FD:FD:FD`; without a
+buddy there is no board."""
+
+_MAGIC = b"kempslot"
+_HEAD = struct.Struct("<8sIQ")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Which part of a run a step belongs to: the `nonce` of its attempt, and how often that went
+    back behind what it had held before. What has a lower number counts no more.
+    """
+
+    nonce: str
+    since: int = 0
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a slot holds: the state of one rank after a step.
+
+    `plan` is the digest of what is where, `shared` a number for what all ranks must hold alike,
+    `image` the length of the data file in bytes. `identity` is what a manifest says of the run, as
+    fields; rank 0 knows it.
+    """
+
+    train_state: TrainState
+    branch: Branch
+    rank: int
+    world: int
+    plan: int
+    shared: int
+    image: int
+    identity: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """The text of a header."""
+        return json.dumps(asdict(self)).encode()
+
+    def is_in(self, descriptor: int) -> bool:
+        """Whether a slot holds this, which means that it did so all the time."""
+        return read_held(descriptor) == self
+
+    @classmethod
+    def decode(cls, text: bytes) -> Self:
+        """What `encode` has written."""
+        fields = json.loads(text)
+        state = TrainState.from_fields(fields.pop("train_state"))
+        return cls(state, Branch(**fields.pop("branch")), **fields)
+
+
+class SlotMemory:
+    """One slot, mapped into this process. Raises `OSError` and `ValueError` if that fails."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._map = mmap.mmap(descriptor, 0)
+
+    @classmethod
+    def grown(cls, descriptor: int, image: int) -> Self:
+        """With room for a data file of so many bytes, and nothing in it."""
+        os.ftruncate(descriptor, 0)
+        os.ftruncate(descriptor, IMAGE_AT + image)
+        return cls(descriptor)
+
+    @property
+    def image(self) -> memoryview:
+        """All bytes that a data file may take."""
+        return memoryview(self._map)[IMAGE_AT:]
+
+    def publish(self, held: Held) -> bool:
+        """Say that it now holds this; False if there is no room to say so."""
+        text = held.encode()
+        if _HEAD.size + len(text) > IMAGE_AT:
+            return False
+        self._map[_HEAD.size : _HEAD.size + len(text)] = text
+        self._map[: _HEAD.size] = _HEAD.pack(b"", len(text), xxhash.xxh3_64_intdigest(text))
+        self._map[: len(_MAGIC)] = _MAGIC
+        return True
+
+    def withdraw(self) -> None:
+        """It holds nothing any more."""
+        self._map[: len(_MAGIC)] = bytes(len(_MAGIC))
+
+    def held(self) -> Held | None:
+        """What it holds, if anything."""
+        text = _text(self._map[:IMAGE_AT])
+        held = None if text is None else Held.decode(text)
+        return held if held is not None and held.image <= len(self.image) else None
+
+
+def read_held(descriptor: int) -> Held | None:
+    """What a slot holds, of which somebody else may change the size at any time."""
+    text = _text(os.pread(descriptor, IMAGE_AT, 0))
+    return None if text is None else Held.decode(text)
+
+
+def _text(header: bytes) -> bytes | None:
+    if len(header) < _HEAD.size:
+        return None
+    magic, length, summed = _HEAD.unpack_from(header)
+    text = header[_HEAD.size : _HEAD.size + length]
+    whole = magic == _MAGIC and xxhash.xxh3_64_intdigest(text) == summed
+    return text if whole else None
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What rank 0 writes into every checkpoint of a plan: the `files` that say what is where."""
+
+    plan: int
+    files: Mapping[str, bytes | memoryview]
+
+    def encode(self) -> bytes:
+        """A line of JSON that says how long the files are, and the files."""
+        told = {
+            "plan": self.plan,
+            "files": {name: len(content) for name, content in self.files.items()},
+        }
+        return b"".join([json.dumps(told).encode() + b"\n", *self.files.values()])
+
+    @classmethod
+    def decode(cls, content: bytes) -> Self:
+        """What `encode` has written."""
+        line, _, rest = content.partition(b"\n")
+        told, files, at = json.loads(line), {}, 0
+        for name, length in told["files"].items():
+            files[name] = rest[at : at + length]
+            at += length
+        return cls(told["plan"], files)
+
+    def write(self, descriptor: int) -> None:
+        """Replace what is there. Raises `OSError`."""
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, self.encode(), 8)
+        os.pwrite(descriptor, _MAGIC, 0)
+
+    @classmethod
+    def read(cls, descriptor: int) -> Self | None:
+        """What was written, if that is whole."""
+        content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        return cls.decode(content[len(_MAGIC) :]) if content.startswith(_MAGIC) else None
+
+
+@dataclass(frozen=True)
+class LentSlots:
+    """Descriptors of what is kept for a rank; there is a board if a buddy keeps copies."""
+
+    slots: tuple[int, ...]
+    notes: int
+    board: int | None = None
+
+    @property
+    def images(self) -> int:
+        """How many images they take, with those on the buddy's node."""
+        return len(self.slots) + (0 if self.board is None else COPIES)
+
+    @property
+    def taken(self) -> int:
+        """Bytes of memory that the slots take now."""
+        return sum(512 * os.fstat(slot).st_blocks for slot in self.slots)
+
+    def empty(self) -> None:
+        """Give that memory back."""
+        for slot in self.slots:
+            os.ftruncate(slot, 0)
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Every one of them."""
+        return (*self.slots, self.notes, *(() if self.board is None else (self.board,)))
+
+
+def images_of(lent: LentSlots | None, step: int) -> dict[str, MemoryCopy]:
+    """The data file of this step that a rank's slots hold, by name; empty if they hold none."""
+    found: dict[str, MemoryCopy] = {}
+    for slot in () if lent is None else lent.slots:
+        held = read_held(slot)
+        if held is not None and held.train_state.step == step:
+            found[data_file(held.rank)] = MemoryCopy(slot, IMAGE_AT, held.image)
+    return found
+
+
+class SlotHolder:
+    """The slots of some ranks, for as long as this lives."""
+
+    def __init__(self) -> None:
+        self._lent: dict[int, LentSlots] = {}
+
+    def lend(
+        self, rank: int, environ: MutableMapping[str, str], with_buddy: bool = False
+    ) -> LentSlots:
+        """Tell a rank by its environment where its slots are. It gets a board of its own."""
+        name, before = f"kempner-{rank}", self._lent.get(rank)
+        if before is not None and len(before.slots) != _slots(with_buddy):
+            self._let_go(rank)
+            before = None
+        if before is None:
+            slots = tuple(os.memfd_create(f"{name}-{n}") for n in range(_slots(with_buddy)))
+            before = LentSlots(slots, os.memfd_create(f"{name}-notes"))
+        if before.board is not None:
+            os.close(before.board)
+        board = os.memfd_create(f"{name}-board") if with_buddy else None
+        lent = self._lent[rank] = replace(before, board=board)
+        listed = ",".join(map(str, lent.slots))
+        environ[STEP_SLOTS] = (
+            f"{os.getpid()}:{listed}:{lent.notes}:{'' if board is None else board}"
+        )
+        return lent
+
+    def keep_only(self, ranks: Sequence[int]) -> None:
+        """Let go of the slots of all other ranks."""
+        for rank in self._lent.keys() - set(ranks):
+            self._let_go(rank)
+
+    def slots(self) -> dict[int, list[SlotMemory]]:
+        """Those that were ever filled, by rank. Raises as `SlotMemory`."""
+        used: dict[int, list[SlotMemory]] = {}
+        for rank, lent in self._lent.items():
+            grown = [slot for slot in lent.slots if os.fstat(slot).st_size > IMAGE_AT]
+            used[rank] = [SlotMemory(slot) for slot in grown]
+        return used
+
+    def notes(self) -> Notes | None:
+        """Rank 0's, if that is one of these."""
+        return Notes.read(self._lent[0].notes) if 0 in self._lent else None
+
+    def boards(self) -> list[int]:
+        """Descriptors of the boards."""
+        return [lent.board for lent in self._lent.values() if lent.board is not None]
+
+    def _let_go(self, rank: int) -> None:
+        for descriptor in self._lent.pop(rank).all:
+            os.close(descriptor)
+
+
+def open_slots(environ: Mapping[str, str]) -> LentSlots | None:
+    """Descriptors of this rank's own; None if nobody keeps any for it."""
+    owner, *lists = environ.get(STEP_SLOTS, "").split(":")
+    opened: list[int] = []
+    try:
+        for descriptor in filter(None, ",".join(lists).split(",")):
+            opened.append(os.open(f"/proc/{owner}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+    except OSError:
+        while opened:
+            os.close(opened.pop())
+    if not opened:
+        return None
+    board = opened.pop() if lists[-1] else None
+    return LentSlots(tuple(opened[:-1]), opened[-1], board)
+
+
+def _slots(with_buddy: bool) -> int:
+    return SLOTS + (PINNED if with_buddy else 0)

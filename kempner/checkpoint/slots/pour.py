@@ -1,0 +1,148 @@
+"""Turns what slots hold into the files of a checkpoint, once their ranks are gone. Without torch.
+
+Each who keeps slots says what they offer; where all ranks offer the same step, it pours that into
+the folder of a checkpoint in progress, and whoever commits is told what the manifest needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from kempner.checkpoint.format.manifest import (
+    FileEntry,
+    FileSums,
+    encode_sidecar,
+    sidecar_name,
+    whole_sum,
+)
+from kempner.checkpoint.format.shard_plan import data_file
+from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.io.file_writer import write_stream
+from kempner.checkpoint.slots.memory import Held, Notes, SlotMemory
+from kempner.run.process.durable_io import join_directory, write_durable
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A step of an attempt that a rank's slot holds, or a copy of it on its buddy's node; `plan`
+    and `shared` as in `Held`, `since` as in `Branch`.
+    """
+
+    rank: int
+    world: int
+    step: int
+    plan: int
+    shared: int
+    since: int = 0
+    copied: bool = False
+
+
+@dataclass(frozen=True)
+class Poured:
+    """The entries of the files that were written for a rank; for rank 0 also what the manifest says
+    beside them.
+    """
+
+    rank: int
+    files: Mapping[str, FileEntry]
+    train_state: TrainState | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Holder(Protocol):
+    """Who keeps slots, of ranks of its own or copies of other nodes' slots."""
+
+    def slots(self) -> Mapping[int, Sequence[SlotMemory]]:
+        """Those that were ever filled, by rank."""
+        ...
+
+    def notes(self) -> Notes | None:
+        """Rank 0's, if they are kept."""
+        ...
+
+
+def offers(holder: Holder, nonce: str, copied: bool = False) -> list[Offer]:
+    """What the slots hold of the attempt with this nonce. Raises `OSError`."""
+    notes = holder.notes()
+    return [
+        Offer(
+            held.rank,
+            held.world,
+            held.train_state.step,
+            held.plan,
+            held.shared,
+            held.branch.since,
+            copied,
+        )
+        for _, held in _of_attempt(holder, nonce)
+        if held.rank != 0 or (notes is not None and notes.plan == held.plan)
+    ]
+
+
+def pour(
+    holder: Holder,
+    nonce: str,
+    step: int,
+    folder: Path,
+    ranks: Collection[int] | None = None,
+    instead: bool = False,
+) -> list[Poured]:
+    """Write the files of the ranks that offer a step into `folder`, of these `ranks` if they are
+    given; `instead` of what somebody else may have begun to write. Raises `OSError`.
+    """
+    held_by = {each[1].rank: each for each in _of_attempt(holder, nonce) if _is_at(each[1], step)}
+    chosen = [each for rank, each in held_by.items() if ranks is None or rank in ranks]
+    join_directory(folder)
+    for rank in [each[1].rank for each in chosen] if instead else ():
+        _clear(folder, rank, holder.notes())
+    with ThreadPoolExecutor(max(1, len(chosen)), "pour") as pool:
+        return list(pool.map(lambda each: _pour(each[0], each[1], holder.notes, folder), chosen))
+
+
+def _is_at(held: Held, step: int) -> bool:
+    return held.train_state.step == step
+
+
+def _of_attempt(holder: Holder, nonce: str) -> list[tuple[SlotMemory, Held]]:
+    filled = [(slot, slot.held()) for slots in holder.slots().values() for slot in slots]
+    whole = [(slot, held) for slot, held in filled if held is not None]
+    return [(slot, held) for slot, held in whole if held.branch.nonce == nonce]
+
+
+def _pour(
+    slot: SlotMemory, held: Held, read_notes: Callable[[], Notes | None], folder: Path
+) -> Poured:
+    name, sidecar = data_file(held.rank), sidecar_name(held.rank)
+    sums = write_stream(folder / name, slot.image[: held.image])
+    listed = _write_sidecar(folder / sidecar, {name: sums})
+    files = {name: FileEntry(sums.bytes, sums=sidecar), sidecar: listed}
+    if held.rank != 0:
+        return Poured(held.rank, files)
+    notes = read_notes()
+    assert notes is not None  # it would have offered nothing
+    return Poured(0, files | _write_notes(folder, notes), held.train_state, held.identity)
+
+
+def _clear(folder: Path, rank: int, notes: Notes | None) -> None:
+    described = notes.files if notes is not None and rank == 0 else ()
+    for name in (data_file(rank), sidecar_name(rank), *described):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _write_sidecar(path: Path, sums: Mapping[str, FileSums]) -> FileEntry:
+    content = encode_sidecar(sums)
+    write_durable(path, content)
+    return FileEntry(len(content), xxh3_128=whole_sum(content))
+
+
+def _write_notes(folder: Path, notes: Notes) -> dict[str, FileEntry]:
+    for name, content in notes.files.items():
+        write_stream(folder / name, memoryview(content))
+    return {
+        name: FileEntry(len(content), xxh3_128=whole_sum(content))
+        for name, content in notes.files.items()
+    }

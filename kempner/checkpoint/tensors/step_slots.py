@@ -1,0 +1,232 @@
+"""Step slots as a rank uses them: which image comes next, and what is known to be whole.
+
+A slot is overwritten only once every rank holds a newer step: whatever dies, and whenever, there is
+one step that all of them hold. The ranks agree on that after each copy, in a collective that is
+under way while they update. With a buddy they also agree on which step is sent to it: that one, and
+the one sent before it, stay until the next has arrived everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from kempner.checkpoint.context import CheckpointContext
+from kempner.checkpoint.format.shard_plan import Placed, file_length
+from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.slots.board import Board
+from kempner.checkpoint.slots.memory import Branch, Held, LentSlots, Notes, SlotMemory
+from kempner.checkpoint.tensors.file_buffer import FileBuffer
+from kempner.checkpoint.tensors.staging import room_to_lock
+from kempner.run.output.logs import logger
+
+Verdict: TypeAlias = Callable[[], TrainState | None]
+"""Where the run stands after a step, asked for once its state was copied; None if the step was not
+sound."""
+
+SHARE = 0.5
+"""Of the memory that is free at the start, what all slots of a node may take."""
+
+
+@dataclass
+class Pins:
+    """The steps that a buddy has or gets, at most two; the same on all ranks. `since` is as in
+    `Branch`."""
+
+    board: Board | None
+    steps: tuple[int, ...] = ()
+    since: int = 0
+
+    @property
+    def may_pin(self) -> bool:
+        """Whether there is a buddy, and it has what it was sent."""
+        return self.board is not None and self.board.may_pin
+
+    def pin(self, step: int, slot: int) -> None:
+        """Have a step sent, which a slot holds: on all ranks the one before has arrived."""
+        self.steps = (*self.steps[-1:], step)
+        assert self.board is not None  # or it might not be pinned
+        self.board.pin(slot)
+
+    def go_back(self) -> None:
+        """What was sent counts no more."""
+        if self.board is not None:
+            self.board.go_back()
+        self.since += 1
+        self.steps = ()
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Where a rank keeps its steps, None if nobody has lent it any memory; in `group` the ranks
+    agree on what they hold.
+    """
+
+    lent: LentSlots | None
+    group: dist.ProcessGroup
+
+    @cached_property
+    def pins(self) -> Pins:
+        """What is sent to its buddy."""
+        lent = self.lent
+        return Pins(None if lent is None or lent.board is None else Board(lent.board))
+
+
+@dataclass
+class Slot:
+    """An image in shared memory. `step` is what it holds, None while it holds nothing whole."""
+
+    memory: SlotMemory
+    image: FileBuffer
+    step: int | None = None
+    busy: bool = False
+    """Whether a save writes it to disk."""
+
+
+@dataclass
+class StepSlots:
+    """The slots of this rank. `publish` is called by the thread that copies, and nothing else."""
+
+    context: CheckpointContext
+    memory: StepMemory | None = None
+    slots: list[Slot] = field(default_factory=list)
+    newest: int = -1
+    """The step that was last to be kept, the same on all ranks, whether or not that worked."""
+    _agreed: int = -1
+    _asked: tuple[torch.Tensor, dist.Work | None] | None = None
+    _allowed: bool | None = None
+    _noted: int | None = None
+
+    def lay_out(self, placed: Sequence[Placed]) -> bool:
+        """Make room for images of such a file; whether there is any. The same on all ranks, the
+        first time."""
+        if self.memory is None:
+            return False
+        if self._allowed is None:
+            self._allowed = self._agree_on_room(file_length(placed))
+        busy, self.slots, self._noted = any(slot.busy for slot in self.slots), [], None
+        self.memory.pins.steps = ()
+        if self._allowed and not busy:  # or what is being written to disk would change
+            assert self.memory.lent is not None  # it would not be allowed
+            for descriptor in self.memory.lent.slots:
+                memory = SlotMemory.grown(descriptor, file_length(placed))
+                buffer = torch.frombuffer(memory.image, dtype=torch.uint8)
+                self.slots.append(Slot(memory, FileBuffer(placed, buffer)))
+        return bool(self.slots)
+
+    def take(self) -> Slot:
+        """The slot to overwrite next, which holds nothing from now on."""
+        free = [slot for slot in self.slots if not (slot.busy or self._is_needed(slot))]
+        slot = min(free, key=lambda slot: -1 if slot.step is None else slot.step)
+        slot.memory.withdraw()
+        slot.step = None
+        return slot
+
+    def publish(self, slot: Slot, plan: int, shared: int, verdict: Verdict) -> None:
+        """The copy is complete: say so, if the step was sound."""
+        train_state = verdict()
+        if train_state is None or self.memory is None:
+            return
+        rank, world = self.context.rank, self.context.world
+        nonce, length = self.context.fence.attempt.nonce, len(slot.image.content)
+        branch = Branch(nonce, self.memory.pins.since)
+        held = Held(train_state, branch, rank, world, plan, shared, length, self._identity)
+        if slot.memory.publish(held):
+            slot.step = train_state.step
+
+    def lacks_notes(self, plan: int) -> bool:
+        """Whether it is for this rank to write the notes of a plan: asked once for each."""
+        if self.context.rank != 0 or self._noted == plan:
+            return False
+        self._noted = plan
+        notes = Notes.read(self._notes)
+        return notes is None or notes.plan != plan
+
+    def note(self, plan: int, files: Callable[[], dict[str, memoryview]]) -> None:
+        """Write down what all checkpoints of this plan have in common."""
+        Notes(plan, files()).write(self._notes)
+
+    def ask(self) -> None:
+        """Begin to agree on whether all ranks hold the newest step, and may pin it; to be called on
+        each, between a copy and the update after it."""
+        self.hear()
+        if self.memory is None or not self._allowed:
+            return
+        holds = any(slot.step == self.newest for slot in self.slots)
+        told = [holds, self.memory.pins.may_pin]
+        answer, work = torch.tensor(told, dtype=torch.int64), None
+        if self.context.world > 1:
+            least = dist.ReduceOp.MIN
+            work = dist.all_reduce(answer, op=least, group=self.memory.group, async_op=True)
+        self._asked = answer, work
+
+    def hear(self) -> None:
+        """Wait for the answer."""
+        if self._asked is None:
+            return
+        answer, work = self._asked
+        self._asked = None
+        if work is not None:
+            work.wait()
+        all_hold, may_pin = answer.tolist()
+        if all_hold:  # else the one before stays where it is, on every rank
+            self._agreed = self.newest
+            if may_pin:
+                self._pin(self.newest)
+
+    def withdraw(self) -> None:
+        """None of them holds anything any more: the run goes back behind it."""
+        if self.memory is not None:
+            self.memory.pins.go_back()
+        for slot in self.slots:
+            slot.memory.withdraw()
+            slot.step = None
+        self.newest = self._agreed = -1
+
+    @property
+    def _notes(self) -> int:
+        assert self.memory is not None
+        assert self.memory.lent is not None  # or nothing were kept
+        return self.memory.lent.notes
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return asdict(self.context.identity) if self.context.rank == 0 else {}
+
+    def _is_needed(self, slot: Slot) -> bool:
+        return slot.step is not None and slot.step in (self._agreed, *self._pinned)
+
+    @property
+    def _pinned(self) -> tuple[int, ...]:
+        return () if self.memory is None else self.memory.pins.steps
+
+    def _pin(self, step: int) -> None:
+        if self.memory is None or step in self._pinned:
+            return
+        for number, slot in enumerate(self.slots):
+            if slot.step == step:
+                self.memory.pins.pin(step, number)
+
+    def _agree_on_room(self, length: int) -> bool:
+        """Whether every rank has room for its slots."""
+        lent = None if self.memory is None else self.memory.lent
+        room = room_to_lock(self.context.local_ranks) + (0 if lent is None else lent.taken)
+        need, refusal = 0 if lent is None else lent.images * length, ""
+        if lent is None:
+            refusal = "nothing that outlives a rank could keep them: that takes `kempner supervise`"
+        elif need > SHARE * room:
+            gib = 2**30
+            refusal = f"a rank needs {need / gib:.2f} GiB of the {room / gib:.2f} GiB that it has"
+        refusals = [told for told in self.context.gather(refusal) if told]
+        if refusals and lent is not None:
+            lent.empty()
+        if self.context.rank == 0 and refusals:
+            logger().warning("steps are not kept in memory", reason=refusals[0])
+        elif self.context.rank == 0:
+            logger().info("each step is kept in memory", bytes=need)
+        return not refusals

@@ -1,0 +1,205 @@
+"""`Job`: a run that was submitted, seen from Python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from kempner.cluster.slurm import scontrol
+from kempner.cluster.slurm.command import SlurmError
+from kempner.insight.status.activity import Activity, Doing
+from kempner.insight.status.job import JobStatus
+from kempner.insight.status.read import JobWatch
+from kempner.insight.status.runs import RunFollower
+from kempner.insight.status.summary import Status
+from kempner.jobs.submission import Submission, cancelled_mark, last_submission, log_of
+from kempner.run.process.exit_codes import RunError, UsageError
+from kempner.run.record.events.job import Resubmitted
+from kempner.run.record.run_dir import RunDirectory
+
+CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
+"""Supervisors that this process started, by process id: a child that ended has to be reaped."""
+
+_OWN_EVERY, _SLURM_EVERY = 0.2, 5.0
+"""Seconds between two looks of `Job.wait`."""
+
+_PENDING_END = ("COMPLETING", "STOPPED", "RESIZING")
+"""States of a Slurm job that neither waits nor runs, and has not ended."""
+
+
+class Job:
+    """A run that was submitted, here or from another Python session, before or now.
+
+    Args:
+        run_dir: `<run.dir>/<run.name>`.
+
+    Raises:
+        UsageError: if there is no such run.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self._run = RunDirectory(Path(run_dir).expanduser().absolute())
+        self._submission = last_submission(self._run)
+        if self._submission is None and not self._run.ledger.is_file():
+            raise UsageError(f"{run_dir} is not a run: give <run.dir>/<run.name>, or submit it")
+        self._follow("" if self._submission is None else self._submission.job)
+
+    def __repr__(self) -> str:
+        return f"Job({str(self.run_dir)!r}, job_id={self.job_id!r})"
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory, with checkpoints, metrics and the ledger."""
+        return self._run.path
+
+    @property
+    def job_id(self) -> str:
+        """Slurm's id, or that of the supervisor's process; empty if it was not submitted."""
+        if self._job or self._submission is None:
+            return self._job
+        return str(self._submission.pid)
+
+    @property
+    def log(self) -> Path | None:
+        """What the supervisor and rank 0 print; None if the run was not submitted."""
+        return None if self._submission is None else log_of(self._run, self._submission.number)
+
+    @property
+    def state(self) -> Activity:
+        """What the run does now: a string such as "queued", "training", "stopped", "completed".
+
+        Raises `RunError` if it cannot be read now.
+        """
+        return self._look()[1].activity
+
+    @property
+    def reason(self) -> str:
+        """Why it is in this state, in a few words; empty if nothing more is known."""
+        return self._look()[1].reason
+
+    @property
+    def step(self) -> int:
+        """The last step that was logged, or for a program of your own, reported or committed; 0
+        before the first.
+        """
+        status = self.status()
+        if status.progress.step is not None:
+            return status.progress.step
+        saved = 0 if status.facts.checkpoint is None else status.facts.checkpoint.step
+        return max(saved, min((place.step for place in status.facts.live.ranks), default=0))
+
+    def status(self) -> Status:
+        """All that `kempner status` shows."""
+        return self._look()[0]
+
+    def done(self) -> bool:
+        """Whether nothing more happens unless somebody submits it again.
+
+        A Slurm job that waits to go on is not done.
+        """
+        _, doing, works = self._look()
+        if works is None and not self._job:
+            return not (doing.activity.is_live or doing.activity is Activity.QUEUED)
+        return works is False
+
+    def wait(self, timeout: float | None = None) -> Activity:
+        """Wait until it is done, for `timeout` seconds at most; its state then.
+
+        Raises:
+            TimeoutError: it is not done yet; it goes on.
+            RunError: it cannot be read now.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        pause = _SLURM_EVERY if self._job else _OWN_EVERY
+        while not self.done():
+            left = pause if end is None else end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{self.run_dir} is not done after {timeout:g} s: {self.state}")
+            time.sleep(min(pause, left))
+        return self.state
+
+    def cancel(self) -> None:
+        """Have it stop after the current step with a checkpoint, and not come back.
+
+        Returns at once; `wait` waits for the end. A Slurm job has Slurm's KillWait (30 s by
+        default) for that. Does nothing if it is done.
+
+        Raises:
+            RunError: Slurm does not answer, or it was not submitted from this machine.
+        """
+        if self.done():
+            return
+        if self._submission is None:
+            raise UsageError(f"{self.run_dir} was not submitted: stop it where it was started")
+        mark = cancelled_mark(self._run, self._submission.number)
+        if self._job:
+            try:
+                scontrol.cancel(self._job)
+            except SlurmError as error:
+                raise RunError(f"job {self._job} is not cancelled: {error}") from error
+        elif self._submission.process_lives() is None:
+            raise UsageError(f"{self.run_dir} was submitted on another machine: cancel it there")
+        else:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(self._submission.pid, signal.SIGTERM)
+        mark.touch()
+
+    def _follow(self, job: str) -> None:
+        self._job = job
+        watch = JobWatch(job or None, wait=True)
+        self._follower = RunFollower(self._run, watch, patient=True)
+
+    def _look(self) -> tuple[Status, Doing, bool | None]:
+        """Its status, what it does, and whether somebody works on it, or will."""
+        works = self._process_lives()  # first: what it did before its end is written then
+        status = self._follower.read()
+        if not self._job:
+            return status, self._doing(status, works), works
+        for event in status.facts.history.events(Resubmitted):
+            if event.job == self._job:
+                self._follow(event.as_job)
+                return self._look()
+        works = job_goes_on(status.job)
+        return status, self._doing(status, works), works
+
+    def _doing(self, status: Status, works: bool | None) -> Doing:
+        submission = self._submission
+        if submission is None:
+            return status.doing
+        began = status.attempt is not None and status.attempt.number > submission.attempts
+        cancelled = cancelled_mark(self._run, submission.number).exists()
+        return decide(status.doing, works, began, cancelled)
+
+    def _process_lives(self) -> bool | None:
+        submission: Submission | None = self._submission
+        if submission is None:
+            return None
+        if (child := CHILDREN.get(submission.pid)) is not None and child.poll() is not None:
+            del CHILDREN[submission.pid]
+        return submission.process_lives()
+
+
+def job_goes_on(job: JobStatus | None) -> bool | None:
+    """Whether a Slurm job runs or will; None if Slurm has not answered."""
+    if job is None or not job.known:
+        return None
+    return job.waits or job.runs or job.state in _PENDING_END
+
+
+def decide(found: Doing, works: bool | None, began: bool, cancelled: bool) -> Doing:
+    """What a submitted run does. What is `found` tells of an earlier submission until this one
+    `began` with an attempt.
+    """
+    if began or found.activity.is_live or found.activity is Activity.QUEUED:
+        return found
+    if works:
+        return Doing(Activity.STARTING, "the supervisor begins")
+    if works is False and not found.activity.is_over:
+        if cancelled:
+            return Doing(Activity.STOPPED, "cancelled before it began")
+        return Doing(Activity.FAILED, "it ended before an attempt began; its log says why")
+    return found

@@ -1,0 +1,169 @@
+"""`submit`: starts a run from Python, on a Slurm cluster or on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from kempner.cluster.slurm import scontrol
+from kempner.cluster.slurm.command import SlurmError, submission_environment
+from kempner.config.loading import load
+from kempner.jobs.batch_script import Resources, sbatch, script
+from kempner.jobs.job import CHILDREN, Job
+from kempner.jobs.submission import Submission, folder_of, last_submission, log_of, reserve
+from kempner.run.process.exit_codes import RunError, UsageError, cannot_write
+from kempner.run.record import gave_up
+from kempner.run.record.attempts import read_current
+from kempner.run.record.lease import is_owned
+from kempner.run.record.run_dir import RunDirectory, name_of_command
+
+
+def submit(
+    program: str | os.PathLike[str] | Sequence[str],
+    *overrides: str,
+    name: str | None = None,
+    cluster: Literal["slurm", "local"] | None = None,
+    nodes: int = 1,
+    tasks_per_node: int | None = None,
+    gpus_per_node: int | None = None,
+    cpus_per_task: int | None = None,
+    mem_gb: float | None = None,
+    timeout_min: int | None = None,
+    **slurm: object,
+) -> Job:
+    """Start a run that outlives this Python session; the same call goes on with it.
+
+    Args:
+        program: A configuration's path, or a command as a list of words: its ranks are as those of
+            `kempner supervise -- COMMAND`.
+        overrides: `--section.key=value`.
+        name: `run.name`; by default the configuration's, or the command's script.
+        cluster: "slurm" submits a batch job, "local" starts `kempner supervise` on this machine; by
+            default Slurm where there is an sbatch.
+        nodes: Nodes of the job.
+        tasks_per_node: Ranks per node; by default one per GPU, or one.
+        gpus_per_node: GPUs per node.
+        cpus_per_task: CPU cores of each rank; of Slurm only.
+        mem_gb: Memory per node in GiB; of Slurm only.
+        timeout_min: The job's time limit in minutes, after which it is requeued; of Slurm only.
+        slurm: More options of sbatch: `slurm_partition="gpu"` is `--partition=gpu`, and
+            `slurm_exclusive=True` is `--exclusive`. Without effect on this machine.
+
+    Raises:
+        ConfigError: The configuration or an override is wrong.
+        UsageError: The run is still running, or was given up, or what is asked for makes no sense.
+        RunError: The job cannot be submitted now.
+    """
+    resources = Resources(nodes, tasks_per_node, gpus_per_node, cpus_per_task, mem_gb, timeout_min)
+    if wrong := resources.wrong():
+        raise UsageError(wrong)
+    options = _sbatch_options(slurm)
+    local = not _on_slurm(cluster)
+    if local and nodes > 1:
+        raise UsageError(f"nodes={nodes} needs Slurm: on this machine leave nodes out")
+    words, run = _words(program, overrides, name)
+    _refuse_if_running(run)
+    gave_up.refuse_if_given_up(run)
+    try:
+        number = reserve(run)
+    except OSError as error:
+        raise cannot_write(run.submissions, error) from error
+    try:
+        current = read_current(run.attempts)
+        attempts = 0 if current is None else current.number
+        if local:
+            pid = _start(words, resources.ranks_per_node, log_of(run, number))
+            submission = Submission.of_process(number, attempts, pid)
+        else:
+            job = _submit_job(words, resources, options, run, number)
+            submission = Submission(number, attempts, job)
+        submission.write(run)
+    except OSError as error:
+        raise cannot_write(folder_of(run, number), error) from error
+    return Job(run.path)
+
+
+def _on_slurm(cluster: str | None) -> bool:
+    if cluster not in (None, "slurm", "local"):
+        raise UsageError(f'cluster={cluster!r} is neither "slurm" nor "local"')
+    found = shutil.which("sbatch") is not None
+    if cluster == "slurm" and not found:
+        raise UsageError('cluster="slurm", but there is no sbatch on the PATH of this host')
+    return found if cluster is None else cluster == "slurm"
+
+
+def _sbatch_options(slurm: Mapping[str, object]) -> dict[str, object]:
+    for name in slurm:
+        if not name.startswith("slurm_"):
+            raise UsageError(f"submit has no option {name}: options of sbatch are slurm_<option>")
+    return {name.removeprefix("slurm_"): value for name, value in slurm.items()}
+
+
+def _words(
+    program: str | os.PathLike[str] | Sequence[str], overrides: Sequence[str], name: str | None
+) -> tuple[list[str], RunDirectory]:
+    """The arguments of `kempner supervise`, and the run that they name."""
+    given = [*overrides] if name is None else [*overrides, f"--run.name={name}"]
+    command: list[str] = []
+    path = None
+    if isinstance(program, (str, os.PathLike)):
+        path = Path(program)
+    elif not (command := [str(word) for word in program]):
+        raise UsageError("the command is empty: give a configuration, or a list of words")
+    config = load(path, given)
+    if config.run.name is None:
+        given.append(f"--run.name={name_of_command(command, 'submit(..., name=NAME)')}")
+        config = load(path, given)
+    run = RunDirectory(Path(config.run.dir).absolute() / str(config.run.name))
+    words = given if path is None else [str(path), *given]
+    return ([*words, "--", *command] if command else words), run
+
+
+def _refuse_if_running(run: RunDirectory) -> None:
+    """Raises `UsageError` if somebody works on the run, or will."""
+    known = run.ledger.is_file() or last_submission(run) is not None
+    job = Job(run.path) if known else None
+    if job is not None and not job.done():
+        raise UsageError(
+            f"{run.path} is still in work ({job.state}): wait for it, or cancel it first"
+        )
+    if run.supervisors.is_dir() and is_owned(run.supervisors):
+        raise UsageError(f"{run.path} is still running: wait for it or stop it first")
+
+
+def _start(words: Sequence[str], ranks: int, log: Path) -> int:
+    """A supervisor in a session of its own, which a Ctrl-C here does not reach; its process id."""
+    here = ["--launcher", "local", "--nproc", str(ranks)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kempner", "supervise", *here, *words],
+            env=submission_environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    CHILDREN[process.pid] = process
+    return process.pid
+
+
+def _submit_job(
+    words: Sequence[str],
+    resources: Resources,
+    options: Mapping[str, object],
+    run: RunDirectory,
+    number: int,
+) -> str:
+    """Slurm's id of the new job."""
+    file = folder_of(run, number) / "batch.sh"
+    file.write_text(script(sys.executable))
+    command = sbatch(resources, options, run.path.name, log_of(run, number), file, words)
+    try:
+        return scontrol.submit(command, submission_environment(os.environ))
+    except SlurmError as error:
+        raise RunError(f"the job is not submitted: {error}") from error

@@ -1,0 +1,94 @@
+"""Trains by a loop with Accelerate, under kempner or, with PLAIN, by Accelerate's own recipe."""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from trouble import note, strike
+
+from kempner import ResumableBatchSampler, ResumableDataLoader, survive
+
+SAMPLES, BATCH, EPOCHS = 96, 2, 3
+ACCUMULATION, WORKERS = int(os.environ["ACCUMULATION"]), int(os.environ["WORKERS"])
+
+
+class Points(Dataset[tuple[int, Tensor]]):
+    """Numbered points."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, torch.tensor([index / SAMPLES])
+
+
+def train_on(model: nn.Module, batch: tuple[Tensor, Tensor], step: int) -> Tensor:
+    """The loss of a batch, noted before trouble comes."""
+    indices, x = batch
+    loss = nn.functional.mse_loss(model(x), torch.sin(6 * x))
+    note(step, indices.tolist(), loss.item())
+    strike(step)
+    return loss
+
+
+def surviving(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+    """All epochs, in steps that are kempner's."""
+    size = BATCH * accelerator.num_processes
+    todo = EPOCHS * SAMPLES // (size * ACCUMULATION)
+    steps = survive(model, optimizer, steps=todo, save_every=5, seed=1)
+    sampler = ResumableBatchSampler(Points(), BATCH, infinite=True, seed=1)
+    sampler.set_position(steps.train_state.step * ACCUMULATION * size)
+    batches = iter(ResumableDataLoader(Points(), sampler, num_workers=WORKERS))
+    for step in steps:
+        for batch in islice(batches, ACCUMULATION):
+            with accelerator.accumulate(model):
+                accelerator.backward(train_on(model, batch, step))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def plain(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+    """All epochs, as Accelerate's pages on checkpoints have it."""
+    loader = DataLoader(Points(), BATCH, shuffle=True, num_workers=WORKERS)
+    batches = accelerator.prepare(loader)
+    done, saved = 0, sorted(Path("saved").glob("step_*"), key=lambda path: int(path.name[5:]))
+    if saved:
+        accelerator.load_state(str(saved[-1]))
+        done = int(saved[-1].name[5:])
+    per_epoch = len(batches) // ACCUMULATION
+    for epoch in range(done // per_epoch, EPOCHS):
+        left = batches
+        if epoch == done // per_epoch and done % per_epoch:
+            left = skip_first_batches(batches, done % per_epoch * ACCUMULATION)
+        for batch in left:
+            with accelerator.accumulate(model):
+                accelerator.backward(train_on(model, batch, done + 1))
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                done += 1
+                if done % 5 == 0:
+                    accelerator.save_state(f"saved/step_{done}")
+
+
+def main() -> None:
+    set_seed(1)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
+    layers = nn.Sequential(nn.Linear(1, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 1))
+    adam = torch.optim.AdamW(layers.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(layers, adam)
+    (plain if "PLAIN" in os.environ else surviving)(accelerator, model, optimizer)
+    state = accelerator.unwrap_model(model).state_dict()
+    torch.save(state, f"final-{os.environ.get('RANK', '0')}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Programs of other libraries under kempner: stopped and killed, and nothing of it is to be seen.
+
+Each program notes for each step what it trains on and how large the loss is. What it notes last
+for a step counts, since a step that was lost is made again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import warm
+from harness import KEMPNER, Job, drills
+
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.record.ledger import read_lines
+
+OWN = Path(__file__).with_name("own")
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.cold("a program of the user's is started by its command, as users do"),
+]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One of the programs in `own`, and what is set for it; `steps` are its optimizer steps."""
+
+    script: str
+    steps: int
+    settings: dict[str, str] = field(default_factory=dict)
+    ranks: int = 2
+
+    @property
+    def run(self) -> Path:
+        """Its run directory, in the folder in which it was started."""
+        return Path("runs") / Path(self.script).stem
+
+    def environment(self, troubles: str) -> dict[str, str]:
+        """For one start."""
+        path = os.pathsep.join(filter(None, [str(OWN), os.environ.get("PYTHONPATH")]))
+        mine = {"PYTHONPATH": path, "TROUBLE": troubles, "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **mine, **self.settings}
+
+    def until_done(self, folder: Path, troubles: str = "") -> list[int]:
+        """Start it, again and again while it asks to be; its exit codes."""
+        folder.mkdir(parents=True)
+        codes: list[int] = []
+        while not codes or (codes[-1] == ExitCode.STOPPED and len(codes) < 8):
+            log = folder / f"start-{len(codes)}.out"
+            command = [*KEMPNER, "supervise", f"--nproc={self.ranks}", "--"]
+            command += [sys.executable, str(OWN / self.script)]
+            with open(log, "wb") as out:
+                process = warm.start(command, self.environment(troubles), out, folder)
+            codes.append(Job(process, log).wait(120))
+        return codes
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What a rank has noted: for each step its samples and losses, as often as it was made."""
+
+    made: dict[int, list[tuple[tuple[int, ...], str]]]
+
+    @classmethod
+    def read(cls, folder: Path, rank: int) -> Notes:
+        """Of the program that ran in `folder`."""
+        made: dict[int, list[tuple[tuple[int, ...], str]]] = {}
+        for line in read_lines(folder / f"notes-{rank}.jsonl"):
+            made.setdefault(line["step"], []).append((tuple(line["samples"]), line["loss"]))
+        return cls(made)
+
+    def last(self, micro_batches: dict[int, int]) -> dict[int, list[tuple[tuple[int, ...], str]]]:
+        """Of each step the micro batches of the last time that it was made."""
+        return {step: noted[-micro_batches[step] :] for step, noted in self.made.items()}
+
+    @property
+    def micro_batches(self) -> dict[int, int]:
+        """How many there are in each step, where each was made once."""
+        return {step: len(noted) for step, noted in self.made.items()}
+
+
+def trainer(kind: str, workers: int, accumulation: int) -> Program:
+    """Of transformers or TRL; 96 samples, twice two at a time, three times."""
+    settings = {"TRAINER": kind, "WORKERS": str(workers), "ACCUMULATION": str(accumulation)}
+    return Program("own_trainer.py", 3 * 96 // (4 * accumulation), settings)
+
+
+def lightning(workers: int, accumulation: int) -> Program:
+    """As many samples and steps."""
+    settings = {"WORKERS": str(workers), "ACCUMULATION": str(accumulation)}
+    return Program("own_lightning.py", 3 * 96 // (4 * accumulation), settings)
+
+
+def accelerate(workers: int, accumulation: int) -> Program:
+    """As many samples and steps."""
+    settings = {"WORKERS": str(workers), "ACCUMULATION": str(accumulation)}
+    return Program("own_accelerate.py", 3 * 96 // (4 * accumulation), settings)
+
+
+PROGRAMS = [
+    trainer("Trainer", 2, 4),
+    lightning(2, 4),
+    accelerate(2, 4),
+    *drills(
+        accelerate(0, 4),
+        lightning(0, 4),
+        lightning(0, 1),
+        trainer("Trainer", 0, 4),
+        trainer("Trainer", 0, 1),
+        trainer("SFTTrainer", 2, 4),
+        trainer("SFTTrainer", 0, 4),
+    ),
+]
+
+
+def named(program: object) -> str:
+    assert isinstance(program, Program)
+    return "-".join([Path(program.script).stem, *program.settings.values()])
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=named)
+def test_three_stops_and_a_kill_change_no_bit_and_no_sample(
+    program: Program, tmp_path: Path
+) -> None:
+    """In the second epoch and later, at steps drawn anew for each program."""
+    drawn = random.Random(named(program))
+    first = program.steps // 3 + 1
+    *stops, kill = drawn.sample(range(first, program.steps - 1), 4)
+    troubles = " ".join(
+        [*(f"stop@{step}.{drawn.randrange(2)}" for step in stops), f"kill@{kill}.1"]
+    )
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    assert program.until_done(undisturbed) == [0], outputs(undisturbed)
+    codes = program.until_done(disturbed, troubles)
+
+    ledger = list(read_lines(disturbed / program.run / "ledger.jsonl"))
+    stopped = [line for line in ledger if line["event"] == "stopped"]
+    assert codes == [75] * len(stopped) + [0], outputs(disturbed)
+    assert 1 <= len(stopped) <= 3, troubles  # two signals may come to one stop
+    assert [line["lost_steps"] for line in stopped] == [0] * len(stopped)
+    assert len([line for line in ledger if line["event"] == "restarting"]) == 1
+
+    seen: Counter[int] = Counter()
+    for rank in range(program.ranks):
+        plain, struck = Notes.read(undisturbed, rank), Notes.read(disturbed, rank)
+        assert sorted(plain.made) == list(range(1, program.steps + 1))
+        assert struck.last(plain.micro_batches) == plain.last(plain.micro_batches), troubles
+        ours, theirs = (torch.load(f / f"final-{rank}.pt") for f in (disturbed, undisturbed))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        seen.update(sample for noted in plain.made.values() for ids, _ in noted for sample in ids)
+    made_again = {step for step, n in struck.made.items() if len(n) > plain.micro_batches[step]}
+    assert len(made_again) <= 5 + 1  # those since the last commit
+    assert seen == Counter(dict.fromkeys(range(96), 3))
+
+
+def outputs(folder: Path) -> str:
+    return json.dumps([log.read_text()[-3000:] for log in sorted(folder.glob("start-*.out"))])

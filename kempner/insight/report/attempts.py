@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kempner.run.process.stop_reason import StopReason
@@ -20,7 +20,13 @@ from kempner.run.record.events.attempt import (
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed, StartedAnew
 from kempner.run.record.events.health import HangFound, StorageWaited
-from kempner.run.record.events.job import Requeued, Resubmitted
+from kempner.run.record.events.job import (
+    NodesJoined,
+    NodesLeft,
+    NodesTakenBack,
+    Requeued,
+    Resubmitted,
+)
 from kempner.run.record.events.stop import Completed, Signalled, Stopped, StopRequested
 from kempner.run.record.events.training import Evaluated, RolledBack
 from kempner.run.record.history import Entry, RunHistory
@@ -28,12 +34,16 @@ from kempner.run.record.history import Entry, RunHistory
 E = TypeVar("E", bound=LedgerEvent)
 
 
+_RESTARTS = Restarting, NodesTakenBack, NodesJoined, NodesLeft
+"""What a supervisor says before it starts the ranks again."""
+
+
 @dataclass(frozen=True)
 class AttemptFacts:
     """One attempt. Times are seconds since the epoch.
 
-    `begin` is when it was begun, `end` when its last rank was gone, or the last that is known of
-    it; `over` is whether the ledger says that it has ended.
+    `begin` is when it was begun, the first of a supervisor with that, `end` when its last rank was
+    gone, or the last that is known of it; `over` is whether the ledger says that it has ended.
     """
 
     number: int
@@ -141,7 +151,7 @@ class AttemptFacts:
     @property
     def restarted(self) -> bool:
         """Whether the same supervisor started the ranks again."""
-        return self.first(Restarting) is not None
+        return any(isinstance(entry.event, _RESTARTS) for entry in self.entries)
 
     def hang(self) -> Entry[HangFound] | None:
         """What it was ended for, if nothing moved any more."""
@@ -171,7 +181,16 @@ def attempts_of(history: RunHistory, last_steps: Mapping[int, float]) -> list[At
             continue
         found[entry.attempt].append(entry)
     attempts = [_attempt(n, e, last_steps.get(n)) for n, e in found.items() if n > 0]
-    return sorted(attempts, key=lambda attempt: (attempt.begin, attempt.number))
+    ordered = sorted(attempts, key=lambda attempt: (attempt.begin, attempt.number))
+    return [_with_supervisor(a, b) for a, b in zip(ordered, [None, *ordered], strict=False)]
+
+
+def _with_supervisor(attempt: AttemptFacts, before: AttemptFacts | None) -> AttemptFacts:
+    """The first attempt of a supervisor begins with its process; that looks at the nodes first."""
+    began = attempt.started.process_began
+    if began is None or began >= attempt.begin or (before is not None and began < before.end):
+        return attempt
+    return replace(attempt, begin=began)
 
 
 def _attempt(

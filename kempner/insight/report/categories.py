@@ -45,19 +45,25 @@ class Category(IntEnum):
 _WORDS = {
     Category.TRAIN: ("Training", "steps that count, each one once"),
     Category.EVAL: ("Evaluation", "on held-out data, while training waits"),
-    Category.SAVE: ("Held up by saves", "while a checkpoint was begun and the state was copied"),
+    Category.SAVE: (
+        "Held up by saves",
+        "waiting for the save before, and until the state was copied",
+    ),
     Category.RECOMPUTED: (
         "Made again",
         "steps that an earlier attempt had made after its last checkpoint, and steps cut off",
     ),
-    Category.HUNG: ("Hung", "from the last step until it was noticed that nothing moves"),
+    Category.HUNG: (
+        "Hung",
+        "from the last step until it was noticed that nothing moves, and looked into",
+    ),
     Category.STORAGE: (
         "Waiting for storage",
-        "files that could not be read or written for a while",
+        "files that could not be read or written for a while, or a save that took far too long",
     ),
     Category.START: (
         "Start",
-        "node checks, launch, imports, rendezvous, and what the first step takes longer",
+        "supervisor, node checks, launch, imports, rendezvous, and what the first step takes more",
     ),
     Category.LOAD: ("Load", "reading the checkpoint, after the ranks have met"),
     Category.STOP: ("Stop", "the last save, and until every rank is gone"),

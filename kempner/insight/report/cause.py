@@ -29,7 +29,7 @@ def cause_of(facts: AttemptFacts) -> tuple[Kind, str, str]:
     reason = "" if ended is None else ended.event.reason
     if hang is not None:
         return Kind.HANG, "nothing moved any more", hang.event.reason
-    if facts.stop_reason or (facts.in_order and failed is None):
+    if facts.stop_reason.ends_run or (facts.in_order and failed is None):
         stopped = facts.last(Stopped)
         words = facts.stop_reason.words
         detail = "" if stopped is None else stopped.event.sentence

@@ -17,7 +17,7 @@ from kempner.insight.report.categories import Category
 from kempner.insight.report.interruptions import Interruption
 from kempner.insight.report.timeline import Timeline
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.events.attempt import AttemptFailed
+from kempner.run.record.events.attempt import AttemptFailed, AttemptStarted
 from kempner.run.record.events.checkpoint import CheckpointCommitted, CheckpointFailed
 from kempner.run.record.events.health import MemoryLow, StragglerFound
 from kempner.run.record.events.job import NodeSuspected
@@ -136,7 +136,14 @@ def nodes_of(attempts: Sequence[AttemptFacts]) -> Nodes:
     for name, node in found.items():
         node.name = name
     ordered = sorted(found.values(), key=lambda n: (-n.lost, -n.failures, -len(n.remarks), n.name))
-    return Nodes(len(used | set(found)), ordered)
+    most = max((node_count(attempt.started) or 0 for attempt in attempts), default=0)
+    return Nodes(max(most, len(used | set(found))), ordered)
+
+
+def node_count(started: AttemptStarted) -> int | None:
+    """How many nodes an attempt had; a supervisor outside of Slurm has only its own."""
+    alone = started.job is None and started.launcher is None
+    return len(_names(started.nodes)) or (1 if alone else None)
 
 
 def _remark(node: Node, sentence: str) -> None:

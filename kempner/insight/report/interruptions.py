@@ -33,9 +33,15 @@ class Cost:
     It is the end of the attempt (`hung_seconds`, `stop_seconds`), the start of the next one
     (`restart_seconds`), and the steps that were cut off or made again. In `away_seconds` (queue, or
     nobody ran it) no machine was held.
+
+    `hung_seconds` begin with the last step. At their end are `still_seconds`, in which the
+    supervisor saw no rank move, and at the end of those `evidence_seconds`, in which it knew that
+    this is a hang and collected evidence; None if that is not known.
     """
 
     hung_seconds: float
+    still_seconds: float | None
+    evidence_seconds: float | None
     stop_seconds: float
     restart_seconds: float
     made_again_seconds: float
@@ -94,9 +100,15 @@ def _cost(time: AttemptTime, following: AttemptTime | None) -> Cost:
     ranks_then = ranks if following is None else following.facts.started.ranks
     ending = (Category.HUNG, Category.STOP, Category.START, Category.RECOMPUTED)
     again = (Category.START, Category.LOAD, Category.RECOMPUTED)
+    hang = time.facts.hang()
+    still, evidence = (
+        (None, None) if hang is None else (hang.event.seconds, hang.event.evidence_seconds)
+    )
     here, there = sum(ours[c] for c in ending), sum(theirs[c] for c in again)
     return Cost(
         hung_seconds=ours[Category.HUNG],
+        still_seconds=still,
+        evidence_seconds=evidence,
         stop_seconds=ours[Category.STOP],
         restart_seconds=ours[Category.START] + theirs[Category.START] + theirs[Category.LOAD],
         made_again_seconds=ours[Category.RECOMPUTED] + theirs[Category.RECOMPUTED],

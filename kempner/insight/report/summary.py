@@ -9,7 +9,15 @@ from typing import Any
 from kempner.insight.report.attempts import AttemptFacts, attempts_of
 from kempner.insight.report.categories import Category
 from kempner.insight.report.cause import Kind
-from kempner.insight.report.findings import Advice, Nodes, Saves, advise, nodes_of, saves_of
+from kempner.insight.report.findings import (
+    Advice,
+    Nodes,
+    Saves,
+    advise,
+    node_count,
+    nodes_of,
+    saves_of,
+)
 from kempner.insight.report.interruptions import HOUR, Interruption, interruptions_of
 from kempner.insight.report.series import EvalSeries, StepSeries, read_series
 from kempner.insight.report.timeline import Timeline, account
@@ -35,6 +43,20 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Machines:
+    """The most ranks and nodes that an attempt had, `nodes` None if the ledger does not say."""
+
+    ranks: int
+    nodes: int | None
+    device: str
+
+    @property
+    def counted(self) -> str:
+        """Whose time is added up: that of GPUs, or of ranks without one."""
+        return "rank" if self.device.startswith("cpu") else "GPU"
+
+
+@dataclass(frozen=True)
 class TimeSpent:
     """Where the time went. `begin` and `end` are seconds since the epoch.
 
@@ -45,8 +67,7 @@ class TimeSpent:
 
     begin: float
     end: float
-    ranks: int
-    device: str
+    machines: Machines
     goodput: float | None
     while_held: float | None
     seconds: Mapping[str, float]
@@ -56,11 +77,6 @@ class TimeSpent:
     def wall(self) -> float:
         """Seconds from the first start to the end."""
         return self.end - self.begin
-
-    @property
-    def unit(self) -> str:
-        """What is counted: GPU hours, or those of ranks without a GPU."""
-        return "rank hours" if self.device.startswith("cpu") else "GPU hours"
 
 
 @dataclass(frozen=True)
@@ -150,11 +166,15 @@ def _time_spent(attempts: Sequence[AttemptFacts], timeline: Timeline) -> TimeSpe
     wall, train = timeline.end - timeline.begin, float(seconds[Category.TRAIN])
     held = sum(float(seconds[c]) for c in Category if c.holds_machines)
     ready = [e.event.device for a in attempts for e in a.all(RankReady)]
+    machines = Machines(
+        ranks=max(a.started.ranks for a in attempts),
+        nodes=max((many for a in attempts if (many := node_count(a.started))), default=None),
+        device=ready[-1] if ready else "",
+    )
     return TimeSpent(
         begin=timeline.begin,
         end=timeline.end,
-        ranks=max(a.started.ranks for a in attempts),
-        device=ready[-1] if ready else "",
+        machines=machines,
         goodput=train / wall if wall else None,
         while_held=train / held if held else None,
         seconds={c.key: float(seconds[c]) for c in Category},

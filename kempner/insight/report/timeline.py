@@ -16,10 +16,21 @@ from kempner.insight.report.attempts import AttemptFacts
 from kempner.insight.report.categories import Category
 from kempner.insight.report.pieces import Part, Pieces, overlaps
 from kempner.insight.report.series import Numbers, StepSeries
+from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.save_times import nearest_rank
 
 STANDSTILL_STEPS, STANDSTILL_SECONDS = 10.0, 5.0
 """What a step takes beyond so many times the usual, and beyond so many seconds, is no step's time
-any more: something stood still."""
+any more: something stood still. The same of a save: its storage stood still."""
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """The medians of the whole run, in seconds: of a step, and of a save until it is durable; NaN
+    if there is none."""
+
+    step: float
+    save: float
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,11 @@ def account(attempts: Sequence[AttemptFacts], series: StepSeries) -> Timeline:
     """The time of these attempts, which are sorted by their begin."""
     if not attempts:
         return Timeline(0.0, 0.0, ())
-    usual = _unit(series.time, series.step, series.save_seconds)
+    took = [c.took.total for c in _commits(attempts) if c.took is not None]
+    usual = _Usual(
+        step=_unit(series.time, series.step, series.save_seconds),
+        save=nearest_rank(took, 0.5) or float("nan"),
+    )
     done: list[AttemptTime] = []
     front = 0
     for place, facts in enumerate(attempts):
@@ -81,7 +96,7 @@ def _account_attempt(
     series: StepSeries,
     following: AttemptFacts | None,
     front: int,
-    usual: float,
+    usual: _Usual,
 ) -> AttemptTime:
     end = facts.end if following is None else min(facts.end, following.begin)
     ready = facts.ready_at
@@ -137,18 +152,18 @@ def _never_ready(facts: AttemptFacts, end: float) -> list[tuple[float, float, Ca
 
 
 def _steps(
-    facts: AttemptFacts, times: Numbers, steps: Numbers, saving: Numbers, front: int, usual: float
+    facts: AttemptFacts, times: Numbers, steps: Numbers, saving: Numbers, front: int, usual: _Usual
 ) -> tuple[Pieces, int, float]:
     """The time between two logged steps, how many steps were made again, and what one takes."""
     if len(times) < 2:
-        return Pieces.of(()), 0, usual
+        return Pieces.of(()), 0, usual.step
     took = np.diff(times)
     made = np.diff(steps)
     made[made <= 0] = max(1.0, float(np.median(made[made > 0]))) if (made > 0).any() else 1.0
     saved = np.minimum(np.nan_to_num(saving), took)
     evaluated = np.minimum(_evaluating(facts, times), took - saved)
     rest = took - saved - evaluated
-    own = float(np.median((rest / made)[1:])) if len(rest) > 1 else usual
+    own = float(np.median((rest / made)[1:])) if len(rest) > 1 else usual.step
     unit = own if np.isfinite(own) else float(rest[0] / made[0])
     beyond = np.maximum(0.0, rest - made * unit)
     beyond[beyond < 1e-6] = 0.0
@@ -157,14 +172,38 @@ def _steps(
     before = np.maximum(front, np.maximum.accumulate(steps)[:-1])
     again = np.clip(np.minimum(steps[1:], before) - (steps[1:] - made), 0.0, made)
     lost = rest * again / made
+    stalled = _stalled(facts, times, saved, usual.save)
     parts: list[Part] = [
-        (Category.SAVE, saved),
+        (Category.SAVE, saved - stalled),
+        (Category.STORAGE, stalled),
         (Category.EVAL, evaluated),
         (cause, extra),
         (Category.RECOMPUTED, lost),
         (Category.TRAIN, rest - lost),
     ]
     return Pieces.in_intervals(times, parts), int(again.sum()), unit
+
+
+def _stalled(facts: AttemptFacts, times: Numbers, saved: Numbers, usual: float) -> Numbers:
+    """Seconds, of those `saved` at the begin of each interval, in which storage stood still."""
+    bounds = np.append(np.column_stack((times[:-1], times[:-1] + saved)).ravel(), times[-1])
+    return overlaps(bounds, _stalled_saves(facts, usual))[::2]
+
+
+def _stalled_saves(facts: AttemptFacts, usual: float) -> list[tuple[float, float]]:
+    """Begin and end of what saves took beyond the `usual`, of those that took far longer."""
+    found = []
+    for entry in facts.all(CheckpointCommitted):
+        if (took := entry.event.took) is None or entry.event.suspended:
+            continue
+        beyond = took.total - usual
+        if beyond > max((STANDSTILL_STEPS - 1) * usual, STANDSTILL_SECONDS):
+            found.append((entry.time - beyond, entry.time))
+    return found
+
+
+def _commits(attempts: Sequence[AttemptFacts]) -> list[CheckpointCommitted]:
+    return [entry.event for facts in attempts for entry in facts.all(CheckpointCommitted)]
 
 
 def _evaluating(facts: AttemptFacts, times: Numbers) -> Numbers:

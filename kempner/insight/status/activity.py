@@ -126,6 +126,9 @@ def _not_owned(facts: RunFacts, last: AttemptFacts) -> Doing:
 def _ended(last: AttemptFacts) -> Doing:
     """The last attempt is over, in order or not."""
     ended = last.last(AttemptEnded)
+    by_program = last.started.own_program or not last.stop_reason
+    if by_program and ended is not None and ended.event.code == ExitCode.COMPLETED:
+        return Doing(Activity.DONE)  # a program that does not say so otherwise
     if last.in_order and last.stop_reason and not _failed(ended):
         return Doing(Activity.STOPPED, last.stop_reason.words)
     if last.stopped:
@@ -141,7 +144,9 @@ def _failed(ended: Entry[AttemptEnded] | None) -> bool:
 def _between(last: AttemptFacts) -> Doing:
     """The last attempt is over, and its supervisor is still there."""
     doing = _ended(last)
-    if doing.activity is Activity.STOPPED:
+    if doing.activity is Activity.DONE:
+        return doing
+    if doing.activity is Activity.STOPPED and not last.stop_reason.changes_nodes:
         where = "its job goes back into the queue" if last.requeued_at else "every rank has left"
         return Doing(Activity.STOPPING, f"{doing.reason}; {where}" if doing.reason else where)
     if last.given_up is not None:
@@ -182,11 +187,15 @@ def _by_phase(facts: RunFacts, last: AttemptFacts) -> Doing:
 
 
 def _on_the_way(facts: RunFacts, last: AttemptFacts, phases: Collection[str]) -> Doing:
-    """No rank has begun with a step yet."""
+    """No rank has said that it begins with a step."""
     if not phases:
         if facts.now - last.begin > SILENT_AFTER:
             return Doing(Activity.RUNNING, "its program does not report steps")
+        if last.started.own_program:
+            return Doing(Activity.RUNNING, "its program has not reported a step yet")
         return Doing(Activity.STARTING, "the ranks are launched")
+    if last.started.own_program and Phase.STEP in phases:
+        return Doing(Activity.TRAINING)  # one rank of it may speak for all
     missing = last.started.ranks - len(facts.live.ranks)
     if missing > 0:
         told = f"{len(facts.live.ranks):,} of {last.started.ranks:,} ranks have connected"

@@ -17,7 +17,9 @@ from kempner.insight.status.ranks import RankGroup, SlowRank, gather, slowest, w
 from kempner.insight.words import name_or_count
 from kempner.run.control.protocol import Phase
 from kempner.run.record.events.attempt import AttemptEnded, AttemptFailed, RankReady
+from kempner.run.record.events.checkpoint import CheckpointCommitted
 from kempner.run.record.events.stop import StopRequested
+from kempner.run.record.save_times import nearest_rank
 
 SHOWN_ENDS = 5
 """Interruptions that are shown: the last ones."""
@@ -172,8 +174,9 @@ def summarise(facts: RunFacts) -> Status:
     last = attempts[-1] if attempts else None
     progress = measure(facts.metrics.lines, facts.metrics.total_steps)
     doing = decide(facts, attempts)
-    if doing.activity is Activity.TRAINING:
-        doing = Doing(Activity.TRAINING, _stands_still(facts, progress, last))
+    still = _stands_still(facts, progress, last) if doing.activity in _BETWEEN_STEPS else ""
+    if still:
+        doing = Doing(doing.activity, f"{doing.reason}: {still}" if doing.reason else still)
     live = doing.activity.is_live and facts.live.alive is not False
     return Status(
         facts=facts,
@@ -181,11 +184,11 @@ def summarise(facts: RunFacts) -> Status:
         progress=progress,
         attempt=None if last is None else _attempt(last),
         ends=_ends(attempts, live),
-        outlook=_outlook(facts, doing, progress, last),
+        outlook=_outlook(facts, doing.activity, progress, last, bool(still)),
         ranks=RankStatus(
             gather(facts.live.ranks if live else ()),
             slowest(facts.live.ranks, last) if live else None,
-            _waits_for(facts, doing),
+            _waits_for(facts, doing.activity, still),
         ),
     )
 
@@ -217,10 +220,13 @@ def _ends(attempts: Sequence[AttemptFacts], live: bool) -> tuple[EndOfAttempt, .
 
 
 def _outlook(
-    facts: RunFacts, doing: Doing, progress: Progress, last: AttemptFacts | None
+    facts: RunFacts,
+    activity: Activity,
+    progress: Progress,
+    last: AttemptFacts | None,
+    still: bool,
 ) -> Outlook:
-    done_at, activity = None, doing.activity
-    still = activity is Activity.TRAINING and doing.reason
+    done_at = None
     if activity in _MOVING and not still and progress.pace.seconds_left is not None:
         since = progress.logged_at or facts.now
         done_at = max(facts.now, since + progress.pace.seconds_left)
@@ -230,6 +236,8 @@ def _outlook(
 
 
 _MOVING = (Activity.TRAINING, Activity.SAVING, Activity.EVALUATING)
+_BETWEEN_STEPS = (Activity.TRAINING, Activity.SAVING)
+"""What should not keep a run long from its next step; how long an evaluation takes is not known."""
 
 
 def _deadline(facts: RunFacts, activity: Activity, last: AttemptFacts | None) -> Deadline | None:
@@ -247,15 +255,17 @@ def _deadline(facts: RunFacts, activity: Activity, last: AttemptFacts | None) ->
     return min(found, key=lambda deadline: deadline.time, default=None)
 
 
-def _waits_for(facts: RunFacts, doing: Doing) -> str:
+def _waits_for(facts: RunFacts, activity: Activity, still: str) -> str:
     """What has to happen before the run goes on; empty while it does."""
-    match doing.activity:
+    match activity:
         case Activity.QUEUED:
             return "" if facts.job is None else facts.job.why_waiting
         case Activity.WAITING_FOR_STORAGE:
             return next(place.storage for place in facts.live.ranks if place.storage)
         case Activity.TRAINING:
-            return who_waits(facts.live.ranks) if doing.reason else ""
+            return who_waits(facts.live.ranks) if still else ""
+        case Activity.SAVING:
+            return _slow_storage(facts) if still else ""
         case Activity.STARTING | Activity.LOADING | Activity.STOPPING:
             return _last_ones(facts.live.ranks) if facts.live.alive else ""
     return ""
@@ -270,6 +280,14 @@ def _stands_still(facts: RunFacts, progress: Progress, last: AttemptFacts | None
     if not since or facts.now - since <= patience or usual is None:
         return ""
     return f"no step for {duration(facts.now - since)}, usually one every {duration(usual)}"
+
+
+def _slow_storage(facts: RunFacts) -> str:
+    """What is known of a save that holds the run up for long: training waits for its files."""
+    took = [c.took.total for c in facts.history.events(CheckpointCommitted) if c.took is not None]
+    usual = nearest_rank(took, 0.5)
+    told = "" if usual is None else f"; a save usually takes {duration(usual)}"
+    return f"storage: the files of a checkpoint are still being written{told}"
 
 
 def _last_ones(places: Sequence[RankPlace]) -> str:

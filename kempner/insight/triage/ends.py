@@ -36,6 +36,13 @@ _FIELD = re.compile(r"\s*(?P<name>time|host|rank|exitcode)\s*: (?P<said>.*)$")
 _LIGHTNING = re.compile(
     r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)"
 )
+_MPIRUN = re.compile(
+    r"noticed that process rank (?P<rank>\d+) with PID (?P<pid>\d+) on node (?P<node>\S+) "
+    r"exited on signal (?P<signal>\d+)"
+)
+_SPAWNED = re.compile(
+    r"process (?P<rank>\d+) terminated with (?:signal (?P<name>SIG\w+)|exit code (?P<status>\d+))"
+)
 _DEEPSPEED = re.compile(r"exits with return code = (?P<status>-?\d+)")
 _SACCT = re.compile(
     r"^\s*\d+(?:_\d+)?(?:\.\w+)?\+?[\s|].*?\b(?P<state>COMPLETED|FAILED|TIMEOUT|DEADLINE|CANCELLED"
@@ -136,6 +143,11 @@ class EndReader:
         if (found := _LIGHTNING.search(text) or _DEEPSPEED.search(text)) is not None:
             ranks = () if line.rank is None else (line.rank,)
             return _end(line, int(found["status"]), ranks=ranks)
+        if (found := _MPIRUN.search(text)) is not None:
+            ranks, pid = (int(found["rank"]),), int(found["pid"])
+            return _end(line, -int(found["signal"]), found["node"], ranks, pid)
+        if (found := _SPAWNED.search(text)) is not None and (status := _spawned(found)) is not None:
+            return _end(line, status, ranks=(int(found["rank"]),))
         if (found := _SACCT.search(text)) is not None:
             return _accounted(line, found["state"])
         if "Root Cause (first observed failure)" in text:
@@ -172,9 +184,10 @@ class EndReader:
         if rank is None or status is None:
             return None
         when = time_of(block.get("time", "")) or line.time
+        local = re.search(r"local_rank: (\d+)", block["rank"])
         pid = re.search(r"pid: (\d+)", said)
         return _end(
-            replace(line, time=when),
+            replace(line, time=when, local_rank=int(local[1]) if local else line.local_rank),
             int(status[1]),
             node=block.get("host"),
             ranks=(int(rank[1]),),
@@ -194,6 +207,14 @@ def _end(
     cause, level, sure = what_status_means(status)
     who = replace(line, pid=pid if pid is not None else line.pid)
     return End(who, status, cause, level, sure, ranks, node, first)
+
+
+def _spawned(found: re.Match[str]) -> int | None:
+    """The status of a child of torch.multiprocessing."""
+    if found["status"] is not None:
+        return int(found["status"])
+    number = getattr(signal, found["name"], None)
+    return None if number is None else -int(number)
 
 
 def _accounted(line: LogLine, state: str) -> End | None:

@@ -30,6 +30,8 @@ class Places:
     addresses: dict[str, str] = field(default_factory=dict)
     seen: dict[str, str] = field(default_factory=dict)
     local_ranks: dict[tuple[str, int], int] = field(default_factory=dict)
+    first_ranks: dict[str, int] = field(default_factory=dict)
+    """By node: the rank of its local rank 0, as torchrun counts, which numbers a node in a row."""
     uses: dict[str, tuple[str, LogLine]] = field(default_factory=dict)
     """By node: the first address that NCCL says to use there, and the line."""
     world: int | None = None
@@ -56,13 +58,18 @@ class Places:
         if rank is not None and line.node is not None:
             self.place(rank, line.node, line.pid)
 
-    def place(self, rank: int, node: str, pid: int | None = None) -> None:
-        """A rank is on a node, as a process."""
+    def place(
+        self, rank: int, node: str, pid: int | None = None, local_rank: int | None = None
+    ) -> None:
+        """A rank is on a node, as a process, and with a number within the node."""
         self._see(node)
         if len(self.nodes) < _MOST:
             self.nodes[rank] = node
             if pid is not None:
                 self.ranks[short(node), pid] = rank
+            if local_rank is not None:
+                self.local_ranks[short(node), local_rank] = rank
+                self.first_ranks[short(node)] = rank - local_rank
 
     def _see(self, node: str) -> None:
         if len(self.seen) < _MOST:
@@ -76,12 +83,18 @@ class Places:
         return found.pop() if len(found) == 1 else None
 
     def rank_of_local(self, local_rank: int, node: str | None) -> int | None:
-        """The rank of a local rank of a node, if a line has told it."""
-        return None if node is None else self.local_ranks.get((short(node), local_rank))
+        """The rank of a local rank of a node, if a line has told it; of the only node, if none is
+        named."""
+        node = self.only_node if node is None else node
+        if node is None:
+            return None
+        known = self.local_ranks.get((short(node), local_rank))
+        first = self.first_ranks.get(short(node))
+        return first + local_rank if known is None and first is not None else known
 
     @property
-    def lonely_interface(self) -> tuple[str, LogLine] | None:
-        """What NCCL uses though it leads to no other node, of several; and the line that says so.
+    def lonely_interface(self) -> LogLine | None:
+        """The line that says what NCCL uses though it leads to no other node, of several.
 
         That is a bridge for containers or virtual machines, or an address that two nodes share.
         """
@@ -92,7 +105,7 @@ class Places:
             name, _, address = used.partition(":")
             shared = sum(other.endswith(f":{address}") for other in told) > 1
             if _VIRTUAL.match(name) or shared:
-                return used, line
+                return line
         return None
 
     @property

@@ -12,7 +12,9 @@ from kempner.insight.triage.collectives import Collectives
 from kempner.insight.triage.ends import End, EndReader, spread_out
 from kempner.insight.triage.findings import About, Finding, Findings
 from kempner.insight.triage.log.lines import SAMPLE, LogLine, LogParser
-from kempner.insight.triage.log.tracebacks import Raised, Tracebacks, is_handled
+from kempner.insight.triage.log.progress import Losses, Steps
+from kempner.insight.triage.log.tolerated import announces, is_tolerated, takes_back
+from kempner.insight.triage.log.tracebacks import Raised, Tracebacks, is_handled, is_of_peer
 from kempner.insight.triage.places import Places
 from kempner.insight.triage.rules import Blame, Cause, Level, Sign, Sure
 from kempner.insight.triage.table.everything import CAUSES, LITERALS, TABLE, suspicious
@@ -22,7 +24,18 @@ from kempner.insight.triage.transports import Transports
 _FACTS = (
     *("NCCL", "nranks", "world", "RANK", "Failures:", "Root Cause", "COMPLETED", "desync", "  : "),
     *("- [", 'File "', "above exception", "terminated with", "TIMEOUT", "DEADLINE", "PREEMPTED"),
-    *("FAIL", "ERROR", "atal", "FATAL", "CRITICAL", "panic"),
+    *(
+        "FAIL",
+        "ERROR",
+        "atal",
+        "FATAL",
+        "CRITICAL",
+        "panic",
+        "etry",
+        "ttempt",
+        "kipping",
+        "gnoring",
+    ),
 )
 """What lines have in them that tell no failure, and are read nevertheless."""
 
@@ -37,9 +50,6 @@ _OWN = re.compile(
 )
 """What kempner's supervisor prints of a rank that failed."""
 
-_STEP = re.compile(
-    r"(?i)\b(?:step|iter(?:ation)?)s?\b\W{0,4}(\d+)|(\d+)/\d+ \[\d+:\d+|\bepoch\b\W{0,3}(\d+)"
-)
 _ERROR = re.compile(
     r"(?i)\b(?:\w*error|fatal|critical|\w*exception|failed|failure|abort\w*|panic|killed|refused|"
     r"cannot|could not|unable|denied|not found)\b"
@@ -72,23 +82,6 @@ class Suspects:
             self.last.append(line)
 
 
-@dataclass
-class Steps:
-    """Steps that the lines tell of: how many `made`, also by the end of each file."""
-
-    made: int = 0
-    by_file: dict[str, int] = field(default_factory=dict)
-    _last: int = -1
-
-    def count(self, text: str) -> None:
-        """Take in a line; a step is one that is later than the one told before."""
-        found = _STEP.search(text)
-        if found is not None:
-            step = int(next(group for group in found.groups() if group is not None))
-            self.made += step > self._last
-            self._last = step
-
-
 class Scan:
     """All that was learnt from logs. Feed it with `read`."""
 
@@ -100,6 +93,7 @@ class Scan:
         self.suspects = Suspects()
         self.lines = 0
         self.steps = Steps()
+        self.losses = Losses()
         self.sources: list[str] = []
         self._tracebacks = Tracebacks()
         self._ends = EndReader()
@@ -121,14 +115,21 @@ class Scan:
                 if self._tracebacks.waiting or any(map(text.__contains__, telling)):
                     for line in parser.parse(number, text):
                         self._add(line)
-                elif self.findings.counts or self.places.uses:
-                    self.steps.count(text)
+                else:
+                    self._pass_by(source, number, text)
             ending = [
                 LogLine(f"{source}:{number}", text) for number, text in batch[-ENDING:] if text
             ]
             self.suspects.ending.extend(ending)
         self.steps.by_file[source] = self.steps.made
         self._tracebacks, self._ends = Tracebacks(), EndReader(self._ends.elastic)
+
+    def _pass_by(self, source: str, number: int, text: str) -> None:
+        """A line without a word that tells: only of progress, and only where that may matter."""
+        if self.findings.counts or self.places.uses:
+            self.steps.count(text)
+        if self.losses.since is not None and "oss" in text:
+            self.losses.learn(LogLine(f"{source}:{number}", text), self.lines)
 
     def _add(self, line: LogLine) -> None:
         self._time = line.time if line.time is not None else self._time
@@ -139,13 +140,19 @@ class Scan:
         self.collectives.learn(line)
         self._judge(line)
         self.steps.count(line.text)
+        if "oss" in line.text:
+            self.losses.learn(line, self.lines)
 
     def _judge(self, line: LogLine) -> None:
         if is_handled(line):
             self.findings.handled(line)
-        raised = self._tracebacks.feed(line) or _of_kempner(line)
-        if raised is not None:
+        if not self._tracebacks.is_open(line) and is_tolerated(line.text):
+            self._tolerated(line)
+            return
+        raised = self._tracebacks.feed(line, self.lines) or _of_kempner(line)
+        if raised is not None and not raised.muted:
             self._raised(raised)
+        if raised is not None:
             return
         self.suspects.learn(line)
         end = self._ends.feed(line)
@@ -154,26 +161,49 @@ class Scan:
         elif suspicious(line.text) and (hit := match(line.text, line.warning)) is not None:
             self._signed(*hit, line, "")
 
+    def _tolerated(self, line: LogLine) -> None:
+        """What the program gets over: a traceback right above or below this line, too."""
+        if takes_back(line.text):
+            self.findings.tolerated(line, self.lines)
+        if announces(line.text):
+            self._tracebacks.doubt(line, self.lines)
+        self.suspects.learn(replace(line, warning=False))
+        told = replace(line, warning=True)
+        if suspicious(line.text) and (hit := match(line.text, told.warning)) is not None:
+            self._signed(*hit, told, "")
+
     def _ended(self, end: End) -> None:
         if end.node is not None:
             for rank in end.ranks:
-                self.places.place(rank, end.node, end.line.pid if len(end.ranks) == 1 else None)
-        about = About(end.ranks, end.node, end.line.pid, status=end.status)
-        finding = self._found(CAUSES[end.cause], end.level, end.sure, end.line, about)
-        self.findings.add(replace(finding, first=end.first))
+                alone = len(end.ranks) == 1
+                pid, local_rank = (end.line.pid, end.line.local_rank) if alone else (None, None)
+                self.places.place(rank, end.node, pid, local_rank)
+        about = About(end.ranks, end.node, end.line.pid, status=end.status, first=end.first)
+        self.findings.add(self._found(CAUSES[end.cause], end.level, end.sure, end.line, about))
 
     def _raised(self, raised: Raised) -> None:
         line, frame = raised.line, raised.frame
+        if "terminated with" in raised.text and (end := self._ends.feed(line)) is not None:
+            self._ended(end)
+            return
         hit = match(raised.text)
         if hit is not None:
-            self._signed(*hit, line, frame)
+            self._signed(*hit, line, frame, raised.doubtful)
             return
-        level = Level.CASCADE if raised.follows else Level.CAUSE
+        level = Level.SYMPTOM if is_of_peer(raised.text) else Level.CAUSE
+        level = Level.CASCADE if raised.follows else level
         about = About.writer(line, frame)
-        self.findings.add(self._found(RAISED, level, Sure.CERTAIN, line, about), raised=True)
+        finding = self._found(RAISED, level, Sure.CERTAIN, line, about)
+        self.findings.add(replace(finding, doubtful=raised.doubtful), raised=True)
 
     def _signed(
-        self, sign: Sign, cause: Cause, found: re.Match[str], line: LogLine, frame: str
+        self,
+        sign: Sign,
+        cause: Cause,
+        found: re.Match[str],
+        line: LogLine,
+        frame: str,
+        doubtful: bool = False,
     ) -> None:
         named = found.groupdict()
         about = About.writer(line, frame) if sign.blame is Blame.WRITER else About(frame=frame)
@@ -185,7 +215,8 @@ class Scan:
             about = replace(about, node=self.places.addresses.get(address, address))
         if node := named.get("node"):
             about = replace(about, node=node)
-        self.findings.add(self._found(cause, sign.level, sign.sure, line, about))
+        finding = self._found(cause, sign.level, sign.sure, line, about)
+        self.findings.add(replace(finding, doubtful=doubtful))
 
     def _found(
         self, cause: Cause, level: Level, sure: Sure, line: LogLine, about: About

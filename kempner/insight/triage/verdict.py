@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from kempner.insight.triage.blame import WAITS, in_order, who_failed
 from kempner.insight.triage.ends import words_of
-from kempner.insight.triage.findings import SURVIVED, Finding
+from kempner.insight.triage.findings import SURVIVED, About, Finding
 from kempner.insight.triage.log.lines import LogLine
-from kempner.insight.triage.places import same_node
 from kempner.insight.triage.rules import Level, Sure
 from kempner.insight.triage.scan import SHOWN, Scan
 from kempner.insight.triage.table.everything import CAUSES
@@ -21,13 +22,20 @@ UNKNOWN = "unknown"
 _UNEXPLAINED = {"exit_code", "aborted", "cascade", "terminated"}
 """Ends that say nothing about their cause."""
 
-_OF_SLURM = ("srun: ", "slurmstepd: ")
-"""Whose lines are of the whole step, where they name no node."""
-
-_WAITS = {"nccl_timeout", "gloo_timeout"}
-
-_NETWORK = {*_WAITS, "nccl_error", "nccl_init_timeout", "peer_lost", "rendezvous_timeout"}
+_NETWORK = {*WAITS, "nccl_error", "nccl_init_timeout", "peer_lost", "rendezvous_timeout"}
 """What an interface that leads nowhere makes of a job."""
+
+
+_NOT_FINITE = re.compile(r"(?i)\b(?:nans?|infs?|(?:non-?|not |in)finite)\b|converge|singular")
+"""What code says that has to work on numbers that are none."""
+
+_TOLD_TO_END = re.compile(r"(?i)SIGTERM|SIGUSR|SIGCONT|signal 1\d|signal: Terminated")
+
+PASSED_BY = 50
+"""Lines without any failure after which one that a line has mentioned did not end the job."""
+
+GRACE = 120.0
+"""Seconds that a scheduler gives to end, in which what fails has failed for that."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +113,36 @@ def decide(scan: Scan) -> Verdict:
     """The earliest of what is nearest to the beginning."""
     found = [_placed(finding, scan) for finding in scan.findings]
     fatal = [finding for finding in found if _steps_after(scan, finding) < SURVIVED]
+    fatal = _without_doubtful(_without_passed_by(scan, fatal))
     fatal = _without_late_ends(_without_aftermath(fatal))
     by_time = len(scan.sources) > 1
     first = _first(fatal, by_time)
     if first is None or first.cause.name in _UNEXPLAINED:
         return _unknown(scan, fatal, first)
+    return _known(scan, fatal, _behind(scan, fatal, first))
+
+
+def _behind(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Finding:
+    """What made the first failure happen, if something else in the log does explain it."""
     lonely = scan.places.lonely_interface
     if first.cause.name in _NETWORK and scan.steps.made < SURVIVED and lonely is not None:
-        first = replace(first, cause=CAUSES["wrong_interface"], sure=Sure.LIKELY, line=lonely[1])
-    return _known(scan, fatal, first)
+        failed = [f for f in fatal if f.cause.name in _NETWORK - WAITS]
+        nodes = {f.node or f.line.node for f in failed} - {None}
+        about = About(node=nodes.pop() if len(nodes) == 1 else None, everywhere=True)
+        return _explained(first, "wrong_interface", lonely, about)
+    lost = scan.losses.since if scan.losses.lost and first.order >= scan.losses.order else None
+    if lost is not None and (
+        first.cause.name == "device_assert"
+        or (first.cause.name == "exception" and _NOT_FINITE.search(first.line.text))
+    ):
+        return _explained(
+            first, "loss_not_finite", lost, About(frame=first.about.frame, everywhere=True)
+        )
+    return first
+
+
+def _explained(first: Finding, cause: str, line: LogLine, about: About) -> Finding:
+    return replace(first, cause=CAUSES[cause], sure=Sure.LIKELY, line=line, about=about)
 
 
 def _steps_after(scan: Scan, finding: Finding) -> int:
@@ -137,6 +166,23 @@ def _placed(finding: Finding, scan: Scan) -> Finding:
     return replace(finding, about=about)
 
 
+def _without_passed_by(scan: Scan, found: Sequence[Finding]) -> list[Finding]:
+    """Without what a line only mentions, and nothing came of it in all the lines below."""
+    last = max((finding.order for finding in found), default=0)
+    if len(scan.sources) > 1 or scan.lines - last <= PASSED_BY:
+        return list(found)
+    return [f for f in found if f.level is not Level.CAUSE or f.about.frame or f.status is not None]
+
+
+def _without_doubtful(found: Sequence[Finding]) -> list[Finding]:
+    """Without what may have been got over, if something else explains the end, or there is none."""
+    certain = [finding for finding in found if not finding.doubtful]
+    if any(f.level < Level.SYMPTOM for f in certain):
+        return certain
+    last = max((finding.order for finding in certain), default=0)
+    return [f for f in found if not f.doubtful or f.order < last <= f.order + PASSED_BY]
+
+
 def _without_aftermath(found: Sequence[Finding]) -> list[Finding]:
     """Without exceptions of ranks that had complained of another before."""
     complained: set[object] = set()
@@ -157,7 +203,7 @@ def _without_late_ends(found: Sequence[Finding]) -> list[Finding]:
     ends = [finding for finding in found if finding.cause.ends_from_outside]
     if not ends:
         return list(found)
-    told = [f for f in found if f.cause.name == "cascade" and "SIGTERM" in f.line.text]
+    told = [f for f in found if f.cause.name == "cascade" and _TOLD_TO_END.search(f.line.text)]
     begins = min(finding.order for finding in [*ends, *told])
     earlier = [
         finding
@@ -166,8 +212,16 @@ def _without_late_ends(found: Sequence[Finding]) -> list[Finding]:
         and finding.level < Level.CASCADE
         and (finding.order < begins or finding.level is Level.GIVEN)
         and finding.cause.name not in _UNEXPLAINED
+        and not any(_just_after(finding, end) for end in ends)
     ]
     return earlier or [f for f in found if f.cause.ends_from_outside or f.level is Level.CASCADE]
+
+
+def _just_after(finding: Finding, end: Finding) -> bool:
+    """Whether clocks say so, whichever line was printed first."""
+    if finding.level is Level.GIVEN or None in (finding.line.time, end.line.time):
+        return False
+    return 0 <= (finding.line.time or 0) - (end.line.time or 0) <= GRACE
 
 
 def _first(found: Sequence[Finding], by_time: bool) -> Finding | None:
@@ -176,21 +230,12 @@ def _first(found: Sequence[Finding], by_time: bool) -> Finding | None:
     level = min(finding.level for finding in found)
     nearest = [finding for finding in found if finding.level is level]
     explained = [finding for finding in nearest if finding.cause.name not in _UNEXPLAINED]
-    return min(explained or nearest, key=lambda finding: _order(finding, nearest, by_time))
-
-
-def _order(finding: Finding, among: Iterable[Finding], by_time: bool) -> tuple[float, int]:
-    """By time where each has one and files are compared, or torchrun's blocks; else by line."""
-    times = [other.line.time for other in among]
-    comparable = by_time or all(other.status is not None for other in among)
-    if comparable and None not in times and finding.line.time is not None:
-        return finding.line.time, finding.order
-    return 0.0, finding.order
+    return min(explained or nearest, key=lambda finding: in_order(finding, nearest, by_time))
 
 
 def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
     same = [finding for finding in fatal if finding.cause is first.cause]
-    rank, node, notes = _who(scan, fatal, first, same)
+    rank, node, notes = who_failed(scan, fatal, first, same)
     ranks = sorted({number for finding in same for number in finding.ranks})
     nodes = list(dict.fromkeys(finding.node for finding in same if finding.node is not None))
     notes += _only_there(scan, nodes)
@@ -199,7 +244,7 @@ def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
         first.cause.name,
         first.cause.says,
         first.cause.do,
-        min(first.sure, Sure.LIKELY) if first.level >= Level.SYMPTOM else first.sure,
+        min(first.sure, Sure.LIKELY) if _is_thin(fatal, first, rank) else first.sure,
         Where(rank, node, tuple(ranks), tuple(nodes)),
         Told(
             first.line.text.strip(),
@@ -207,77 +252,8 @@ def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
             tuple(_evidence([first, *same, *_ends_of(rank, fatal)])),
         ),
         tuple(_consequences(others, [*ranks, *(() if rank is None else (rank,))])),
-        (*notes, *_network(scan)),
+        (*notes, *_loss(scan), *_network(scan)),
     )
-
-
-def _who(
-    scan: Scan, fatal: Sequence[Finding], first: Finding, same: Sequence[Finding]
-) -> tuple[int | None, str | None, tuple[str, ...]]:
-    """The rank and node that failed first, and how that was told."""
-    if first.cause.ends_from_outside:
-        return None, None, ()
-    if first.cause.name in _WAITS:
-        return _missing(scan, fatal)
-    if first.cause.name == "peer_lost" and (end := _end_of_another(fatal)) is not None:
-        return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and complains of nobody",)
-    ended = [f for f in fatal if f.status is not None and f.ranks and f.level < Level.CASCADE]
-    rank = first.ranks[0] if first.ranks else _rank_of_end(first, same, ended)
-    node = first.node
-    if node is None and rank is not None:
-        node = scan.places.nodes.get(rank)
-    if node is None:
-        node = next((f.node for f in same if f.node is not None), None)
-    if node is None and not first.line.text.startswith(_OF_SLURM):
-        node = scan.places.only_node
-    return rank, node, ()
-
-
-def _missing(
-    scan: Scan, fatal: Sequence[Finding]
-) -> tuple[int | None, str | None, tuple[str, ...]]:
-    """Whom the others waited for in a collective."""
-    missing, end = scan.collectives.missing(scan.places.world), _end_of_another(fatal)
-    if missing is not None:
-        nodes = {scan.places.nodes.get(rank) for rank in missing.ranks}
-        node = nodes.pop() if len(nodes) == 1 else None
-        several = len(missing.ranks) > 1
-        who = f"rank{'s' if several else ''} {spans(missing.ranks[:64])}"
-        rank = missing.ranks[0] if not several or node is not None else None
-        return rank, node, (f"{who} did not come: {missing.why}",)
-    if end is not None:
-        return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and complains of nobody",)
-    return None, None, ("which rank did not come cannot be told from this log",)
-
-
-def _end_of_another(fatal: Sequence[Finding]) -> Finding | None:
-    """The first end of a rank that does not complain of others, if it ended by itself."""
-    complained = {f.line.rank for f in fatal if f.level is Level.SYMPTOM and f.status is None}
-    ends = [
-        finding
-        for finding in fatal
-        if finding.status not in (None, -6) and finding.level < Level.CASCADE and finding.ranks
-    ]
-    others = [finding for finding in ends if not complained.intersection(finding.ranks)]
-    if complained <= {None} or not others:
-        return None
-    return min(others, key=lambda finding: _order(finding, others, by_time=True))
-
-
-def _rank_of_end(first: Finding, same: Sequence[Finding], ended: Sequence[Finding]) -> int | None:
-    """The rank whose process ended first, where the line itself names none."""
-    named = [finding for finding in same if finding.ranks]
-    if named and first.level is Level.GIVEN:
-        return named[0].ranks[0]
-    if first.level >= Level.SYMPTOM and first.status is None:
-        return None  # who complains is not who failed
-    if first.cause.name == "node_failure":
-        return None
-    on_node = [f for f in ended if first.node is None or same_node(f.node, first.node)]
-    if not on_node:
-        return named[0].ranks[0] if named else None
-    roots = [finding for finding in on_node if finding.first] or on_node
-    return min(roots, key=lambda f: _order(f, roots, by_time=True)).ranks[0]
 
 
 def _ends_of(rank: int | None, found: Sequence[Finding]) -> list[Finding]:
@@ -312,12 +288,43 @@ def _complaining(finding: Finding) -> tuple[int, ...]:
     return finding.ranks or (() if finding.line.rank is None else (finding.line.rank,))
 
 
+def _is_thin(fatal: Sequence[Finding], first: Finding, rank: int | None) -> bool:
+    """Whether a symptom is all there is, or other ranks tell of other causes at the same time: then
+    the order of lines alone says which was first."""
+    rivals = [
+        finding
+        for finding in fatal
+        if finding.level == first.level and finding.cause is not first.cause
+        if finding.ranks and rank not in finding.ranks and finding.status is None
+        if not _clearly_later(finding, first)
+    ]
+    if first.cause.name == "exception":
+        crashed = (f for f in fatal if f.status is not None and f.level is Level.MECHANISM)
+        rivals += [finding for finding in crashed if finding.ranks and rank not in finding.ranks]
+    rivalled = rank is not None and bool(rivals) and first.level is not Level.GIVEN
+    return first.level >= Level.SYMPTOM or rivalled or first.doubtful
+
+
+def _clearly_later(finding: Finding, first: Finding) -> bool:
+    if finding.line.time is None or first.line.time is None:
+        return False
+    return finding.line.time - first.line.time > 1.0
+
+
 def _only_there(scan: Scan, nodes: Sequence[str]) -> tuple[str, ...]:
     """Whether one node of several is different from the others."""
     known = len(scan.places.seen)
     if len(nodes) == 1 and known > 1:
         return (f"only on {nodes[0]}, of {known} nodes that this log speaks of",)
     return ()
+
+
+def _loss(scan: Scan) -> tuple[str, ...]:
+    """Since when the loss is no number, if it was none at the end."""
+    since = scan.losses.since
+    return (
+        (f"the loss is no finite number since {since.place}",) if since and scan.losses.lost else ()
+    )
 
 
 def _network(scan: Scan) -> tuple[str, ...]:
@@ -338,8 +345,8 @@ def _unknown(scan: Scan, fatal: Sequence[Finding], first: Finding | None) -> Ver
     says = "no rule knows what is in this log" if scan.suspects.first else "no sign of a failure"
     do = "look at the lines below, and at the logs of the ranks that are not here"
     if ended:
-        root = [finding for finding in ended if finding.first] or ended
-        end = min(root, key=lambda f: _order(f, root, by_time=True))
+        root = [finding for finding in ended if finding.about.first] or ended
+        end = min(root, key=lambda f: in_order(f, root, by_time=True))
         rank, node = (end.ranks[0] if end.ranks else None), end.node
         says = f"a process ended with {words_of(end.status or 0)}, and does not say why"
     elif first is not None:
@@ -352,7 +359,7 @@ def _unknown(scan: Scan, fatal: Sequence[Finding], first: Finding | None) -> Ver
         Where(rank, node or (scan.places.only_node if rank is not None else None)),
         Told(evidence=tuple(_most_likely(scan))),
         consequences=tuple(_consequences(fatal, () if rank is None else (rank,))),
-        notes=_network(scan),
+        notes=(*_loss(scan), *_network(scan)),
     )
 
 

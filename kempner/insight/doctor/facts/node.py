@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import re
-import zlib
-from base64 import b64decode, b64encode
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
 from kempner.cluster.network.interfaces import Interface
+from kempner.cluster.slurm.task_output import in_lines, whole_answers
 from kempner.insight.doctor.facts.gpus import GpuSurvey
 from kempner.insight.doctor.facts.software import Software
 from kempner.insight.doctor.facts.write_test import WriteRate
@@ -125,39 +123,18 @@ def read_question(text: str) -> NodeQuestion:
 
 
 def answer_text(answer: NodeAnswer) -> str:
-    """An answer as lines that are short enough for srun.
-
-    It passes on whole lines of up to 1024 bytes, and mixes pieces of longer ones with those of
-    other nodes.
-    """
-    packed = b64encode(zlib.compress(_ANSWER.dump_json(answer))).decode()
-    pieces = [packed[at : at + _PIECE] for at in range(0, len(packed), _PIECE)]
-    return "".join(
-        f"{answer.node} {number}/{len(pieces)} {piece}\n" for number, piece in enumerate(pieces, 1)
-    )
-
-
-_PIECE = 700
-_LINE = re.compile(r"(\S+) (\d+)/(\d+) ([\w+/=]+)", re.ASCII)
+    """An answer as lines of a step's task."""
+    return in_lines(answer.node, _ANSWER.dump_json(answer))
 
 
 def read_answers(text: str) -> list[NodeAnswer]:
-    """The answers in what the nodes print, in any order of their lines; what is not whole, or is
-    something else, is left out."""
-    found: dict[tuple[str, int], dict[int, str]] = {}
-    for line in text.splitlines():
-        if piece := _LINE.fullmatch(line):
-            found.setdefault((piece[1], int(piece[3])), {})[int(piece[2])] = piece[4]
-    whole = [
-        "".join(pieces[number] for number in sorted(pieces))
-        for (_, many), pieces in found.items()
-        if len(pieces) == many
-    ]
-    return [answer for packed in whole if (answer := _unpack(packed)) is not None]
+    """The answers in what the nodes print, in any order of their lines."""
+    answers = (_read(answer) for answer in whole_answers(text.splitlines()))
+    return [answer for answer in answers if answer is not None]
 
 
-def _unpack(packed: str) -> NodeAnswer | None:
+def _read(answer: bytes) -> NodeAnswer | None:
     try:
-        return _ANSWER.validate_json(zlib.decompress(b64decode(packed)))
-    except (ValueError, zlib.error):
+        return _ANSWER.validate_json(answer)
+    except ValueError:
         return None

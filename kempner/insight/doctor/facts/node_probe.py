@@ -37,7 +37,7 @@ from kempner.insight.doctor.facts.node import (
 )
 from kempner.insight.doctor.facts.software import look_at_software
 from kempner.insight.doctor.facts.write_test import WriteRate, write_test
-from kempner.run.process.durable_io import await_entry, holds
+from kempner.run.process.durable_io import comes_to_hold
 
 SHM = "/dev/shm"
 
@@ -103,7 +103,7 @@ def _trouble_with(folder: Path, node: str, nonce: str) -> str:
     """Read there what the doctor has written, and write something for it to read."""
     question, content = folder / "doctor", nonce.encode()
     try:
-        if not await_entry(question, SHARED_WITHIN) or not holds(question, content):
+        if not comes_to_hold(question, content, SHARED_WITHIN):
             return "is not the same folder as where kempner doctor runs"
         (folder / node).write_bytes(content)
     except OSError as error:
@@ -174,6 +174,6 @@ def _address_in_reach(bound: Interface, addresses: tuple[str, ...]) -> str | Non
 
 
 if __name__ == "__main__":
-    # At one go, or it mixes with other nodes' where Python's output is unbuffered.
+    # At one go, or lines mix with other nodes' where Python's output is unbuffered.
     sys.stdout.write(answer_text(measure(read_question(sys.argv[1]))))
     sys.stdout.flush()

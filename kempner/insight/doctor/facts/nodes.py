@@ -28,7 +28,7 @@ from kempner.insight.doctor.facts.node import (
     read_answers,
 )
 from kempner.insight.doctor.facts.software import IMPORT_WITHIN
-from kempner.run.process.durable_io import await_entry, holds
+from kempner.run.process.durable_io import comes_to_hold
 
 ASK_WITHIN = IMPORT_WITHIN + 60.0
 """Seconds that all nodes together get: as long as the slowest import of torch, and the rest."""
@@ -163,5 +163,5 @@ def _unseen(question: FolderQuestion, answer: NodeAnswer) -> Iterator[str]:
         if folder in answer.folders.troubles:
             continue
         path = Path(folder) / answer.node
-        if not await_entry(path, SHARED_WITHIN) or not holds(path, question.nonce.encode()):
+        if not comes_to_hold(path, question.nonce.encode(), SHARED_WITHIN):
             yield str(path.parent.parent)

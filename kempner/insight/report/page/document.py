@@ -10,7 +10,7 @@ from kempner.insight.report.cause import Kind
 from kempner.insight.report.page import tables
 from kempner.insight.report.page.plots import Plot, plots_of
 from kempner.insight.report.page.strip import strip
-from kempner.insight.report.page.words import count, date, duration, hours, number, share, text
+from kempner.insight.report.page.words import count, date, duration, number, share, text
 from kempner.insight.report.summary import RunData, RunReport
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -19,15 +19,16 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 _DEFINITIONS = """
 <p><b>Goodput</b> is the effective training time ratio: the time of steps that count, by the whole
 wall time from the first start to the end, queue and pauses included
-(<a href="https://arxiv.org/abs/2410.21680">Kokolis et al., arXiv:2410.21680</a>). <b>While machines
-were held</b> leaves out the queue and the time in which nobody ran it, like Google's runtime
-goodput (<a href="https://cloud.google.com/blog/products/ai-machine-learning/goodput-metric-as-measure-of-ml-productivity">ML
+(<a href="https://arxiv.org/abs/2410.21680">Kokolis et al., arXiv:2410.21680</a>). <b>Without queue
+and pauses</b> it is of the time in which machines were held, like Google's runtime goodput (<a href="https://cloud.google.com/blog/products/ai-machine-learning/goodput-metric-as-measure-of-ml-productivity">ML
 productivity goodput</a>).</p>
 <p>Of a step that was made twice, one counts as training and the other as made again. Each part of
 the time is counted from its own records, the ledger and the metrics of the run; what they do not
-explain is shown as unaccounted. A rank counts as one GPU. Plots show the lowest and the highest
-value of each stretch. Young's formula: the interval is sqrt(2 · cost of a save · time between
-failures) (<a href="https://doi.org/10.1145/361147.361115">Young 1974</a>).</p>
+explain is shown as unaccounted. A rank counts as one GPU: time on all ranks is the time in which
+machines were held, by the number of ranks, so that an interruption's time away costs none of it.
+Plots show the lowest and the highest value of each stretch. Young's formula: the interval is
+sqrt(2 · cost of a save · time between failures)
+(<a href="https://doi.org/10.1145/361147.361115">Young 1974</a>).</p>
 """
 
 
@@ -78,7 +79,10 @@ def _header(runs: Sequence[RunData]) -> str:
 def story(report: RunReport) -> str:
     """What happened, in a few sentences of HTML."""
     total = "" if report.training.total_steps is None else f" of {report.training.total_steps:,}"
-    who = count(report.time.ranks, "rank")
+    who = count(report.time.machines.ranks, "rank")
+    if report.time.machines.nodes is not None:
+        who += f" ({count(report.time.machines.nodes, 'node')})"
+    unit = tables.unit_of(report)
     state = text(report.training.state[:1].upper() + report.training.state[1:])
     told = [
         f"{state} after {duration(report.time.wall)} on {who}: "
@@ -98,8 +102,8 @@ def story(report: RunReport) -> str:
             count(kinds.count(kind), one, more) for kind, one, more in words if kind in kinds
         )
         told.append(
-            f"{count(many, 'interruption')} ({listed}) cost {hours(report.lost_hours)} "
-            f"{report.time.unit}."
+            f"{count(many, 'interruption')} ({listed}) cost {unit.show(report.lost_hours)} "
+            f"{unit.name}."
         )
     else:
         told.append("Nothing interrupted it.")
@@ -112,12 +116,14 @@ def _run(run: RunData, plots: Sequence[Plot] | None) -> str:
     head = ""
     if plots is None:
         head = f"<h1>{text(report.name)}</h1><p class=lead>{story(report)}</p>"
-    listed = list(report.interruptions)
     used = f" <small>of {count(report.nodes.used, 'node')}</small>" if report.nodes.used else ""
     parts = [
         head,
         _figures(report),
-        _section("Where the time went", strip(run.timeline, listed) + tables.time_table(report)),
+        _section(
+            "Where the time went",
+            strip(run.timeline, report.interruptions) + tables.time_table(report),
+        ),
         _section("Interruptions", tables.interruption_table(report)),
         "" if plots is None else _section("Training", _plots(plots)),
         _section("Checkpoints", tables.save_table(report)),
@@ -135,18 +141,19 @@ def _figures(report: RunReport) -> str:
     """The numbers that one looks for first."""
     total = sum(report.time.gpu_hours.values())
     lost = report.lost_hours / total if total else None
+    unit = tables.unit_of(report)
     figures = [
         (
             share(report.time.goodput),
             "goodput",
-            f"{share(report.time.while_held)} while machines were held",
+            f"{share(report.time.while_held)} without queue and pauses",
         ),
         (duration(report.time.wall), "wall time", count(report.training.attempts, "attempt")),
-        (hours(total), report.time.unit, f"{share(lost)} lost to interruptions"),
+        (unit.show(total), unit.name, f"{share(lost)} lost to interruptions"),
         (
             f"{len(report.interruptions):,}",
             "interruption" if len(report.interruptions) == 1 else "interruptions",
-            f"{hours(report.lost_hours)} {report.time.unit} lost",
+            f"{unit.show(report.lost_hours)} {unit.name} lost",
         ),
         (
             number(report.training.last_loss, ".3f"),

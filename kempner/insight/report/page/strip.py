@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -24,7 +25,7 @@ CROWDED = 0.022
 _TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 
 
-def strip(timeline: Timeline, interruptions: list[Interruption]) -> str:
+def strip(timeline: Timeline, interruptions: Sequence[Interruption]) -> str:
     """The timeline with its marks and its axis, as HTML."""
     bounds = np.linspace(timeline.begin, timeline.end, COLUMNS + 1)
     width = max(timeline.end - timeline.begin, 1e-9)
@@ -41,8 +42,24 @@ def strip(timeline: Timeline, interruptions: list[Interruption]) -> str:
     )
     return (
         f'<div class="strip"><div class="marks">{_marks(timeline, interruptions)}</div>'
-        f'{drawing}<div class="axis">{_axis(width)}</div></div>'
+        f'{drawing}<div class="axis">{_axis(width)}</div>'
+        f"{_legend(interruptions, width)}</div>"
     )
+
+
+def _legend(interruptions: Sequence[Interruption], width: float) -> str:
+    """What the marks mean that there are, and what the height of a colour says."""
+    kinds = (
+        ("failed", "something failed or hung", any(i.kind.is_failure for i in interruptions)),
+        ("asked", "a stop was asked for", not all(i.kind.is_failure for i in interruptions)),
+    )
+    marks = [f'<i class="mark {kind}"></i> {words}' for kind, words, there in kinds if there]
+    numbered = "; numbers as in the table of interruptions" if marks else ""
+    height = (
+        f"A column is {duration(width / COLUMNS)} wide; the height of a colour in it is its share "
+        "of that time. Colours as in the table below."
+    )
+    return f'<p class="legend"><span>{", ".join(marks)}{numbered}</span> <span>{height}</span></p>'
 
 
 def _rectangles(parts: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> str:
@@ -70,7 +87,7 @@ def _runs(rows: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> list[tuple
     return list(pairwise(edges))
 
 
-def _marks(timeline: Timeline, interruptions: list[Interruption]) -> str:
+def _marks(timeline: Timeline, interruptions: Sequence[Interruption]) -> str:
     """The numbers of the interruptions, above where they happened."""
     width = max(timeline.end - timeline.begin, 1e-9)
     groups: list[list[Interruption]] = []

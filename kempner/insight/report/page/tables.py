@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kempner.insight.report.categories import Category
-from kempner.insight.report.interruptions import Interruption
+from kempner.insight.report.interruptions import Cost, Interruption
 from kempner.insight.report.page.words import (
     UNKNOWN,
+    Unit,
     count,
     duration,
-    hours,
     number,
     share,
     size,
     text,
 )
 from kempner.insight.report.summary import RunReport
+
+LEAST = 0.0005
+"""Seconds of a category that are as good as none."""
 
 MANY = 100
 """Rows of a table; more are summed up in one sentence."""
@@ -38,22 +41,31 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") -
     return f'<table class="{name}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
 
 
+def unit_of(*reports: RunReport) -> Unit:
+    """What time on all ranks of these runs is shown in."""
+    counted = " or ".join(sorted({report.time.machines.counted for report in reports}))
+    return Unit.fit(max(sum(r.time.gpu_hours.values()) for r in reports), counted)
+
+
 def time_table(report: RunReport) -> str:
-    """Each category with its time, its share and its GPU hours."""
+    """Each category with its time, its share and its time on all ranks."""
+    unit = unit_of(report)
     wall = report.time.wall or 1.0
     widest = max(report.time.seconds.values()) or 1.0
     rows = []
     for category in Category:
         seconds = report.time.seconds[category.key]
-        if seconds < 0.0005 and category is not Category.UNACCOUNTED:
-            continue
+        if seconds < LEAST:
+            if category is not Category.UNACCOUNTED:
+                continue
+            seconds = 0.0
         part = seconds / wall
         swatch = f'<i class="swatch {category.key}"></i>'
         bar = f'<i class="bar {category.key}" style="width:{100 * seconds / widest:.2f}%"></i>'
         words = f"<b>{category.label}</b> <small>{category.meaning}</small>"
-        gpu = hours(report.time.gpu_hours[category.key]) if category.holds_machines else UNKNOWN
+        gpu = unit.show(report.time.gpu_hours[category.key]) if category.holds_machines else UNKNOWN
         rows.append((swatch + words, duration(seconds), share(part), gpu, bar))
-    return table(("What", ">Time", ">Share", f">{report.time.unit}", ""), rows, "time")
+    return table(("What", ">Time", ">Share", f">{unit.name}", "Compared"), rows, "time")
 
 
 def interruption_table(report: RunReport) -> str:
@@ -61,36 +73,36 @@ def interruption_table(report: RunReport) -> str:
     if not report.interruptions:
         return "<p>Nothing interrupted this run.</p>"
     shown: Sequence[Interruption] = report.interruptions
-    left_out = ""
+    left_out, unit = "", unit_of(report)
     if len(shown) > MANY:
         dearest = sorted(shown, key=lambda one: -one.cost.gpu_hours)[:MANY]
         rest = sum(i.cost.gpu_hours for i in shown) - sum(i.cost.gpu_hours for i in dearest)
         left_out = (
             f"<p>The {MANY} dearest are shown; the other {len(shown) - MANY:,} cost "
-            f"{hours(rest)} {report.time.unit}.</p>"
+            f"{unit.show(rest)} {unit.name}.</p>"
         )
         shown = sorted(dearest, key=lambda one: one.number)
-    rows = [_interruption(one, report) for one in shown]
-    heads = ("", ">After", "Cause", "Where", ">At step", ">Steps again", f">{report.time.unit}")
+    rows = [_interruption(one, report, unit) for one in shown]
+    heads = ("", ">After the start", "Cause", "Where", ">At step", ">Steps again", f">{unit.name}")
     return table(heads, rows, "interruptions") + left_out
 
 
-def _interruption(one: Interruption, report: RunReport) -> tuple[str, ...]:
+def _interruption(one: Interruption, report: RunReport, unit: Unit) -> tuple[str, ...]:
     kind = "failed" if one.kind.is_failure else "asked"
     spent = [
-        f"{words} {duration(seconds)}"
-        for words, seconds in (
-            ("hung", one.cost.hung_seconds),
-            ("ending", one.cost.stop_seconds),
-            ("restart and load", one.cost.restart_seconds),
-            ("made again", one.cost.made_again_seconds),
-            ("away", one.cost.away_seconds),
+        f"{words} {duration(seconds)}{more}"
+        for words, seconds, more in (
+            ("hung", one.cost.hung_seconds, _hung(one.cost)),
+            ("ending", one.cost.stop_seconds, ""),
+            ("restart and load", one.cost.restart_seconds, ""),
+            ("made again", one.cost.made_again_seconds, ""),
+            ("away", one.cost.away_seconds, ""),
         )
         if seconds >= 0.05
     ]
     detail = f"<small>{text(one.detail)}</small>" if one.detail else ""
     where = [] if one.place.rank is None else [f"rank {one.place.rank}"]
-    where += [text(one.place.node)] if one.place.node else []
+    where += [f"node {text(one.place.node)}"] if one.place.node else []
     return (
         f'<span class="mark {kind}">{one.number}</span>',
         duration(one.time - report.time.begin),
@@ -98,8 +110,22 @@ def _interruption(one: Interruption, report: RunReport) -> tuple[str, ...]:
         ", ".join(where) or UNKNOWN,
         f"{one.place.step:,}",
         f"{one.place.steps_lost:,}",
-        hours(one.cost.gpu_hours),
+        unit.show(one.cost.gpu_hours),
     )
+
+
+def _hung(cost: Cost) -> str:
+    """What the time of a hang is made of: the cause tells only of what the supervisor watched."""
+    if cost.still_seconds is None:
+        return ""
+    evidence = cost.evidence_seconds or 0.0
+    parts = (
+        (cost.hung_seconds - cost.still_seconds, "until the last sign of a rank"),
+        (cost.still_seconds - evidence, "until that was a hang"),
+        (evidence, "for its evidence"),
+    )
+    told = ", ".join(f"{duration(seconds)} {what}" for seconds, what in parts if seconds >= 0.05)
+    return f" since the last step ({told})"
 
 
 def save_table(report: RunReport) -> str:
@@ -156,14 +182,17 @@ def advice_list(report: RunReport) -> str:
 
 def comparison(reports: Sequence[RunReport]) -> str:
     """Several runs side by side, a column each."""
+    unit = unit_of(*reports)
     lines: list[tuple[str, list[str]]] = [
         ("State", [text(r.training.state) for r in reports]),
         ("Goodput", [f"<b>{share(r.time.goodput)}</b>" for r in reports]),
-        ("Goodput while machines were held", [share(r.time.while_held) for r in reports]),
+        ("Goodput without queue and pauses", [share(r.time.while_held) for r in reports]),
         ("Wall time", [duration(r.time.wall) for r in reports]),
-        ("GPU (or rank) hours", [hours(sum(r.time.gpu_hours.values())) for r in reports]),
+        ("Ranks", [number(r.time.machines.ranks) for r in reports]),
+        ("Nodes", [number(r.time.machines.nodes) for r in reports]),
+        (unit.name, [unit.show(sum(r.time.gpu_hours.values())) for r in reports]),
         ("Interruptions", [f"{len(r.interruptions):,}" for r in reports]),
-        ("What they cost, in the same hours", [hours(r.lost_hours) for r in reports]),
+        (f"What they cost, in {unit.name}", [unit.show(r.lost_hours) for r in reports]),
         ("Step", [f"{r.training.step:,}" for r in reports]),
         ("Last loss", [number(r.training.last_loss, ".4f") for r in reports]),
         ("Held-out loss", [number(r.training.last_eval_loss, ".4f") for r in reports]),

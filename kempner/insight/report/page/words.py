@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
+from typing import Self
 
 UNKNOWN = "-"
 
@@ -45,11 +47,27 @@ def share(part: float | None) -> str:
     return f"{percent:.1f} %"
 
 
-def hours(value: float) -> str:
-    """GPU hours."""
-    if value == 0 or value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if value >= 0.001 else "< 0.001"
+@dataclass(frozen=True)
+class Unit:
+    """What time on all ranks is shown in, such as `GPU hours`, and how many of it are an hour."""
+
+    name: str
+    per_hour: float
+
+    @classmethod
+    def fit(cls, whole: float, counted: str) -> Self:
+        """The largest of which the `whole`, in hours, is ten or more."""
+        sizes = (("hours", 1.0), ("minutes", 60.0))
+        fitting = ((name, size) for name, size in sizes if whole * size >= 10)
+        name, size = next(fitting, ("seconds", 3600.0))
+        return cls(f"{counted} {name}", size)
+
+    def show(self, hours: float) -> str:
+        """So many hours, without the name."""
+        value = hours * self.per_hour
+        if value == 0 or value >= 100:
+            return f"{value:,.0f}"
+        return f"{value:.3g}" if value >= 0.001 else "< 0.001"
 
 
 def number(value: float | None, form: str = ",.0f") -> str:

@@ -62,7 +62,16 @@ _NOT_A_HOST = re.compile(
     r"trainer|worker|gpu|cuda|proc(?:ess)?|pid|task|[ew]\d*)\d*$"
 )
 _RANK_INSIDE = re.compile(r"\[(?:PG[^\]]*?)?\bRank (\d+)\]")
-_WARNING = re.compile(r"\b\w*Warning\b|\bWARN(?:ING)?[\]:|]|\[W\s?\d*[ \]]|^W\d{4} ")
+_WARNING = re.compile(r"\b\w*Warning\b|\bWARN(?:ING)?[\]:|]|\[[WID]\s?\d*[ \]]|^[WI]\d{4} ")
+_LEVEL = re.compile(
+    r"(?:^|[\s\[(|:])(DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)(?=[\s\]):|-])"
+    r"|\blevel(?:name)?\"?\s?[=:]\s?\"?(\w+)"
+)
+"""The word of a logger, of which the first near the front of a line counts."""
+
+_FRONT = 100
+"""Characters of a line where its level stands."""
+
 _RANK_OF_FILE = re.compile(r"^(?:rank|task)[-_.]?(\d+)[._]")
 _LOCAL_RANK_OF_FILE = re.compile(r"attempt_\d+/(\d+)/std(?:out|err)\.log$")  # torchrun --log-dir
 _NODE_OF_FILE = re.compile(r"\d{3}[.-](?P<node>[a-z][\w-]*\d)\.(?:out|err|log)$")  # Slurm's %j.%N
@@ -139,8 +148,16 @@ def _parse(line: LogLine, style: _Style) -> LogLine:
         local_rank=_number(said.get("local_rank"), style.local_rank),
         node=said.get("node") or style.node,
         pid=_number(said.get("pid"), None),
-        warning="NCCL INFO" in text or bool(_WARNING.search(text)),
+        warning=_is_warning(text),
     )
+
+
+def _is_warning(text: str) -> bool:
+    """Whether its logger calls it a warning or less."""
+    level = _LEVEL.search(text, 0, _FRONT)
+    if level is not None and "NCCL" not in text:
+        return (level[1] or level[2]).upper() in ("DEBUG", "INFO", "WARN", "WARNING")
+    return "NCCL INFO" in text or bool(_WARNING.search(text))
 
 
 def _prefix(text: str, style: _Style) -> re.Match[str] | None:

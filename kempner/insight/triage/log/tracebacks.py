@@ -13,7 +13,18 @@ _BARE = re.compile(
     r"(?P<kind>(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Failure|Timeout))(?::\s?(?P<message>.*))?$"
 )
 _LIBRARY = re.compile(r"site-packages/|dist-packages/|/lib/python3|<frozen |<string>|/torch/|/bin/")
-_MUTED = re.compile(r"Exception ignored in|--- Logging error ---")
+_MUTED = re.compile(
+    r"Exception ignored in|--- Logging error ---|exception was never retrieved|Error in atexit\."
+)
+_OF_PEER = re.compile(
+    r"(?:\w+\.)*(?:EOFError$|BrokenPipeError\b|Connection\w*Error\b|TimeoutError\b|\w*Timeout\b)"
+    r"|(?i:.*\b(?:timed out|time-?out|heartbeat|peers?|barrier|not respond\w*|broken (?:pipe|pool)"
+    r"|broken process pool|connection|has been shut ?down|communicator|other ranks?)\b)"
+    r"|(?i:.*\b(?:ranks?|workers?|process(?:es)?|actors?|child\w*)\b.{0,30}"
+    r"\b(?:died|dead|lost|gone|failed|exited|crashed|terminated|unreachable)\b)"
+)
+"""What a process raises when another one, at the other end of a pipe or socket, is gone."""
+
 _HEADER = "Traceback (most recent call last)"
 _OF_RANK = re.compile(r"\(RANK (\d+)\)|^-- Process (\d+) terminated with the following error")
 """How one rank, or the parent of all, repeats what another has raised."""
@@ -35,26 +46,29 @@ _STRAY = 60
 class Raised:
     """An exception: `Type: message` and the innermost line that is the user's own.
 
-    Of a chain, `handled` says that another was raised while this one was handled, `follows` that it
-    was raised because of another.
+    `follows` says that it was raised because of another, `muted` that the program got over it,
+    `doubtful` that it may have.
     """
 
     line: LogLine
     text: str
     frame: str = ""
     follows: bool = False
+    muted: bool = False
+    doubtful: bool = False
 
 
 @dataclass
 class _Open:
     """A traceback whose last line has not come yet."""
 
+    muted: bool = False
+    doubtful: bool = False
+    follows: bool = False
+    rank: int | None = None
     own: str = ""
     last: str = ""
     stray: int = 0
-    muted: bool = False
-    follows: bool = False
-    rank: int | None = None
 
 
 @dataclass
@@ -64,6 +78,7 @@ class Tracebacks:
     _open: dict[object, _Open] = field(default_factory=dict)
     _muted: set[object] = field(default_factory=set)
     _linked: set[object] = field(default_factory=set)
+    _told_below: dict[object, int] = field(default_factory=dict)
     _repeated: dict[object, int] = field(default_factory=dict)
     _of_ray: dict[object, re.Match[str]] = field(default_factory=dict)
 
@@ -72,8 +87,16 @@ class Tracebacks:
         """Whether a traceback is open, so that each line may belong to it."""
         return bool(self._open)
 
-    def feed(self, line: LogLine) -> Raised | None:
-        """The exception that ends with this line, if one does."""
+    def is_open(self, line: LogLine) -> bool:
+        """Whether the writer of this line is in the middle of a traceback."""
+        return line.writer in self._open
+
+    def doubt(self, line: LogLine, order: int) -> None:
+        """A traceback of the same writer right below this line may be no failure."""
+        self._told_below[line.writer] = order
+
+    def feed(self, line: LogLine, order: int) -> Raised | None:
+        """The exception that ends with this line, the `order`th of all, if one does."""
         writer, text = line.writer, line.text
         if "RayTaskError" in text and (ray := _OF_RAY.search(text)) is not None:
             self._of_ray[writer] = ray
@@ -81,8 +104,9 @@ class Tracebacks:
             self._repeated[writer] = int(of[1] or of[2])
         if _HEADER in text:
             muted, follows = writer in self._muted, writer in self._linked
+            doubtful = self._told_below.pop(writer, -1) == order - 1
             rank = self._repeated.pop(writer, line.rank)
-            self._open[writer] = _Open(muted=muted, follows=follows, rank=rank)
+            self._open[writer] = _Open(muted, doubtful, follows, rank)
             self._muted.discard(writer)
             self._linked.discard(writer)
             return None
@@ -114,14 +138,12 @@ class Tracebacks:
                 del self._open[line.writer]
             return None
         del self._open[line.writer]
-        if begun.muted:
-            return None
         said = replace(line, rank=begun.rank)
         if (ray := self._of_ray.pop(line.writer, None)) is not None:
             said = replace(said, pid=int(ray["pid"]), node=ray["node"])
         words = _words(found)
         follows = begun.follows or _CARRIED.search(words) is not None
-        return Raised(said, words, begun.own or begun.last, follows)
+        return Raised(said, words, begun.own or begun.last, follows, begun.muted, begun.doubtful)
 
 
 def _plausible(found: re.Match[str]) -> bool:
@@ -140,3 +162,8 @@ def _words(found: re.Match[str]) -> str:
 def is_handled(line: LogLine) -> bool:
     """Whether this line says that the exception before it was handled when the next came."""
     return line.text.startswith(_HANDLED)
+
+
+def is_of_peer(raised: str) -> bool:
+    """Whether an exception says only that another process is gone."""
+    return _OF_PEER.match(raised) is not None

@@ -6,10 +6,10 @@ nothing against the GPU.
 
 from __future__ import annotations
 
-from kempner.insight.triage.rules import Blame, Cause, Level, Sign, Sure
+from kempner.insight.triage.rules import Cause, Level, Sign, Sure
 
 GIVEN, MECHANISM = Level.GIVEN, Level.MECHANISM
-LIKELY, NAMED = Sure.LIKELY, Blame.NAMED
+LIKELY = Sure.LIKELY
 
 _XID = r"NVRM: Xid \([^)]*\): "
 _EXCLUDE = "exclude the node (sbatch --exclude=NODE) and tell the operators; nothing in the program"

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from kempner.insight.triage.rules import Cause, Sign
-from kempner.insight.triage.table import device, memory, network, program, scheduler, storage
+from kempner.insight.triage.table import (
+    device,
+    memory,
+    network,
+    program,
+    scheduler,
+    storage,
+    surroundings,
+)
 
 TABLE: tuple[tuple[Sign, Cause], ...] = tuple(
     (sign, cause)
     for causes in (
+        surroundings.CAUSES,
         scheduler.CAUSES,
         memory.CAUSES,
         device.CAUSES,
@@ -29,6 +38,7 @@ CAUSES: dict[str, Cause] = {
         (program.RAISED, *program.CAUSES),
         network.CAUSES,
         scheduler.CAUSES,
+        surroundings.CAUSES,
     )
     for cause in causes
 }
@@ -51,6 +61,7 @@ traffic cached ffline nan Nan NaN NAN is|inf was|inf became|inf =|inf worker DUE
 name|or resolution unhandled wrong gai Read-only endpoint /dev/shm loss|is bus|error
 appears|not REQUEUED barrier Unable tasks NCCL|WARN ring not|respond initialized no|NCCL
 no|socket no|usable device nstruction
+unrecognized quota While|making FATAL [ERROR] configuration
 """
 """Every sign needs one of these in its line; `|` stands for a space."""
 

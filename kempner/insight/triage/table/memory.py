@@ -44,7 +44,7 @@ CAUSES = (
     ),
     Cause(
         "shared_memory",
-        "a loader worker had no room in shared memory (/dev/shm)",
+        "a data loader worker had no room in shared memory (/dev/shm), and died of it",
         "raise it (docker --shm-size or --ipc=host; a larger tmpfs), use fewer workers, or "
         "torch.multiprocessing.set_sharing_strategy('file_system')",
         (

@@ -7,8 +7,18 @@ from __future__ import annotations
 
 from kempner.insight.triage.rules import Blame, Cause, Level, Sign, Sure
 
-CAUSE, MECHANISM, SYMPTOM = Level.CAUSE, Level.MECHANISM, Level.SYMPTOM
+MECHANISM, SYMPTOM = Level.MECHANISM, Level.SYMPTOM
 LIKELY, POSSIBLE, NAMED = Sure.LIKELY, Sure.POSSIBLE, Blame.NAMED
+
+
+_SAYS = r"(?:rror|xception|ERROR|FATAL|CRITICAL)\b.*\b"
+"""A line that calls itself an error: versions that differ are as often only remarked upon."""
+
+
+def _complaint(pattern: str, warned: bool = False) -> Sign:
+    """A rank complains of another, which the line may name."""
+    return Sign(pattern, SYMPTOM, LIKELY, NAMED, warned)
+
 
 CAUSES = (
     Cause(
@@ -16,7 +26,11 @@ CAUSES = (
         "the port on which the ranks meet is taken by another process",
         "choose another --master_port, or port 0 with --rdzv-backend=c10d; derive it from the "
         "job's id, and make sure that no earlier launch still runs on the node",
-        (Sign(r"EADDRINUSE|[Aa]ddress already in use"),),
+        (
+            Sign(r"EADDRINUSE|[Aa]ddress already in use"),
+            Sign(r"(?:bind|listen).*[Aa]ddress already in use", MECHANISM, LIKELY, warned=True),
+            Sign(r"failed to listen on any local network address", MECHANISM, LIKELY),
+        ),
     ),
     Cause(
         "wrong_interface",
@@ -67,12 +81,15 @@ CAUSES = (
     ),
     Cause(
         "version_mismatch",
-        "ranks use different versions of NCCL or torch",
+        "versions do not fit: of NCCL, torch, CUDA or a package, on one node or between nodes",
         "give all nodes the same environment: compare `python -c 'import torch; "
         "print(torch.__version__, torch.cuda.nccl.version())'` on each",
         (
             Sign(r"(?i)\bversion mismatch\b|\bmismatch(?:ed)? versions?\b", sure=LIKELY),
             Sign(r"[Mm]ismatched NCCL version|NCCL version mismatch|ncclVersionMismatch"),
+            Sign(_SAYS + r"version .{0,60}(?:does not|doesn't|do not|don't) match"),
+            Sign(_SAYS + r"(?i:version\b.{0,60}\bmismatche[sd]\b|versions (?:differ|disagree)\b)"),
+            Sign(_SAYS + r"(?i:different (?:\w+ ){0,4}versions?\b)", sure=LIKELY),
             Sign(r"socketFinalizeAccept: wrong (?:type|magic)", MECHANISM, POSSIBLE),
         ),
     ),
@@ -94,7 +111,7 @@ CAUSES = (
             Sign(
                 r"Ranks? (?P<ranks>[\d, ]+) failed to pass monitoredBarrier", MECHANISM, blame=NAMED
             ),
-            Sign(r"waiting for clients\. \d+/\d+ clients joined", SYMPTOM, LIKELY, NAMED),
+            _complaint(r"waiting for clients\. \d+/\d+ clients joined"),
         ),
     ),
     Cause(
@@ -103,13 +120,8 @@ CAUSES = (
         "in this order: is that rank still busy (loading, exporting, preparing data), did it fail "
         "with an ImportError, did it run out of memory; then the network: interface, firewall",
         (
-            Sign(
-                r"ncclUniqueId from \[(?P<rank>\d+)\].*(?:got error|[Tt]imeout|timed out)",
-                SYMPTOM,
-                LIKELY,
-                NAMED,
-            ),
-            Sign(r"ncclUniqueId.*\d+ ?ms", SYMPTOM, LIKELY, NAMED),
+            _complaint(r"ncclUniqueId from \[(?P<rank>\d+)\].*(?:got error|[Tt]imeout|timed out)"),
+            _complaint(r"ncclUniqueId.*\d+ ?ms"),
         ),
     ),
     Cause(
@@ -118,16 +130,11 @@ CAUSES = (
         "check that rank 0 runs there, that address and port are the same on all nodes, and that "
         "no firewall or wrong interface is between them",
         (
-            Sign(
-                r"client socket has timed out .*connect to \(?\[?(?P<address>[\w.-]+)",
-                SYMPTOM,
-                LIKELY,
-                NAMED,
-            ),
-            Sign(r"Rendezvous(?:Timeout|Connection)Error", SYMPTOM, LIKELY, NAMED),
-            Sign(r"Timeout waiting for key: default_pg", SYMPTOM, LIKELY, NAMED),
-            Sign(r"[Cc]onnectFullMesh failed", SYMPTOM, LIKELY, NAMED),
-            Sign(r"gloo.*\bConnect timeout \[(?P<address>[\d.]+)\]", SYMPTOM, LIKELY, NAMED),
+            _complaint(r"client socket has timed out .*connect to \(?\[?(?P<address>[\w.-]+)"),
+            _complaint(r"Rendezvous(?:Timeout|Connection)Error"),
+            _complaint(r"Timeout waiting for key: default_pg"),
+            _complaint(r"[Cc]onnectFullMesh failed"),
+            _complaint(r"gloo.*\bConnect timeout \[(?P<address>[\d.]+)\]"),
             Sign(
                 r"client socket has failed to connect to \[?(?P<address>[\w.-]+)", SYMPTOM, POSSIBLE
             ),
@@ -139,38 +146,31 @@ CAUSES = (
         "look at the stacks and the log of the rank that did not come; if all came, at the network "
         "(NCCL_DEBUG=INFO); a longer timeout helps only if a rank is busy for long on purpose",
         (
-            Sign(r"lagging/dead/mismatched ranks that caused", SYMPTOM, LIKELY, NAMED),
-            Sign(r"Watchdog caught collective operation timeout", SYMPTOM, LIKELY, NAMED),
-            Sign(r"NCCL communicator was aborted.*[Tt]imeout", SYMPTOM, LIKELY, NAMED),
+            _complaint(r"lagging/dead/mismatched ranks that caused"),
+            _complaint(r"Watchdog caught collective operation timeout"),
+            _complaint(r"NCCL communicator was aborted.*[Tt]imeout"),
         ),
     ),
     Cause(
         "gloo_timeout",
         "a collective of Gloo timed out: a rank did not come, or the network is stuck",
         "look for the rank that does not complain, at its stack and its node",
-        (Sign(r"Timed out waiting \d+ ?ms for (?:send|recv) operation", SYMPTOM, LIKELY, NAMED),),
+        (_complaint(r"Timed out waiting \d+ ?ms for (?:send|recv) operation"),),
     ),
     Cause(
         "peer_lost",
         "ranks lost a peer: its end of the connection was closed",
         "look at the peer's own log and node; what made it end is not in this log",
         (
-            Sign(
-                r"[Cc]onnection closed by remote peer (?P<node>[A-Za-z][\w-]*)",
-                SYMPTOM,
-                LIKELY,
-                NAMED,
+            _complaint(r"[Cc]onnection closed by remote peer (?P<node>[A-Za-z][\w-]*)"),
+            _complaint(
+                r"[Cc]onnection (?:closed|reset) by (?:remote )?peer(?: \[?(?P<address>\d[\d.]+))?"
             ),
-            Sign(
-                r"[Cc]onnection (?:closed|reset) by (?:remote )?peer(?: \[?(?P<address>\d[\d.]+))?",
-                SYMPTOM,
-                LIKELY,
-                NAMED,
-            ),
-            Sign(r"ncclRemoteError|remote process exited", SYMPTOM, LIKELY, NAMED),
-            Sign(r"Socket recv failed while polling|Broken pipe", SYMPTOM, LIKELY, NAMED),
-            Sign(r"Connection was likely closed", SYMPTOM, LIKELY, NAMED, warned=True),
+            _complaint(r"ncclRemoteError|remote process exited"),
+            _complaint(r"Socket recv failed while polling|Broken pipe"),
+            _complaint(r"Connection was likely closed", warned=True),
             Sign(r"RendezvousClosedError|DistStoreError", SYMPTOM, POSSIBLE, NAMED),
+            _complaint(r"failed to recv, got \d+ bytes|^(?:\w+\.)*DistNetworkError\b"),
         ),
     ),
     Cause(
@@ -181,6 +181,8 @@ CAUSES = (
             Sign(r"unhandled (?:system|cuda) error", SYMPTOM, LIKELY),
             Sign(r"ncclSystemError|ncclInternalError|ncclUnhandledCudaError", SYMPTOM, LIKELY),
             Sign(r"ncclInvalidUsage|invalid usage, NCCL", SYMPTOM, LIKELY),
+            Sign(r"^(?:\w+\.)*Dist(?:Backend)?Error\b|\bNCCL [Ee]rror\b", SYMPTOM, POSSIBLE),
+            Sign(r"NCCL communicator was aborted|HorovodInternalError", SYMPTOM, POSSIBLE),
         ),
     ),
 )

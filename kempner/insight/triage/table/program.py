@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from kempner.insight.triage.rules import Cause, Level, Sign, Sure
-
-MECHANISM, LIKELY = Level.MECHANISM, Sure.LIKELY
+from kempner.insight.triage.rules import Cause, Sign
 
 RAISED = Cause(
     "exception",

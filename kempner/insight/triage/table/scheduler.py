@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from kempner.insight.triage.rules import Blame, Cause, Level, Sign, Sure
 
-GIVEN, MECHANISM, SYMPTOM = Level.GIVEN, Level.MECHANISM, Level.SYMPTOM
-CASCADE, LIKELY, POSSIBLE = Level.CASCADE, Sure.LIKELY, Sure.POSSIBLE
-NAMED = Blame.NAMED
+GIVEN, MECHANISM, CASCADE = Level.GIVEN, Level.MECHANISM, Level.CASCADE
+LIKELY, NAMED = Sure.LIKELY, Blame.NAMED
+
+_GOT = r"(?i:\b(?:got|receive[ds]?|receiving|caught|trapped|bypassing|handl\w+)\b)[^.]{0,40}?"
+_SIGNAL = r"(?i:\bsignal (?:10|12|15|18)\b|\bSIG(?:TERM|USR[12]|CONT)\b)"
+_ARRIVED = r"(?i:.{0,20}\b(?:received|caught|arrived|handler)\b)"
+"""A process says that it was told to end, in its own words."""
 
 CAUSES = (
     Cause(
@@ -59,7 +63,7 @@ CAUSES = (
             Sign(r"Task launch for \S+ failed on node (?P<node>[\w.-]+)", blame=NAMED),
             Sign(r"(?:srun|slurmstepd): error: .*(?:execve\(\)|Unable to create step for job)"),
             Sign(r"JobLaunchFailure|launch failed requeued held", blame=NAMED),
-            Sign(r"pyxis: (?:failed to import|couldn't start container)|Exec format error"),
+            Sign(r"Exec format error"),
         ),
     ),
     Cause(
@@ -136,7 +140,8 @@ CAUSES = (
         (
             Sign(r"closing signal SIGTERM|Killing subprocess \d+", CASCADE, warned=True),
             Sign(r"^(?:\w+\.)*(?:SIGTERMException|SignalException)\b", CASCADE),
-            Sign(r"Received SIGTERM: 15|Bypassing SIGTERM", CASCADE, warned=True),
+            Sign(_GOT + _SIGNAL + r"|" + _SIGNAL + _ARRIVED, CASCADE, warned=True),
+            Sign(r"killed by signal: Terminated", CASCADE),
             Sign(r"CANCELLED AT \S+ DUE TO TASK FAILURE|NOT ENDING WITH SIGNALS", CASCADE),
             Sign(r"srun: (?:Terminating|Job step aborted)", CASCADE),
             Sign(r"\*\*\* STEP \S+ ON \S+ CANCELLED AT \S+ \*\*\*", CASCADE),

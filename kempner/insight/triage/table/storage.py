@@ -78,6 +78,7 @@ CAUSES = (
         (
             Sign(r"^(?:\w+\.)*FileNotFoundError\b|can't open file "),
             Sign(r"\[Errno 2\] No such file or directory"),
+            Sign(r"^(?:\w+\.)*\w*Error: (?!.*shared object).*No such file or directory"),
             Sign(r"(?:bash|sh|script|srun|slurmstepd): .*: No such file or directory"),
             Sign(r"HFValidationError: Repo id must", sure=LIKELY),
             Sign(r"couldn't chdir to .*No such file", MECHANISM, LIKELY),

@@ -268,5 +268,5 @@ def test_a_package_that_is_missing_is_told_and_costs_nothing(
     exports = MetricsExports()
     exports.start(run, MetricsSection(tensorboard=True))
     exports.close()
-    assert "pip install 'kempner[tensorboard]'" in capfd.readouterr().err
+    assert "pip install 'kempner[tensorboard]'" in "".join(capfd.readouterr())
     assert not run.exports.exists()

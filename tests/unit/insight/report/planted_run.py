@@ -23,6 +23,7 @@ class PlantedRun:
         self.ledger: list[dict[str, Any]] = []
         self.metrics: list[dict[str, Any]] = []
         self._pending_save = 0.0
+        self._supervisor_began: float | None = None
 
     def spend(self, category: str, seconds: float) -> None:
         """So many seconds pass, and belong to this category."""
@@ -34,15 +35,43 @@ class PlantedRun:
         head = {"schema": 1, "time": round(self.now, 3), "event": event, "attempt": self.attempt}
         self.ledger.append({**head, **fields})
 
-    def begin(self, start: float = 20.0, load: float = 5.0, warm_up: float = 3.0) -> None:
-        """Start an attempt, which goes on from `self.step`, and make its first step."""
+    def begin(
+        self,
+        start: float = 20.0,
+        load: float = 5.0,
+        warm_up: float = 3.0,
+        supervisor: float | None = None,
+    ) -> None:
+        """Start an attempt, which goes on from `self.step`, and make its first step.
+
+        A new `supervisor` needs some seconds of its own before that.
+        """
         self.attempt += 1
-        self.tell("attempt_started", ranks=self.ranks, nodes="n[1-2]", job="7", restarts=0)
+        fields: dict[str, Any] = {"ranks": self.ranks, "nodes": "n[1-2]", "job": "7", "restarts": 0}
+        if supervisor is not None:
+            fields["process_began"] = self._supervisor_began = self.now
+            self.spend("start", supervisor)
+        elif self._supervisor_began is not None:
+            fields["process_began"] = self._supervisor_began
+        self.tell("attempt_started", **fields)
         self.spend("start", start)
         self.spend("load", load)
         reached = {"rendezvous": 9.0, "load": 10.0, "compile": 10.0 + load}
         self.tell("ready_to_train", step=self.step, device="cuda:0", reached=reached)
         self.spend("start", warm_up)
+
+    def train_and_save(self, beyond: int = 0) -> None:
+        """Begin, save after 20 steps, and make some `beyond` them."""
+        self.begin()
+        self.steps(20)
+        self.save()
+        self.steps(beyond)
+
+    def go_on_from(self, step: int, again: int) -> None:
+        """Begin from the checkpoint of a step, and make steps `again`."""
+        self.step = step
+        self.begin()
+        self.steps(again, "recomputed")
 
     def steps(self, many: int, category: str = "train", log_every: int = 1) -> None:
         """Make steps, which are logged."""
@@ -61,9 +90,22 @@ class PlantedRun:
     def save(self, held_up: float = 0.5) -> None:
         """A checkpoint, which holds training up; it is durable a second later."""
         self.spend("save", held_up)
-        self._pending_save = held_up
+        self._pending_save += held_up
         took = {"stage_seconds": held_up, "write_seconds": 1.0, "commit_seconds": 0.1}
         self.tell("checkpoint_committed", step=self.step, bytes=10**6, **took)
+
+    def stalled_save(self, steps: int, stalled: float) -> None:
+        """The files of a save cannot be written; after so many steps the next save waits for it."""
+        held_up, began = 0.5, self.now
+        self.spend("save", held_up)
+        self._pending_save = held_up
+        self.steps(steps)
+        self.spend("storage", stalled)
+        self._pending_save += stalled
+        took = {"stage_seconds": held_up, "write_seconds": self.now - began - held_up}
+        self.tell(
+            "checkpoint_committed", step=self.step - steps, bytes=10**6, commit_seconds=0.0, **took
+        )
 
     def evaluate(self, seconds: float = 4.0) -> None:
         """An evaluation."""

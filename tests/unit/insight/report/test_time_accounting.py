@@ -45,59 +45,37 @@ def evaluation_at_the_end(run: PlantedRun) -> None:
 
 
 def killed_rank(run: PlantedRun) -> None:
-    run.begin()
-    run.steps(20)
-    run.save()
-    run.steps(7)
+    run.train_and_save(beyond=7)
     run.fail()
-    run.step = 20
-    run.begin()
-    run.steps(7, "recomputed")
+    run.go_on_from(20, again=7)
     run.steps(20)
     run.complete()
 
 
 def killed_twice_before_the_front(run: PlantedRun) -> None:
-    run.begin()
-    run.steps(20)
-    run.save()
-    run.steps(9)
+    run.train_and_save(beyond=9)
     run.fail()
-    run.step = 20
-    run.begin()
-    run.steps(4, "recomputed")
+    run.go_on_from(20, again=4)
     run.fail()
-    run.step = 20
-    run.begin()
-    run.steps(9, "recomputed")
+    run.go_on_from(20, again=9)
     run.steps(5)
     run.complete()
 
 
 def hang(run: PlantedRun) -> None:
-    run.begin()
-    run.steps(20)
-    run.save()
-    run.steps(5)
+    run.train_and_save(beyond=5)
     run.hang(300.0)
-    run.step = 20
-    run.begin()
-    run.steps(5, "recomputed")
+    run.go_on_from(20, again=5)
     run.steps(5)
     run.complete()
 
 
 def lost_node_noticed_late(run: PlantedRun) -> None:
     """Nothing comes for long, and then the ranks are given up."""
-    run.begin()
-    run.steps(20)
-    run.save()
-    run.steps(1)
+    run.train_and_save(beyond=1)
     run.spend("hung", 58.0)
     run.fail(cut_off=2.0)
-    run.step = 20
-    run.begin()
-    run.steps(1, "recomputed")
+    run.go_on_from(20, again=1)
     run.steps(5)
     run.complete()
 
@@ -110,6 +88,23 @@ def time_limit_and_queue(run: PlantedRun) -> None:
     run.tell("requeued", step=20, job="7")
     run.spend("queue", 3600.0)
     run.begin()
+    run.steps(20)
+    run.complete()
+
+
+def supervisors_that_take_their_time(run: PlantedRun) -> None:
+    """The queue ends with the batch script; a restart by the same supervisor begins with itself."""
+    run.begin(supervisor=4.0)
+    run.steps(20)
+    run.save()
+    run.steps(7)
+    run.fail()
+    run.go_on_from(20, again=7)
+    run.steps(13)
+    run.stop()
+    run.tell("requeued", step=40, job="7")
+    run.spend("queue", 600.0)
+    run.begin(supervisor=7.0)
     run.steps(20)
     run.complete()
 
@@ -133,6 +128,21 @@ def slow_storage(run: PlantedRun) -> None:
     run.tell("storage_waited", seconds=40.0, rank=2, **wait)
     run.steps(10)
     run.tell("storage_waited", seconds=15.0, rank=0, **wait)
+    run.steps(10)
+    run.complete()
+
+
+def storage_under_a_save(run: PlantedRun) -> None:
+    """Saves hold training up for as long as storage stalls; slow ones are saves."""
+    run.begin()
+    for _ in range(3):
+        run.steps(10)
+        run.save(0.5)
+    run.steps(10)
+    run.stalled_save(steps=4, stalled=60.0)
+    run.save(0.5)
+    run.steps(10)
+    run.save(4.0)
     run.steps(10)
     run.complete()
 
@@ -192,8 +202,10 @@ STORIES = [
     hang,
     lost_node_noticed_late,
     time_limit_and_queue,
+    supervisors_that_take_their_time,
     stopped_and_started_by_hand,
     slow_storage,
+    storage_under_a_save,
     storage_at_the_start,
     unexplained,
     logged_now_and_then,

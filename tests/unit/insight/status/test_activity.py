@@ -23,6 +23,7 @@ def event(name: str, at: float, attempt: int = 1, **fields: Any) -> dict[str, An
 
 
 STARTED = event("attempt_started", 900.0, ranks=2)
+OWN = STARTED | {"own_program": True}
 READY = event("ready_to_train", 910.0, step=0, device="cpu", reached={})
 AGAIN = event("attempt_started", 960.0, 2, ranks=2, job="7")
 ASKED = event("stop_requested", 980.0, reason="time_limit", sentence="Slurm sent a warning")
@@ -36,6 +37,7 @@ def ended(code: int, reason: str, at: float = 986.0, attempt: int = 1) -> dict[s
     return event("attempt_ended", at, attempt, code=code, reason=reason, culprit=None, exits={})
 
 
+GREW = {**STOPPED, "reason": "grow"}
 KILLED = ended(1, "rank 1 was killed by SIGKILL")
 LEFT = ended(75, "stopped (time limit); start again to continue")
 
@@ -68,6 +70,9 @@ A = Activity
         ([STARTED, READY, KILLED], {"alive": True, "attempt": 2}, A.HEALTH_CHECK, "attempt 2"),
         ([STARTED], {"alive": True}, A.STARTING, "launched"),
         ([STARTED], {"alive": True, "ranks": ranks("start")}, A.STARTING, "1 of 2 ranks"),
+        ([OWN], {"alive": True}, A.RUNNING, "not reported a step yet"),
+        ([OWN], {"alive": True, "ranks": ranks("start")}, A.STARTING, "1 of 2 ranks"),
+        ([OWN], {"alive": True, "ranks": ranks("step")}, A.TRAINING, ""),
         ([STARTED], {"alive": True, "ranks": ranks("start", "load")}, A.STARTING, "rank 0 import"),
         ([STARTED], {"alive": True, "ranks": ranks("load", "compile")}, A.LOADING, "rank 0"),
         ([STARTED], {"alive": True, "ranks": ranks("compile", "compile")}, A.STARTING, "all ranks"),
@@ -82,6 +87,7 @@ A = Activity
         ([STARTED, READY, KILLED, AGAIN], {"alive": True}, A.STARTING, "launched"),
         ([STARTED, READY, STOPPED, LEFT], {"alive": False}, A.STOPPED, "time limit"),
         ([STARTED, READY, STOPPED, LEFT], {"alive": True}, A.STOPPING, "every rank has left"),
+        ([STARTED, READY, GREW, LEFT], {"alive": True}, A.RESTARTING, "grow"),
         ([STARTED, READY, STOPPED, LEFT], {}, A.STOPPED, "time limit"),
         ([STARTED, READY, STOPPED], {"alive": False}, A.STOPPED, "time limit"),
         ([STARTED, READY, STOPPED, LEFT, REQUEUED], {"alive": False}, A.QUEUED, "into the queue"),
@@ -160,6 +166,22 @@ def test_a_run_that_stands_still_says_since_when_and_for_whom() -> None:
     moving = status(STARTED, READY, now=965.0, **facts)
     assert moving.outlook.done_at == 990.0
     assert (moving.doing.reason, moving.ranks.waits_for) == ("", "")
+
+
+def test_a_save_that_holds_the_run_up_for_long_waits_for_storage() -> None:
+    metrics = [step(n, 900.0 + n) for n in range(20, 60)]
+    took = {"stage_seconds": 0.1, "write_seconds": 0.2, "commit_seconds": 0.1}
+    saved = [{"event": "checkpoint_committed", "step": n, **took} for n in (20, 40)]
+    facts = {"alive": True, "metrics": metrics, "ranks": ranks("save", "save"), "total_steps": 90}
+    found = status(STARTED, READY, *saved, **facts)
+    assert found.state == "saving (all ranks: no step for 41 s, usually one every 1 s)"
+    assert found.ranks.waits_for == (
+        "storage: the files of a checkpoint are still being written; a save usually takes 0.4 s"
+    )
+    assert found.outlook.done_at is None
+    moving = status(STARTED, READY, *saved, now=965.0, **facts)
+    assert (moving.state, moving.ranks.waits_for) == ("saving (all ranks)", "")
+    assert moving.outlook.done_at == 990.0
 
 
 def test_the_end_of_the_run_is_set_against_the_end_of_the_job() -> None:

@@ -48,7 +48,7 @@ from services import PATH, Services
 from slurm_conf import LOGIN, Options, write_configuration
 
 TOOLS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "ip", "nsenter", "setpriv")
-_SERVICES = ("slurmctld", "slurmd", "slurmstepd", "slurmdbd", "munged", "mariadbd")
+SERVICES = ("slurmctld", "slurmd", "slurmstepd", "slurmdbd", "munged", "mariadbd")
 
 
 def missing() -> str:
@@ -174,7 +174,8 @@ class Cluster(Services):
             return
         write_configuration(self.options, self.folder)
         self._set_qos()
-        if self.options.preempt != before.preempt:  # a reconfiguration cannot change it
+        fixed = lambda options: (options.preempt, options.cpus)  # noqa: E731
+        if fixed(self.options) != fixed(before):  # a reconfiguration cannot change these
             self._restart_controller()
         self.scontrol("reconfigure")
 
@@ -287,7 +288,7 @@ class Cluster(Services):
             self.configure(**vars(self._wanted))
         self.run(LOGIN, "scancel", "--user=root", check=False)
         for machine in self.machines.values():  # or it would take KillWait
-            machine.signal(signal.SIGKILL, spare=_SERVICES)
+            machine.signal(signal.SIGKILL, spare=SERVICES)
         self.run(LOGIN, "sh", "-c", _RESUME_DRAINED)
         self.wait_idle()
 

@@ -74,12 +74,18 @@ class Machine:
         return [*enter, "env", "-C", str(cwd), *command]
 
     def processes(self) -> dict[int, str]:
-        """Process id, as the outside numbers it, to name, of all but the first process."""
-        space = Path(f"/proc/{self.init}/ns/pid").readlink()
+        """Process id, as the outside numbers it, to name, of all but the first process.
+
+        Those in a container of their own are among them: it has this machine's network.
+        """
+        network, outside = (Path(f"/proc/{which}/ns") for which in (self.init, "self"))
+        ours, space = (network / "net").readlink(), (outside / "pid").readlink()
         found = {}
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdecimal() and (entry / "ns" / "pid").readlink() == space:
+                if not entry.name.isdecimal() or (entry / "ns" / "net").readlink() != ours:
+                    continue
+                if (entry / "ns" / "pid").readlink() != space:  # that of whoever keeps the machine
                     found[int(entry.name)] = (entry / "comm").read_text().strip()
             except OSError:  # it ended while we looked
                 continue

@@ -122,6 +122,12 @@ class Project:
         """What --signal=B:SIGTERM@120 does, at a moment of our choosing."""
         self.cluster.run("login1", "scancel", "--batch", "--signal=TERM", job)
 
+    def end_in_minutes(self, job: str, minutes: int) -> None:
+        """Have a job's time be over in so many minutes, to the next full one of its run time."""
+        hours, gone, _ = self.cluster.job(job)["RunTime"].rpartition("-")[2].split(":")
+        limit = 60 * int(hours) + int(gone) + 1 + minutes
+        self.cluster.scontrol("update", f"jobid={job}", f"TimeLimit={limit}")
+
     def slow(self, *nodes: str, rate: str = "4mbit") -> None:
         """Have steps take a second or so, because of the network, until `hurry`."""
         for node in nodes or ("node1", "node2"):

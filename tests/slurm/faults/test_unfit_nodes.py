@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from harness import Run
+from harness import ROOT, Run
 from lab import Cluster
 from submitting import LONG, Project, assert_like
 
@@ -85,6 +86,24 @@ def test_a_node_that_does_not_see_a_checkpoint_has_no_say_about_it(
     assert project.events("checkpoint_damaged") == []
     assert_moved_away_from_node2(cluster, project, job)
     assert_like(project.run, undisturbed)
+
+
+def test_a_node_with_other_code_is_left_out(project: Project) -> None:
+    """Where the others have kempner's package, it has a copy with a line more."""
+    there, here = project.folder / "kempner-of-node2", ROOT / "kempner"
+    shutil.copytree(here, there, ignore=shutil.ignore_patterns("__pycache__"))
+    with open(there / "__init__.py", "a") as file:
+        file.write("# an older version\n")
+    project.cluster.run("node2", "mount", "--bind", str(there), str(here))
+    try:
+        job = project.train("--supervise.spare_nodes=1", "--train.max_steps=3", nodes=3)
+        project.end(job)
+    finally:
+        project.cluster.run("node2", "umount", str(here))
+    (suspect,) = project.events("suspect")
+    assert suspect["node"] == "node2"
+    assert "it runs kempner's code" in suspect["reason"]
+    assert "node2 is suspect, and left out" in project.log(job)
 
 
 @contextmanager

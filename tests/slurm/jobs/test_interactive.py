@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
-from harness import wait_until
+from harness import ROOT, wait_until
 from lab import Cluster
 from submitting import Project
 
@@ -102,6 +103,22 @@ def test_a_terminal_inside_of_a_batch_job_speaks_only_for_its_run(project: Proje
     assert told["step"] == max(project.run.steps())
     assert {f"{job}.0", f"{job}.batch"} <= set(steps(cluster, job))
     assert (cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) == ("RUNNING", "0")
+
+
+def test_a_shell_on_a_node_of_a_running_job_is_one_command_away(project: Project) -> None:
+    """As docs/slurm.md has it; the run does not notice."""
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    (command,) = re.findall(r"`(srun --jobid=JOBID [^`]* --pty bash)`", page)
+    job = project.train("--train.max_steps=4000")
+    project.reach(job, 5)
+    words = command.replace("JOBID", job).replace("NODE", "node2").split()
+    shell = at_a_terminal(project, words)
+    press(shell, "echo in $SLURM_JOB_ID on $SLURMD_NODENAME\nexit 7\n")
+    said, _ = shell.communicate(timeout=60)
+    assert f"in {job} on node2" in said
+    assert shell.returncode == 7, said
+    project.reach(job, max(project.run.steps()) + 5)
+    assert project.run.attempt() == 1
 
 
 def test_a_shell_of_salloc_trains_in_its_own_allocation(project: Project) -> None:

@@ -27,10 +27,13 @@ def refusing(project: Project) -> str:
     return f"{shim.parent}:{os.environ['PATH']}"
 
 
+@pytest.mark.parametrize("who", ["site", "user"])
 def test_a_job_that_may_not_be_requeued_is_submitted_again(
-    cluster: Cluster, project: Project, undisturbed: Run
+    cluster: Cluster, project: Project, undisturbed: Run, who: str
 ) -> None:
-    job = project.train(*LONG, "--slurm.resubmit=true", PATH=refusing(project))
+    environ = {"PATH": refusing(project)} if who == "site" else {}
+    options = ("--no-requeue",) if who == "user" else ()
+    job = project.train(*LONG, "--slurm.resubmit=true", options=options, **environ)
     project.reach(job, 5)
     project.warn(job)
     (told,) = wait_until(lambda: project.events("resubmitted"), "it is submitted again", 60)

@@ -59,7 +59,9 @@ def test_an_operators_word_holds(project: Project, undisturbed: Run) -> None:
     project.warn(again)
     project.end(again, "FAILED")
     assert project.cluster.job(again)["ExitCode"] == "75:0"
-    assert "submitted with --no-requeue: submit it again to continue" in project.log(again)
+    assert "submitted with --no-requeue; submit the same command again to continue" in project.log(
+        again
+    )
     assert committed_all(project)
     assert_named(project.run.record, StopReason.OPERATOR, 3, 2, project.log(again))
     assert not project.events("requeued")

@@ -27,11 +27,11 @@ def test_ranks_that_ignore_the_stop_cost_the_job_no_time_limit(
         log = side.run.record.log(1, 1)
         struck = lambda file=log: file.exists() and "injecting fault" in file.read_text()  # noqa: E731
         side.wait_until(job, struck, "the fault")
-        limit_to_minutes(side, job, 2)
+        side.end_in_minutes(job, 2)
     for side, job in jobs:
         side.wait_until(job, lambda s=side: s.events("handed_back"), "return into the queue", 240)
         side.cluster.wait_for(job, "PENDING", "RUNNING")
-        limit_to_minutes(side, job, 60)
+        side.end_in_minutes(job, 60)
     for side, job in jobs:
         side.end(job, deadline=240)
         side.assert_states(job, "REQUEUED", "COMPLETED")
@@ -43,10 +43,3 @@ def test_ranks_that_ignore_the_stop_cost_the_job_no_time_limit(
         assert measured["seconds"] < 15
         assert not side.events("suspect")
         assert_like(side.run, undisturbed)
-
-
-def limit_to_minutes(side: Project, job: str, minutes: int) -> None:
-    """Have a job end in so many minutes, to the next full one of its run time."""
-    hours, gone, _ = side.cluster.job(job)["RunTime"].rpartition("-")[2].split(":")
-    limit = 60 * int(hours) + int(gone) + 1 + minutes
-    side.cluster.scontrol("update", f"jobid={job}", f"TimeLimit={limit}")

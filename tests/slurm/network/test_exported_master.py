@@ -1,0 +1,71 @@
+"""MASTER_ADDR and MASTER_PORT that the user exports are obeyed, whoever starts the ranks."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from submitting import Project
+
+pytestmark = pytest.mark.timeout(300)
+
+PORT = "29611"
+BY_AGENTS, BY_SRUN = (), ("--supervise.fork=false",)
+COMMAND = f"""#!/bin/bash
+#SBATCH --output=logs/%j_told.out
+exec {sys.executable} -m kempner supervise --launcher srun --run.name=told "$@" -- \\
+    bash -c 'echo told $RANK $MASTER_ADDR $MASTER_PORT'
+"""
+
+
+def exported(project: Project) -> dict[str, str]:
+    """By its fast network, which neither Slurm's name of the node nor its host name mean."""
+    return {"MASTER_ADDR": project.cluster.address("node1", "ib0"), "MASTER_PORT": PORT}
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [("multinode.sh", BY_AGENTS), ("multinode.sh", BY_SRUN), ("torchrun.sh", ())],
+)
+def test_ranks_meet_where_the_user_says_and_the_log_begins_with_it(
+    project: Project, script: str, options: tuple[str, ...]
+) -> None:
+    tasks = ("--ntasks-per-node=2",) if script == "torchrun.sh" else ()
+    said, config = exported(project), str(project.run.config.relative_to(project.folder))
+    job = project.submit(
+        *(script, config, "--train.max_steps=3", "--run.name=hf_abcdefghijklmnopqrstuv", *options),
+        options=("--nodes=2", "--nodelist=node[1-2]", *tasks),
+        **said,
+    )
+    project.end(job)
+    log, place = project.log(job), f"{said['MASTER_ADDR']}:{PORT}"
+    assert f"master: {place} (MASTER_ADDR, MASTER_PORT of the environment)\n" in log
+    assert "network: ib0 (10.10.0.11) on node1\n" in log
+    assert f"configuration: {config} --train.max_steps=3 '--run.name=***'" in log
+    ignored = "--ntasks-per-node=2 is ignored: one torchrun per node starts 1 ranks there"
+    assert (ignored in log) == (script == "torchrun.sh")
+    if script != "torchrun.sh":  # torchrun tells its workers its host's name, and the port
+        assert f"the ranks meet at {place} over ib0\n" in log
+    assert "completed 3 steps" in log
+
+
+@pytest.mark.parametrize("options", [BY_AGENTS, BY_SRUN])
+def test_a_command_is_told_what_the_user_says_or_where_rank_0_is(
+    project: Project, options: tuple[str, ...]
+) -> None:
+    (project.folder / "told.sh").write_text(COMMAND)
+    resources = ("--nodelist=node[1-2]", "--ntasks-per-node=1", "--cpus-per-task=2")
+
+    def told(**environ: str) -> list[str]:
+        job = project.cluster.sbatch(*resources, "told.sh", *options, cwd=project.folder, **environ)
+        project.end(job)
+        lines = project.log(job).splitlines()
+        return sorted(x for x in lines if x.startswith("told ") or "ignored" in x)
+
+    said = exported(project)
+    place = f"{said['MASTER_ADDR']} {PORT}"
+    assert told(**said) == [f"told 0 {place}", f"told 1 {place}"]
+    # Of a login shell: no rank of another node is there.
+    ignored, *ranks = told(MASTER_ADDR="localhost", MASTER_PORT=PORT)
+    assert "MASTER_ADDR=localhost is ignored: the ranks are on 2 nodes" in ignored
+    assert ranks == [f"told 0 node1 {PORT}", f"told 1 node1 {PORT}"]

@@ -247,10 +247,10 @@ class Run:
         spare = "--supervise.fork=false" not in overrides
         return self.start(command, *overrides, spare=spare, **environ)
 
-    def complete(self, nproc: int, *overrides: str) -> None:
+    def complete(self, nproc: int, *overrides: str, deadline: float = 120.0) -> None:
         """Run to the end."""
         job = self.supervise(nproc, *overrides)
-        assert job.wait(120) == 0, job.output()
+        assert job.wait(deadline) == 0, job.output()
 
     def go_on_from(self, other: Run) -> None:
         """Become a copy of another run, with all that it has saved."""

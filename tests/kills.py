@@ -115,14 +115,14 @@ def note_healing(drill: str, run: Run, kills: Sequence[Kill], plain: Sequence[fl
     started = {event["attempt"]: event["time"] for event in run.events("attempt_started")}
     known: list[float] = []
     restarts: list[float] = []
-    for kill in kills:
+    for kill, again in zip(kills, steps_made_again(run, kills), strict=True):
         restarts.append(round(started[kill.attempt + 1] - _noticed_at(run, kill), 2))
         seconds = _seconds_to_new_step(run, kill)
         known += [seconds] if seconds is not None else []
         note(
             drill,
             **vars(kill),
-            steps_made_again=_furthest(run, kill.attempt) - _resumed(run, kill.attempt + 1),
+            steps_made_again=again,
             seconds_to_restart=restarts[-1],
             seconds_to_new_step=seconds,
         )
@@ -134,6 +134,11 @@ def note_healing(drill: str, run: Run, kills: Sequence[Kill], plain: Sequence[fl
         seconds_to_new_step=_middle_and_longest(known),
         plain_starts=plain,
     )
+
+
+def steps_made_again(run: Run, kills: Iterable[Kill]) -> list[int]:
+    """What each kill has cost."""
+    return [_furthest(run, k.attempt) - _resumed(run, k.attempt + 1) for k in kills]
 
 
 def plain_start(run: Run) -> float:

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.store.retention import Keep
-from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
 

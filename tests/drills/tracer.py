@@ -14,6 +14,7 @@ import platform
 import signal
 import stat
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,8 @@ _DESCRIPTOR = {"read", "write", "close", "fstat", "lseek", "ioctl", "pread64", "
 _DESCRIPTOR |= {"fcntl", "fsync", "fdatasync", "ftruncate", "getdents64", "fadvise64"}
 _DESCRIPTOR |= {"sync_file_range", "fallocate"}
 _WRITES = {"write", "pwrite64"}
+_ENTRIES = {"mkdir", "mkdirat", "rmdir", "unlink", "unlinkat", "symlink", "symlinkat"}
+_ENTRIES |= {"rename", "renameat", "renameat2"}
 
 _SEIZE, _INTERRUPT, _SYSCALL, _GET_SYSCALL_INFO = 0x4206, 0x4207, 24, 0x420E
 _TRACE_SYSGOOD, _TRACE_CLONE, _EXIT_KILL = 1, 8, 1 << 20
@@ -97,6 +100,11 @@ class Call:
         """Whether this call may create the file that it opens."""
         return self.name == "openat" and bool(self.arguments[2] & os.O_CREAT)
 
+    @property
+    def changes_folder(self) -> bool:
+        """Whether this call may make, remove or rename an entry of a folder."""
+        return self.name in _ENTRIES or self.creates
+
 
 def supported() -> bool:
     """Whether this machine's system calls are those of the table."""
@@ -104,7 +112,11 @@ def supported() -> bool:
 
 
 class Tracer:
-    """Traces processes until they end; `entered` and `left` are told of every call, in order."""
+    """Traces processes until they end; `entered` and `left` are told of every call, in order.
+
+    Of the calls that change a folder one is made after the other, by whichever thread: else the
+    kernel might make two, and the second be reported as the first.
+    """
 
     def __init__(
         self,
@@ -115,6 +127,8 @@ class Tracer:
         """Returns once every thread of the processes is traced."""
         self._entered, self._left = entered, left
         self._inside: dict[int, Call] = {}
+        self._changing: int | None = None
+        self._waiting: deque[int] = deque()
         self._process: dict[int, int] = {}
         self._failure: BaseException | None = None
         self._attached = threading.Event()
@@ -158,13 +172,38 @@ class Tracer:
                 return
             if not os.WIFSTOPPED(status):
                 self._inside.pop(tid, None)
+                self._let_next_change(tid)
                 continue
             number, forwarded = os.WSTOPSIG(status), 0
             if number == signal.SIGTRAP | 0x80:
                 self._report(tid)
+                if not self._may_proceed(tid):
+                    continue
             elif status >> 16 == 0:
                 forwarded = number
             _ptrace(_SYSCALL, tid, forwarded, unless=(errno.ESRCH,))
+
+    def _may_proceed(self, tid: int) -> bool:
+        """Whether a thread goes on now, at the entry of a call or after it."""
+        call = self._inside.get(tid)
+        if call is None or not call.changes_folder:
+            self._let_next_change(tid)
+            return True
+        if self._changing is not None:
+            self._waiting.append(tid)
+            return False
+        self._changing = tid
+        return True
+
+    def _let_next_change(self, tid: int) -> None:
+        """This thread is in no call that changes a folder, or has ended: it is another's turn."""
+        if tid in self._waiting:
+            self._waiting.remove(tid)
+        if tid != self._changing:
+            return
+        self._changing = self._waiting.popleft() if self._waiting else None
+        if self._changing is not None:
+            _ptrace(_SYSCALL, self._changing, 0, unless=(errno.ESRCH,))
 
     def _report(self, tid: int) -> None:
         info = _SyscallInfo()

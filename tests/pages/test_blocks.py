@@ -105,6 +105,14 @@ def test_the_page_on_own_loops_holds(reader: Reader) -> None:
     assert (reader.folder / "curve.pt").exists()
 
 
+def test_the_page_on_other_libraries_holds(reader: Reader) -> None:
+    for example in ("with_transformers.py", "with_lightning.py", "with_accelerate.py"):
+        shutil.copy(ROOT / "docs/examples" / example, reader.folder)
+    assert type_page("docs/integrations.md", reader) == 3
+    for made in ("final/model.safetensors", "curve.pt", "curve/model.safetensors"):
+        assert (reader.folder / made).exists()
+
+
 def test_the_page_on_configuration_holds(reader: Reader) -> None:
     shutil.copy(ROOT / "kempner/project/template/train.toml", reader.folder)
     (reader.folder / "data").mkdir()
@@ -144,7 +152,7 @@ def test_each_block_is_typed_or_has_a_reason_not_to_be() -> None:
     here = {
         "README.md",
         *("docs/quickstart.md", "docs/own_loop.md", "docs/configuration.md", "docs/triage.md"),
-        *("docs/metrics.md", "docs/status.md", "docs/doctor.md"),
+        *("docs/metrics.md", "docs/status.md", "docs/doctor.md", "docs/integrations.md"),
     }
     untested = [block.name for page in PAGES if page not in here for block in typed(page)]
     assert untested == []

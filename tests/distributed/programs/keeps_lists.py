@@ -11,17 +11,21 @@ from kempner import survive
 dist.init_process_group("gloo")
 torch.manual_seed(1)
 model = nn.Linear(4, 1)
-optimizer = torch.optim.LBFGS(model.parameters())
 
 
-def closure() -> Tensor:
-    """The same loss on every rank."""
+class Remembering(torch.optim.SGD):
+    """Keeps the last losses of each parameter."""
+
+    def remember(self, loss: Tensor) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("losses", []).append(loss.item())
+
+
+optimizer = Remembering(model.parameters(), lr=0.1)
+for step in survive(model, optimizer, steps=100, save_every=50):
     optimizer.zero_grad()
     loss = model(torch.ones(2, 4)).square().mean()
     loss.backward()
-    return loss
-
-
-for step in survive(model, optimizer, steps=100, save_every=50):
-    optimizer.step(closure)
+    optimizer.step()
+    optimizer.remember(loss)
     print(f"step {step} is done", flush=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -57,9 +59,11 @@ class Own:
         return [e for e in read_lines(self.run(name).ledger) if e["event"] == event]
 
     def losses(self) -> dict[int, str]:
-        """What rank 0 printed for each step, the last time that it did."""
+        """What rank 0 printed for each step, the last time that it did. Its supervisor may write
+        before the end of the line has come."""
         text = "".join(job.output() for job in self.jobs)
-        return {int(n): loss for n, loss in re.findall(r"^step (\d+) loss (\S+)\n", text, re.M)}
+        found = re.findall(r"^step (\d+) loss ([\d.]+(?:e-\d+)?)", text, re.M)
+        return {int(n): loss for n, loss in found}
 
     def reach(self, step: int, job: Job) -> None:
         wait_until(lambda: max(self.losses(), default=0) >= step, f"step {step}", job=job)
@@ -288,11 +292,21 @@ def test_nothing_of_a_failed_attempt_is_left_when_it_is_over(own: Own, wrapped: 
     assert own.events("wrapped", "attempt_ended")[0]["culprit"] == 1
 
 
-def test_a_loop_in_a_wrapper_commits_before_it_leaves(own: Own) -> None:
+CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
+"""As one that has process ids of its own."""
+
+UNSHARES = shutil.which("unshare") and subprocess.run([*CONTAINER, "true"]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "container",
+    [(), pytest.param(CONTAINER, marks=pytest.mark.skipif(not UNSHARES, reason="not allowed"))],
+)
+def test_a_loop_in_a_wrapper_commits_before_it_leaves(own: Own, container: tuple[str, ...]) -> None:
     own.folder.mkdir()
     python, loop = example()
     (own.folder / "wrap.sh").write_text(f'"{python}" "{loop}"\necho end\n')
-    job = own.supervise("bash", "wrap.sh", options=("--run.name=wrapped",), nproc=1)
+    job = own.supervise(*container, "bash", "wrap.sh", options=("--run.name=wrapped",), nproc=1)
     own.reach(30, job)
     job.signal()
     assert job.wait() == 75, job.output()

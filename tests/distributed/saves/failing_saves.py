@@ -103,13 +103,13 @@ step()
 manager.save(TrainState(4))
 expect(0, 4)
 if rank == 0:
-    route = manager._saver._routes.route
-    assert route is not None
+    routes = manager._saver._routes
+    ((image, route),) = routes._routes.items()
     layout = replace(route.layout, specs=route.layout.specs[::-1])
-    manager._saver._routes.route = replace(route, layout=layout)
+    routes._routes[image] = replace(route, layout=layout)
 manager.save(TrainState(5))
 expect(1, 4)
-manager._saver._routes.route = None
+manager._saver._routes._routes.clear()
 step()
 manager.save(TrainState(6))
 expect(0, 6)

@@ -44,6 +44,7 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.training.groups.process_groups import adopt
 from kempner.training.main import Ownership
 from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.session import Session
 from kempner.training.survive import Survivor, Todo
 
 LONGEST = 2.0
@@ -116,15 +117,14 @@ def run(
         record=lambda attempt, event: recorded.append(event),
         launch=None,
     )
-    survivor = Survivor(
-        Todo(steps, save_every, seed=0, keep_last=3),
+    session = Session(
         link,  # type: ignore[arg-type]
         Ownership(Attempt(1, "00000000")),
         ranks,
         shutdown,
-        checkpoints,
         SimpleNamespace(code=None),  # type: ignore[arg-type]
     )
+    survivor = Survivor(Todo(steps, save_every, seed=0, keep_last=3), session, checkpoints)
     try:
         for step in survivor:
             in_step(step, checkpoints)

@@ -19,7 +19,7 @@ def test_ctrl_c_in_a_giant_batch(run: Run) -> None:
     run.ready_pid(1, 0, job)
     job.signal(signal.SIGINT)
     wait_until(lambda: "SIGINT: stopping after this step" in job.output(), "an answer", job=job)
-    assert job.wait(60) == 75, job.output()
+    assert job.wait(120) == 75, job.output()
     assert run.events("stopped")[0]["step"] == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,10 @@ from kills import (
     overrides,
     plain_start,
     plan_kills,
+    steps_made_again,
 )
+
+from kempner.run.record.ledger import read_lines
 
 pytestmark = pytest.mark.timeout(7200 if ALL else 240)
 
@@ -51,6 +55,44 @@ def test_kills_at_any_moment_heal_in_place(
         plain[-1].complete(WORLD, *options)
     what = "kill and restart" if fork == "true" else "cold kill and restart"
     note_healing(what, run, kills, plain=[plain_start(one) for one in plain])
+
+
+@pytest.mark.cold("killed and restarted, as people see it")
+def test_what_is_in_memory_outlives_kills(run: Run, reference: Run) -> None:
+    """A kill costs no step, or the one that was being copied, however rarely the run saves."""
+    interval = 25 if ALL else 10
+    kills = plan_kills(KILLS, WORLD, interval, SEED + 1)
+    options = overrides(kills, WORLD, interval)
+    reference.complete(WORLD, *options, deadline=PATIENCE)
+    on_demand = [kill for kill in kills if kill.moment != "start"]
+    faults = "; ".join(kill.fault for kill in on_demand)
+    job = run.supervise(WORLD, *options, "--checkpoint.in_memory=true", KEMPNER_FAULTS=faults)
+    for kill in kills:
+        if kill.moment == "start":
+            kill_forked(run, job, kill)
+    assert job.wait(PATIENCE) == 0, job.output()
+    assert_on_demand(run, on_demand, job.output())
+    assert_healed(run, reference, kills)
+    again = steps_made_again(run, kills)
+    assert max(again) <= 1, again
+    assert statistics.median(again) == 0
+    assert_loaded_from_memory(run)
+    note_healing("in-memory kill", run, kills, plain=[plain_start(reference)])
+
+
+def assert_loaded_from_memory(run: Run) -> None:
+    """Where a step was salvaged, its bytes come from where they were, but for the small tensors
+    that another rank has written."""
+    salvaged = {event["attempt"] for event in run.events("step_salvaged")}
+    told = [
+        line
+        for attempt in salvaged
+        for line in read_lines(run.record.log(attempt + 1, rank=0))
+        if line["event"] == "the state was in memory"
+    ]
+    assert salvaged
+    assert len(told) >= len(salvaged) - 1  # the next kill may come before a load
+    assert all(line["from_memory"] >= 0.5 * line["bytes"] for line in told)
 
 
 def kill_from_outside(run: Run, job: Job, kill: Kill) -> None:

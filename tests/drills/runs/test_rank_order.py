@@ -38,19 +38,21 @@ def seed_of(number: int) -> int:
 def test_no_order_of_the_ranks_parts_them(edges: Edges) -> None:
     ends: Counter[str] = Counter()
     events: Counter[str] = Counter()
-    turns = collectives = 0
+    turns = collectives = kept = 0
     started = time.process_time()
     for number in range(SCHEDULES):
         outcome = simulate(edges, draw(seed_of(number)))
         assert not outcome.violation, f"seed {seed_of(number)}: {outcome.violation}"
         ends, events = ends + outcome.ends, events + outcome.events
         turns, collectives = turns + outcome.turns, collectives + outcome.collectives
+        kept += outcome.kept
     seconds = time.process_time() - started
     note(
         "rank order",
         schedules=SCHEDULES,
         turns=turns,
         collectives=collectives,
+        kept_in_memory=kept,
         schedules_per_second=round(SCHEDULES / seconds, 1),
         ends=dict(ends),
         events=dict(events),
@@ -60,6 +62,7 @@ def test_no_order_of_the_ranks_parts_them(edges: Edges) -> None:
     assert min(ends[end] for end in ("DivergedError", "SupersededError")) > often // 10
     assert min(events[event] for event in ("checkpoint_failed", "evaluated", "resumed")) > often
     assert events["rolled_back"] > often
+    assert kept > SCHEDULES
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what.replace(" ", "-"))

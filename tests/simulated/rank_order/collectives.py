@@ -23,6 +23,7 @@ from simulated.rank_order.scheduler import Scheduler, Task
 
 REDUCE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.SUM: torch.add,
 }
 

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as optimizers
 
 from kempner.checkpoint import manager
 from kempner.checkpoint.format.manifest import FileSums, Manifest
@@ -24,13 +25,14 @@ from kempner.checkpoint.format.names import parse_step, step_name
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.store import retention, selection
 from kempner.checkpoint.tensors import background, restore, save, staging
+from kempner.checkpoint.tensors.load import Loaded
 from kempner.config.fault_spec import FailPoint
 from kempner.data.serve.loader import StepBatch
 from kempner.run.control import heartbeat
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.fail_points import set_fail_point
 from kempner.run.record.attempts import Attempt, SupersededError
-from kempner.training import loop, survive
+from kempner.training import loop, session
 from kempner.training.compute.forward_backward import sum_over_ranks
 from kempner.training.observe import evaluation
 from kempner.training.policy.anomalies import Numbers
@@ -40,6 +42,7 @@ from simulated.rank_order.collectives import Distributed, Fabric
 from simulated.rank_order.futures import Futures
 from simulated.rank_order.plan import BATCH, Plan
 from simulated.rank_order.scheduler import Clock, Scheduler
+from simulated.rank_order.slots import FAILS, Watched
 
 MODEL = torch.nn.Linear(1, 1)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters())
@@ -99,6 +102,9 @@ class Scene:
         """Those that were made to fail."""
         self.current = True
         """Whether this attempt owns the run."""
+        self.watched = Watched(self)
+        self.holding: set[int] = set()
+        """The ranks that are about to copy a state only to keep it in memory."""
 
     @property
     def attempt(self) -> Attempt:
@@ -169,6 +175,10 @@ class Metrics:
 
     def say(self, sentence: str) -> None: ...
 
+    def unseen(self) -> Callable[[], list[Numbers]]:
+        pending = list(self._pending)
+        return lambda: pending
+
     def evaluated(self, train_state: TrainState, loss: float) -> None: ...
 
     def close(self) -> None: ...
@@ -209,11 +219,36 @@ class Edges:
             self._now.scheduler.pause()
             yield [SimpleNamespace(targets=_ONE)]
 
+    @property
+    def route(self) -> SimpleNamespace:
+        """The way of a state into its file."""
+        return SimpleNamespace(**vars(_ROUTE), stage=self.stage)
+
+    def stage(
+        self,
+        stager: staging.Stager,
+        step: int,
+        complete: Callable[[], None] = lambda: None,
+    ) -> staging.StagedCopy:
+        """Copy nothing, for as long as that takes. What is only to be kept in memory may fail."""
+        scene, copy = self._now, staging.StagedCopy(())
+        if scene.scheduler.rank not in scene.holding:
+            copy.done = stager.copy([], [], step, complete)
+            return copy
+
+        def keep() -> None:
+            draw = scene.scheduler.random.random
+            scene.scheduler.sleep(scene.plan.save_seconds * draw())
+            if draw() > FAILS:
+                complete()
+
+        copy.done = stager._thread.submit(keep)
+        return copy
+
     def pass_point(self, point: FailPoint, step: int | None) -> None:
         """A part of a save takes its time, and fails where the plan says."""
         scene = self._now
         scheduler, rank = scene.scheduler, scene.scheduler.rank
-        scene.saves[rank] += point is FailPoint.STAGE
         number = scene.saves[rank]
         draw = scheduler.random.random
         longest = 10 if draw() < 0.05 else 1
@@ -267,8 +302,11 @@ class Edges:
         self._load_part("contents", manifest.train_state.step)
         return "contents"
 
-    def fill(self, table: object, path: Place, manifest: Manifest, contents: object) -> None:
+    def fill(
+        self, table: object, path: Place, manifest: Manifest, contents: object, memory: object
+    ) -> Loaded:
         self._load_part("fill", manifest.train_state.step)
+        return Loaded()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -279,7 +317,9 @@ class Edges:
             (retention, {"prune": self.prune, "discard": lambda path: None}),
             (background, {"ThreadPoolExecutor": self.futures.executor}),
             (background, {"capture": lambda model, optimizer: {}}),
-            (background.Routes, {"find": lambda routes: _ROUTE}),
+            (background.Routes, {"find": lambda routes: self.route}),
+            (background.Routes, {"plan": lambda routes: (_ROUTE.binding, _LAYOUT)}),
+            (background.Routes, {"to": lambda routes, *where: self.route}),
             (staging, {"wait": self.futures.wait, "ThreadPoolExecutor": self.futures.executor}),
             (save, {"wait": self.futures.wait, "join_directory": self.join_directory}),
             (save, {"write_stream": _write_stream, "write_durable": lambda path, content: None}),
@@ -290,8 +330,7 @@ class Edges:
             (loop, {"weightless": lambda *sizes: []}),
             (evaluation, {"eval_batches": self.eval_batches}),
             (evaluation, {"summed_loss": lambda *arguments: _ONE}),
-            (survive, {"set_rng": lambda *seeds: None}),
-            (survive.Survivor, {"_say": lambda survivor, words: None}),
+            (session, {"set_rng": lambda *seeds: None, "say": lambda words: None}),
         ]
         timed = [loop, final_save, shutdown, heartbeat, manager, save, background]
         exchanged += [(module, {"time": self.clock}) for module in timed]
@@ -300,6 +339,8 @@ class Edges:
                 for name, value in names.items():
                     stack.enter_context(patch.object(owner, name, value))
             stack.enter_context(self.distributed.installed())
+            # A rank that is given up in the middle of its loop leaves its hook behind.
+            stack.enter_context(patch.dict(optimizers._global_optimizer_pre_hooks))
             for point in FailPoint:
                 set_fail_point(point, lambda step, point=point: self.pass_point(point, step))
                 stack.callback(set_fail_point, point, None)
@@ -311,21 +352,16 @@ def _write_stream(path: object, content: object) -> FileSums:
 
 
 _LAYOUT = SimpleNamespace(
-    image=SimpleNamespace(content=b""),
     described={},
     described_entries={},
     digest=7,
 )
 
 
-def _stage(stager: staging.Stager, step: int) -> staging.StagedCopy:
-    copy = staging.StagedCopy(())
-    copy.done = stager.copy([], [], step)
-    return copy
-
-
 _ROUTE = SimpleNamespace(
-    layout=_LAYOUT, binding=SimpleNamespace(table={}, buffers=frozenset()), stage=_stage
+    layout=_LAYOUT,
+    image=SimpleNamespace(content=b""),
+    binding=SimpleNamespace(table={}, buffers=frozenset()),
 )
 _STATE = SimpleNamespace(
     saved_optimizer_tensors=lambda contents: {},

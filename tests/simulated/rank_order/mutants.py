@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.tensors.step_slots import Pins, StepSlots
 from kempner.training import loop
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.vote import final_save
@@ -65,4 +66,16 @@ MUTANTS = (
     Mutant("the final save is tried again by what this rank has counted", final_save,
            "secure_last_step", "case Action.PAUSE:",
            "case Action.PAUSE if run.checkpoints.in_flight is None:"),
+    Mutant("a step is agreed on that any of the ranks holds", StepSlots, "ask",
+           "dist.ReduceOp.MIN", "dist.ReduceOp.MAX"),
+    Mutant("what all ranks hold is overwritten", StepSlots, "take",
+           "or self._is_needed(slot)", "or False"),
+    Mutant("a rank that holds nothing does not ask", StepSlots, "ask",
+           "or not self._allowed", "or not any(slot.step for slot in self.slots)"),
+    Mutant("a step is sent by what this rank's buddy has", StepSlots, "hear",
+           "if may_pin:", "if self.memory.pins.may_pin:"),
+    Mutant("what the buddies have is overwritten", Pins, "pin",
+           "self.steps[-1:]", "()"),
+    Mutant("what is on its way to the buddies is overwritten", StepSlots, "_is_needed",
+           "(self._agreed, *self._pinned)", "(self._agreed, *self._pinned[:1])"),
 )  # fmt: skip

@@ -73,6 +73,11 @@ class Plan:
     """Whether a step's numbers come one step late, as on a GPU."""
 
     @property
+    def in_memory(self) -> bool:
+        """Whether steps are kept in memory: in a loop of our own, of every other seed."""
+        return self.seed % 2 == 0 and not self.own_loop
+
+    @property
     def pause(self) -> Pause:
         """Seconds between two calls of a rank."""
         slow = self.seed % self.world
@@ -111,6 +116,7 @@ def draw(seed: int) -> Plan:
         rollback_after=rng.randint(1, 3),
         rollbacks=rng.randint(0, 2),
         patience=rng.choice((0.0, 0.0, 20.0, 600.0)),
+        in_memory=seed % 2 == 0,
     )
     found = tuple(range(1, rng.randint(1, steps))) if rng.random() < 0.2 else ()
     step_seconds = rng.choice((0.1, 1.0, 4.0))
@@ -193,12 +199,17 @@ def configuration(
     rollback_after: int,
     rollbacks: int,
     patience: float,
+    in_memory: bool,
 ) -> Config:
     """What a user would have written."""
     return Config(
         train=TrainSection(max_steps=steps, global_batch_size=BATCH, seq_len=8),
         checkpoint=CheckpointSection(
-            interval=interval, async_save=background, max_failures=failures, keep_last=2
+            interval=interval,
+            async_save=background,
+            in_memory=in_memory,
+            max_failures=failures,
+            keep_last=2,
         ),
         eval=EvalSection(
             interval=evaluate_every,

@@ -15,11 +15,12 @@ import structlog
 import torch
 import torch.distributed as dist
 
+from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity, Manifest
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.store.retention import Keep
-from kempner.checkpoint.tensors.context import CheckpointContext
+from kempner.checkpoint.tensors.background import RunningSave
 from kempner.cluster.world import World
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.run.control.heartbeat import Progress
@@ -39,9 +40,11 @@ from kempner.training.main import Ownership
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.policy.anomalies import Health
 from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.session import Session
 from kempner.training.survive import Survivor, Todo
 from simulated.rank_order.edges import ATTEMPT, BATCH, MODEL, OPTIMIZER, Edges, Feed, Metrics, Scene
 from simulated.rank_order.plan import Plan, Stop
+from simulated.rank_order.slots import give_slots
 
 CPU = torch.device("cpu")
 GRACE = 60.0
@@ -57,6 +60,8 @@ class Outcome:
     collectives: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
+    kept: int = 0
+    """Steps that were kept in memory, over all ranks."""
 
 
 class Rank:
@@ -111,13 +116,17 @@ class Rank:
             record=self.record,
         )
         vars(context)["folder"] = self.scene.folder
-        return CheckpointManager(
+        manager = CheckpointManager(
             context,
             MODEL,
             OPTIMIZER,
             keep=Keep(config.keep_last),
             background=config.async_save,
         )
+        count_saves(manager, self.scene, self.number)
+        if self.scene.plan.in_memory:
+            give_slots(manager, self.scene, self.number, ranks.votes)
+        return manager
 
     def _train(self) -> str:
         scene, ranks, config = self.scene, self._ranks(), self.scene.plan.config
@@ -153,15 +162,14 @@ class Rank:
         )
         checkpoints, saves = self._manager(ranks), config.checkpoint
         todo = Todo(config.train.max_steps, saves.interval, seed=0, keep_last=saves.keep_last)
-        survivor = Survivor(
-            todo,
+        session = Session(
             rank_link,  # type: ignore[arg-type]
             Ownership(ATTEMPT),
             ranks,
             self.shutdown,
-            checkpoints,
             SimpleNamespace(code=None),  # type: ignore[arg-type]
         )
+        survivor = Survivor(todo, session, checkpoints)
         try:
             for _ in survivor:
                 dist.all_reduce(torch.ones(()))
@@ -169,6 +177,17 @@ class Rank:
         finally:
             self.stands = survivor.train_state
         return ExitCode.COMPLETED.name
+
+
+def count_saves(manager: CheckpointManager, scene: Scene, rank: int) -> None:
+    """Each save of a rank has a number, by which the ranks' parts in it are told."""
+    start = manager._saver.start
+
+    def counted(train_state: TrainState) -> RunningSave:
+        scene.saves[rank] += 1
+        return start(train_state)
+
+    manager._saver.start = counted  # type: ignore[method-assign]
 
 
 def identity(world: int) -> Identity:
@@ -202,6 +221,7 @@ def simulate(edges: Edges, plan: Plan) -> Outcome:
         scene.fabric.met,
         Counter([ranks[0].end]),
         Counter(event.name for event in recorded),
+        scene.watched.kept,
     )
 
 

@@ -29,6 +29,7 @@ from kempner.supervisor.attempt import EXIT_GRACE, EXPLAINED_WITHIN, AttemptFoll
 from kempner.supervisor.control.events import Connected, Disconnected, Heard, LastReport
 from kempner.supervisor.control.rank_roster import JOIN, RECONNECT
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome
+from kempner.supervisor.policy.stop import StopOrder
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen
 
 
@@ -194,6 +195,30 @@ def test_what_slurm_says_a_moment_after_the_signal_is_told_as_well(
     assert follower.stop_reason is StopReason.CANCEL
     (told,) = asked_of(tmp_path)  # no signal with minutes left before it
     assert (told["reason"], told["seconds_left"]) == ("cancel", min(30.0, grace))
+
+
+def test_a_stop_to_grow_is_no_signal_and_gives_way_to_one(
+    follower: AttemptFollower, hands: Hands, clock: Clock, tmp_path: Path
+) -> None:
+    """A rank that was signalled would vote for the end of the run."""
+    assert not follower.trains
+    feed(follower, *(Connected(rank, "host", 7 + rank) for rank in range(3)))
+    loading = LastReport(Report(0, Phase.LOAD, 0.0, 0.0), clock.now)
+    at_step = LastReport(Report(7, Phase.STEP, 0.0, 0.0), clock.now)
+    hands.seen = {0: at_step, 1: loading, 2: at_step}
+    assert not follower.trains
+    hands.seen = dict.fromkeys(range(3), at_step)
+    assert follower.trains
+    follower.ask_to_stop(StopOrder(StopReason.GROW, "node2 is well again", 60.0))
+    assert not follower.trains
+    assert (hands.asked_to_stop, follower.stop_reason) == (0, StopReason.GROW)
+    feed(follower, Received(signal.SIGTERM, clock.now))
+    assert (hands.asked_to_stop, follower.stop_reason) == (1, StopReason.SIGNAL)
+    feed(follower, Received(signal.SIGTERM, clock.now))
+    assert hands.asked_to_stop == 1
+    reasons = [message.reason for message in hands.told if isinstance(message, Stop)]
+    assert reasons == [StopReason.GROW, StopReason.SIGNAL]
+    assert [told["reason"] for told in asked_of(tmp_path)] == ["grow", "signal"]
 
 
 def asked_of(folder: Path) -> list[dict[str, Any]]:

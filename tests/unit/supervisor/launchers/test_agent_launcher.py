@@ -23,7 +23,8 @@ from kempner.run.control.protocol import Secret
 from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers import srun
 from kempner.supervisor.launchers.agents import launcher, node_agent
-from kempner.supervisor.launchers.agents.launcher import SILENT, AgentLauncher
+from kempner.supervisor.launchers.agents.fleet import SILENT
+from kempner.supervisor.launchers.agents.launcher import AgentLauncher
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.nodes import srun_probe
 from kempner.supervisor.nodes.probe import ProbeQuestion
@@ -130,7 +131,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
-    monkeypatch.setattr(srun, "_reachable_address", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(srun, "reachable_address", lambda *_: "127.0.0.1")
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # answers of nodes must not mix
     monkeypatch.setattr(srun_probe, "_PAUSE", 0.0)
     monkeypatch.setattr(srun_probe, "PROBE_WITHIN", 60.0)  # a busy machine loses no node

@@ -19,7 +19,7 @@ from kempner.cluster.world import OF_AGENT
 from kempner.run.control.protocol import Secret
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.affinity import shares
-from kempner.supervisor.launchers.agents.fleet import Fleet
+from kempner.supervisor.launchers.agents.fleet import Fleet, FleetNews
 from kempner.supervisor.launchers.agents.messages import (
     ADDRESS,
     PORT,
@@ -122,7 +122,11 @@ class Place:
 @pytest.fixture
 def place() -> Iterator[Place]:
     ends: list[Ended] = []
-    fleet = Fleet(socket.create_server((LOOPBACK, 0)), 1, lambda node, end: ends.append(end))
+
+    def hear(node: str, news: FleetNews) -> None:
+        ends.extend([news] if isinstance(news, Ended) else [])
+
+    fleet = Fleet(socket.create_server((LOOPBACK, 0)), 1, hear)
     place = Place(fleet, Relay(fleet.port), ends)
     yield place
     fleet.close()
@@ -205,7 +209,7 @@ def test_a_stop_and_a_kill_reach_the_ranks(
     wait_until(lambda: place.statuses() == {0: 75}, "rank 0 stops", 10)
     place.fleet.order(NODE, KillRanks(1))
     wait_until(lambda: place.statuses() == {0: 75, 1: -9}, "rank 1 is killed", 10)
-    assert [end.killed for end in place.ends] == [False, True]
+    assert [end.sent for end in place.ends] == ["stop", "kill"]
 
 
 def test_an_agent_answers_for_its_node_while_its_ranks_work(

@@ -8,7 +8,7 @@ import pytest
 
 from kempner.config.resilience import HangTimeouts, ResilienceSection
 from kempner.run.control.protocol import Phase, Report
-from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.control.events import Connected, LastReport
 from kempner.supervisor.monitors.base import Snapshot, Surroundings
 from kempner.supervisor.monitors.hang_detector import HangDetector
 from kempner.supervisor.monitors.phase_durations import DurationStats, PhaseDurations
@@ -62,8 +62,20 @@ def test_patience_is_learned_from_the_run(
     assert watch.patience(usual) == (patience, phase)
     assert not watch.check(snapshot(places, patience, patience, usual))
     (hang,) = watch.check(snapshot(places, patience + 1.5, patience + 1.5, usual))
-    assert f"longer than the {patience:.0f} s" in hang.sentence
+    assert f" {patience + 0.5} s, longer than the {patience} s" in hang.sentence
     assert (hang.phase, hang.still) == (phase, patience + 0.5)
+
+
+def test_what_hung_a_little_longer_is_not_said_to_be_as_long() -> None:
+    watch, usual = HangDetector(SECTION, 0.0), usually(step=1)
+    limit, _ = watch.patience(usual)
+    watch.check(snapshot({}, 0.0, 0.0, usual))
+    for beyond, words in (
+        (0.04, f"{limit + 0.04:.2f} s, longer than the {limit:.2f} s"),
+        (7.0, f"{limit + 7:.0f} s, longer than the {limit:.0f} s"),
+    ):
+        (hang,) = watch.check(snapshot({}, limit + beyond, limit + beyond, usual))
+        assert words in hang.sentence
 
 
 def test_of_several_phases_the_one_that_may_take_longest_counts() -> None:
@@ -95,6 +107,16 @@ def test_of_ranks_that_need_not_report_nothing_is_known() -> None:
     assert not watch.check(snapshot({}, 10_000.0, 10_000.0, {}))
     assert not watch.check(snapshot(seen(1), 10_000.0, 10_000.0, {}))
     assert watch.check(snapshot(seen(1), 10_601.0, 10_601.0, {}))
+
+
+def test_of_ranks_that_never_connect_nothing_is_learned() -> None:
+    """Between two of their steps they may evaluate, or save."""
+    usual, there = usually(step=1), {0: Connected(0, "node1", 7)}
+    for joined, limit in (({}, 600.0), (there, 60.0)):
+        watch = HangDetector(SECTION, 0.0, must_report=False)
+        for now, hangs in ((1.0, False), (1.0 + limit, False), (1.5 + limit, True)):
+            at = replace(snapshot(seen(1), now, now, usual), joined=joined)
+            assert bool(watch.check(at)) is hangs
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def test_the_kill_waits_for_ranks_and_for_nodes_that_have_not_answered(
     assert not evidence.complete(60.0)
     evidence.close(replace(snapshot, now=63.5))
     (told_of,) = RunHistory.read(tmp_path / "ledger.jsonl").events(HangFound)
+    assert told_of.evidence_seconds == 3.5
     assert told_of.seconds == 63.5  # it was still for 60 s when it was found
 
 

@@ -22,6 +22,11 @@ def named(node: str, reason: str, ago: float = 60.0) -> dict[str, Any]:
     return {"event": "suspect", "node": node, "reason": reason, "time": NOW - ago}
 
 
+def taken_back(node: str) -> dict[str, Any]:
+    before = {"event": "nodes_taken_back", "attempt": 1}
+    return {**before, "nodes": [node], "reason": "well", "time": NOW - 60.0}
+
+
 ECC = "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
 
 
@@ -40,6 +45,14 @@ ECC = "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
             {"node2": "its ranks failed first in attempts 1 and 2"},
         ),
         ([failed(1, "node2"), failed(2, "node3")], {}),
+        ([named("node2", "no room"), named("node3", "two"), taken_back("node2")], {"node3": "two"}),
+        ([taken_back("node2"), failed(2, "node3")], {}),
+        ([taken_back("node2"), failed(3, "node2")], {}),  # an attempt later: it may be chance
+        (
+            [taken_back("node2"), failed(2, "node2")],
+            {"node2": "its ranks failed first as soon as it was taken back"},
+        ),
+        ([named("node2", "one"), taken_back("node2"), named("node2", "two")], {"node2": "two"}),
         ([failed(1, "node2"), failed(2, "node3"), failed(3, "node2")], {}),
         ([failed(1, "node2"), failed(3, "node2")], {}),
         ([failed(1, "node2", ago=DAY + 1), failed(2, "node2")], {}),
@@ -56,6 +69,24 @@ def test_what_the_ledger_says_against_a_node(
 ) -> None:
     found = suspects(RunHistory(events), NOW, DAY)
     assert {node: suspect.reason for node, suspect in found.items()} == accused
+
+
+@pytest.mark.parametrize(
+    ("events", "no_check_refutes_it"),
+    [
+        ([named("node2", "no room")], False),
+        ([failed(1, "node2"), failed(2, "node2")], True),
+        ([failed(1, "node2"), failed(2, "node2"), named("node2", "no room")], False),
+        ([failed(1, "node2", ECC), named("node2", "no room")], True),
+        ([taken_back("node2"), failed(2, "node2")], False),  # it must be well for twice as long
+        ([taken_back("node2"), failed(2, "node2", ECC)], True),
+        ([named("node2", "no room"), failed(2, "node2", ECC)], True),
+    ],
+)
+def test_what_a_health_check_refutes(
+    events: list[dict[str, Any]], no_check_refutes_it: bool
+) -> None:
+    assert suspects(RunHistory(events), NOW, DAY)["node2"].failed is no_check_refutes_it
 
 
 def test_what_may_be_chance_is_no_proof() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from kempner.cluster.machine.fitness import OPEN_FILES, ROOM, SKEW
 from kempner.cluster.network.interfaces import Interface
+from kempner.supervisor.nodes.code_identity import CodeIdentity
 from kempner.supervisor.nodes.health_check import Diagnosis, ailments, diagnose
-from kempner.supervisor.nodes.probe import ProbeResult
+from kempner.supervisor.nodes.probe import SITE_CHECK, Memory, ProbeResult
 
 DURING = (1000.0, 1002.0)
 GIB = 2**30
@@ -24,8 +25,7 @@ def vitals(node: str = "node1", **changes: Any) -> ProbeResult:
     well: dict[str, Any] = {
         "node": node,
         "time": 1001.0,
-        "memory_free": 100 * GIB,
-        "memory_total": 128 * GIB,
+        "memory": Memory(100 * GIB, 128 * GIB),
         "disk_free": {"/tmp": GIB, "/dev/shm": GIB},
         "open_files": None,
         "interface": IB0,
@@ -38,7 +38,7 @@ def vitals(node: str = "node1", **changes: Any) -> ProbeResult:
     ("changes", "about", "words"),
     [
         ({}, None, ""),
-        ({"memory_free": GIB}, "memory", "1024 MiB of its 131072 MiB memory is free"),
+        ({"memory": Memory(GIB, 128 * GIB)}, "memory", "1024 MiB of its 131072 MiB memory is free"),
         ({"disk_free": {"/tmp": ROOM}}, None, ""),
         ({"disk_free": {"/tmp": ROOM - 1}}, "/tmp", "/tmp has 31 MiB left"),
         ({"disk_free": {"/dev/shm": 0}}, "/dev/shm", "/dev/shm has 0 MiB left"),
@@ -66,7 +66,7 @@ def test_nodes_that_are_well() -> None:
 
 
 def test_each_unfit_node_has_all_of_its_reasons() -> None:
-    sick = vitals("node2", memory_free=0, time=0.0)
+    sick = vitals("node2", memory=Memory(0, 128 * GIB), time=0.0)
     unseen = {"node3": "files that it writes are not visible"}
     found = examined(vitals("node1"), sick, vitals("node3"), unseen=unseen).unfit
     assert set(found) == {"node2", "node3"}
@@ -94,3 +94,21 @@ def test_the_node_on_another_network_than_the_others_is_the_odd_one() -> None:
     found = examined(vitals("node1"), odd, vitals("node3"))
     assert found.unfit == {"node2": "it has no interface on the network of the other nodes"}
     assert examined(*(vitals(node, interface=EM4) for node in NODES)) == Diagnosis({})
+
+
+def test_a_node_with_other_code_than_the_rest_is_unfit() -> None:
+    ours, other = (CodeIdentity("3.11.2", digit * 64) for digit in "ab")
+    told = [vitals(node, code=other if node == "node2" else ours) for node in NODES]
+    (reason,) = (found := examined(*told)).unfit.values()
+    assert list(found.unfit) == ["node2"]
+    assert "it runs kempner's code bbbbbbbb on Python 3.11.2, and the other nodes" in reason
+
+
+def test_what_the_sites_own_check_says_counts_on_all_nodes() -> None:
+    troubles = {SITE_CHECK: "hooks.before_start failed there: exit status 1"}
+    found = examined(*(vitals(node, troubles=troubles) for node in NODES))
+    assert found == Diagnosis(dict.fromkeys(NODES, troubles[SITE_CHECK]))
+    (node,) = NODES[:1]
+    assert diagnose([node], [vitals(node, troubles=troubles)], {}, DURING, 1).unfit == {
+        node: troubles[SITE_CHECK]
+    }

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kempner.cluster.slurm.task_output import whole_answers
 from kempner.supervisor.nodes import probe
 from kempner.supervisor.nodes.probe import (
     ProbeQuestion,
@@ -53,7 +54,7 @@ def test_a_node_that_is_well_has_no_troubles(folder: Path, monkeypatch: pytest.M
     assert told.node == "node7"
     assert (folder / "node7").read_text() == NONCE
     assert before <= told.time <= time.time()
-    assert 0 < told.memory_free <= told.memory_total
+    assert 0 < told.memory.free <= told.memory.total
     assert set(told.disk_free) == {os.environ.get("TMPDIR") or "/tmp", "/dev/shm"}
 
 
@@ -103,13 +104,13 @@ def in_a_process(question: ProbeQuestion, prepare: Callable[[], None] | None = N
         text=True,
         check=True,
     )
-    (line,) = done.stdout.splitlines()
-    told = read_result(line)
+    (answer,) = whole_answers(done.stdout.splitlines())
+    told = read_result(answer)
     assert told is not None
     return told
 
 
-def test_the_command_prints_a_line_that_can_be_read_again(folder: Path) -> None:
+def test_the_command_prints_what_can_be_read_again(folder: Path) -> None:
     limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, 64))
     told = in_a_process(ask(folder), limit)
     assert told.open_files == 64

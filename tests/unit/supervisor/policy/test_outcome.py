@@ -11,7 +11,7 @@ from kempner.run.process.signals import Received, insists
 from kempner.run.process.stop_reason import StopReason
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome, failed
 
-NONE, LIMIT = StopReason.NONE, StopReason.TIME_LIMIT
+NONE, LIMIT, GROW = StopReason.NONE, StopReason.TIME_LIMIT, StopReason.GROW
 KILL, TERM, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
 
 
@@ -53,6 +53,10 @@ def ends(*statuses: int | None, ours: tuple[int, ...] = ()) -> list[RankExit]:
         (ends(76, KILL), LIMIT, ExitCode.STOPPED, "rank 1 was killed by SIGKILL while it stopped"),
         (ends(76, SEGV), LIMIT, ExitCode.CRASHED, "rank 1 was killed by SIGSEGV"),
         (ends(1, 76), LIMIT, ExitCode.CRASHED, "rank 0 exited with code 1 (crashed)"),
+        # A stop after which the run continues at once hides no failure.
+        (ends(75, 75), GROW, ExitCode.STOPPED, "stopped to continue on more nodes"),
+        (ends(76, KILL), GROW, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
+        (ends(None, 75), GROW, ExitCode.CRASHED, "rank 0 disappeared without a message"),
         (ends(None, KILL, ours=(0,)), NONE, ExitCode.CRASHED, "rank 1 was killed by SIGKILL"),
     ],
 )  # fmt: skip

@@ -188,7 +188,7 @@ CRASHED = Decision(ExitCode.CRASHED, "rank 3 was killed by SIGSEGV", 3)
         (STOPPED, RUNNING, False, 0, False, "this is an interactive allocation"),
         (STOPPED, job(restarts=2), True, 0, False, "was started again in the meantime"),
         (STOPPED, None, True, 0, False, "Slurm does not respond: submit the same command again"),
-        (STOPPED, job(may_requeue=False), True, 0, False, "--no-requeue: submit it again"),
+        (STOPPED, job(may_requeue=False), True, 0, False, "submitted with --no-requeue"),
         (STOPPED, COMPLETING, True, 0, False, "was cancelled: submit it again"),
         (STOPPED, job(state="CANCELLED"), True, 0, False, "was cancelled: submit it again"),
         (STOPPED, job(state="COMPLETING", restarts=2), True, 0, False, "Slurm requeues the job"),
@@ -239,6 +239,11 @@ def requeued(step: int | None, of: str = "7", preempted: bool = False) -> dict[s
     return {"event": "requeued", "step": step, "job": of, "preempted": preempted}
 
 
+def resubmitted(step: int | None, job: str, as_job: str) -> list[dict[str, Any]]:
+    refused = {"event": "not_requeued", "step": step, "reason": "refused"}
+    return [refused, {"event": "resubmitted", "job": job, "as_job": as_job}]
+
+
 @pytest.mark.parametrize(
     ("events", "step", "count"),
     [
@@ -254,6 +259,12 @@ def requeued(step: int | None, of: str = "7", preempted: bool = False) -> dict[s
         ([requeued(7, of="6"), requeued(7)], 7, 1),
         ([requeued(7, of="6")] * MAX, 7, 0),
         ([requeued(7), requeued(7, preempted=True), requeued(7)], 7, 2),
+        # submitted again by its supervisor, with a new id each time
+        (resubmitted(7, "5", "6") + resubmitted(7, "6", "7"), 7, 2),
+        (resubmitted(7, "5", "6") + resubmitted(8, "6", "7"), 8, 1),
+        ([requeued(7, of="6"), *resubmitted(7, "6", "7"), requeued(7)], 7, 3),
+        (resubmitted(7, "3", "4") + resubmitted(7, "6", "7"), 7, 1),
+        ([{"event": "not_requeued", "step": 7, "reason": "x"}, requeued(7)], 7, 1),
     ],
 )
 def test_requeues_without_a_new_step_are_counted(

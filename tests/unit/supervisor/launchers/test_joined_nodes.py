@@ -1,0 +1,197 @@
+"""Nodes of other jobs: who may join, which nodes get ranks, and what their own command does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness import KEMPNER, wait_until
+
+from kempner.cluster.slurm.allocation import Allocation
+from kempner.config.sections import SuperviseSection
+from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.launchers import srun
+from kempner.supervisor.launchers.agents.joined.invitation import Invitation
+from kempner.supervisor.launchers.agents.joined.launcher import PoolLauncher
+from kempner.supervisor.launchers.agents.messages import Departs, Here, Joins
+from kempner.supervisor.launchers.base import Idle, Program
+
+INVITATION = Invitation("127.0.0.1", 1, "ab" * 32, "{}", "/")
+
+
+class Pool(PoolLauncher):
+    """Two nodes and a spare one, with two ranks on each; agents are well unless they are `away`."""
+
+    def __init__(self, *sizes: int, least: int | None = None) -> None:
+        allocation = Allocation("7", ("node1", "node2"), 2, None, 0, batch=True, spare=("node3",))
+        section = SuperviseSection(min_nodes=least)
+        super().__init__(allocation, section, fits=lambda size: not sizes or size in sizes)
+        self.away = set[str]()
+
+    def _is_well(self, node: str) -> bool:
+        return node not in self.away
+
+    def come(self, *nodes: str) -> None:
+        for number, node in enumerate(nodes):
+            self._joined.come(node, 100 + number, Joins("8", 2, 600.0))
+
+    def go(self, node: str) -> None:
+        self._joined.depart(node, Departs(1, 30.0, "its time is over"))
+
+    def refusal(self, node: str, ranks: int = 2) -> str:
+        return self._refusal(Here(node, 1, Joins("8", ranks, None)))
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(srun, "reachable_address", lambda *_: "127.0.0.1")
+
+
+def test_nodes_that_join_get_ranks_at_the_next_start_behind_those_of_the_job() -> None:
+    pool = Pool()
+    assert (pool.idle, pool.used) == (Idle(), ("node1", "node2"))
+    pool.come("node5", "node6")
+    assert pool.idle == Idle(("node5", "node6"), 2)
+    assert pool.used == ("node1", "node2")
+    pool.avoid({})
+    assert pool.used == ("node1", "node2", "node5", "node6")
+    assert (pool.idle, pool.nodes[-1]) == (Idle(), "node3")
+    pool.avoid({"node1": "it is broken", "node5": "it is, too"})
+    assert pool.used == ("node2", "node3", "node6")
+    assert pool.idle.nodes == ("node5",)
+
+
+def test_those_that_leave_or_are_gone_get_none() -> None:
+    pool = Pool()
+    pool.come("node5", "node6", "node7")
+    pool.avoid({})
+    pool.go("node5")
+    pool.away = {"node6"}
+    pool.avoid({})
+    assert pool.used == ("node1", "node2", "node7")
+    assert set(pool.joined) == {"node5", "node6", "node7"}
+    pool.come("node5")  # the same agent, over another connection: it leaves all the same
+    pool.away.clear()
+    pool.avoid({})
+    assert pool.used == ("node1", "node2", "node6", "node7")
+
+
+def test_who_begins_to_leave_has_the_time_that_it_has_asked_for() -> None:
+    """It begins when that is due, and not before: then nothing would be left of the time."""
+    pool = Pool()
+    pool._joined.come("node5", 100, Joins("8", 2, 0.0))
+    pool._joined.depart("node5", Departs(1, 30.0, "15 s are left of the job's time"))
+    left = pool.joined["node5"].seconds_left
+    assert left is not None
+    assert 20.0 < left <= 30.0
+
+
+def test_a_mesh_that_is_not_possible_is_not_made() -> None:
+    pool = Pool(8, 12)
+    pool.come("node5")
+    assert pool.idle == Idle()  # of 6 ranks there is no mesh
+    pool.avoid({})
+    assert pool.used == ("node1", "node2")
+    pool.come("node6", "node7")
+    assert pool.idle.missing == 2
+    pool.avoid({})
+    assert len(pool.used) == 4
+
+
+@pytest.mark.parametrize(("least", "left"), [(None, 2), (1, 1)])
+def test_the_run_goes_on_with_as_many_nodes_as_its_job_had_at_first(
+    least: int | None, left: int
+) -> None:
+    pool = Pool(least=least)
+    pool.come("node5", "node6")
+    pool.avoid({})
+    assert pool._least == left
+
+
+@pytest.mark.parametrize(
+    ("node", "ranks", "words"),
+    [
+        ("node5", 2, ""),
+        ("node5", 4, ""),
+        ("node1", 2, "node1 belongs to job 7"),
+        ("node3", 2, "node3 belongs to job 7"),
+        ("node5", 1, "a node needs room for 2 ranks, and node5 has it for 1"),
+    ],
+)
+def test_who_may_join(node: str, ranks: int, words: str) -> None:
+    assert Pool().refusal(node, ranks).startswith(words)
+    assert bool(Pool().refusal(node, ranks)) is bool(words)
+
+
+def test_an_invitation_is_private_and_withdrawn_by_who_has_written_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "invitation.json"
+    assert Invitation.read(path) is None
+    INVITATION.write(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert Invitation.read(path) == INVITATION
+    newer = replace(INVITATION, port=2)
+    newer.write(path)
+    INVITATION.withdraw(path)
+    assert Invitation.read(path) == newer
+    newer.withdraw(path)
+    assert [*tmp_path.iterdir()] == []
+    replace(newer, version=-1).write(path)
+    with pytest.raises(UsageError, match="another version of kempner"):
+        Invitation.read(path)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(UsageError, match="is not yours"):
+        Invitation.read(path)
+
+
+def test_where_the_run_directory_cannot_be_written_nobody_joins_and_all_goes_on(
+    tmp_path: Path,
+) -> None:
+    pool = Pool()
+    pool.invite(tmp_path / "nowhere" / "invitation.json")  # before it has agents: nothing at all
+    pool._program = Program.of_user(["true"])
+    pool.close()
+
+
+# The command
+
+
+def join(run: Path, *options: str) -> subprocess.Popen[str]:
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("SLURM")}
+    command = [*KEMPNER, "join", str(run), *options]
+    return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_run_that_is_not_there_or_is_somebody_elses_is_refused(tmp_path: Path) -> None:
+    with join(tmp_path / "runs") as process:
+        assert process.wait(60) == ExitCode.USAGE
+        assert process.stderr is not None
+        assert "there is no run directory" in process.stderr.read()
+
+
+def test_without_a_supervisor_it_waits_and_ends_and_says_so(tmp_path: Path) -> None:
+    with join(tmp_path, "--wait=1") as process:
+        assert process.wait(60) == ExitCode.STOPPED
+        assert process.stderr is not None
+        assert f"nobody has supervised {tmp_path} for 1 s" in process.stderr.read()
+
+
+def test_a_stop_ends_it_at_once_where_nobody_answers(tmp_path: Path) -> None:
+    """The supervisor has died, and left its invitation."""
+    program = '{"command": ["true"], "modules": [], "python": "", "pattern": "", "ours": false}'
+    run = RunDirectory(tmp_path)
+    replace(INVITATION, program=program, folder=str(tmp_path)).write(run.invitation)
+    with join(tmp_path) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: children.read_text(), "its agent", 60)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == ExitCode.STOPPED
+        assert time.monotonic() - began < 25  # not the 30 s that it might have

@@ -1,0 +1,138 @@
+"""What srun is told beside what kempner tells it, and where the ranks' Python is."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from kempner.cluster.slurm.allocation import Allocation
+from kempner.cluster.slurm.containers import knows_option
+from kempner.config.sections import SuperviseSection
+from kempner.config.site.slurm import SlurmSection
+from kempner.run.control.launch_env import Control, Launch
+from kempner.run.control.protocol import Secret
+from kempner.run.record.attempts import Attempt
+from kempner.supervisor.launchers import srun
+from kempner.supervisor.launchers.agents.affinity import why_no_agents
+from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.srun import SrunLauncher
+from kempner.supervisor.launchers.surroundings import Surroundings
+from kempner.supervisor.launchers.torchrun import TorchrunLauncher
+from kempner.supervisor.slurm.surroundings_check import complaint
+
+ALLOCATION = Allocation("7", ("node1", "node2"), 4, 8, 4, batch=True)
+
+
+def of(**values: Any) -> Surroundings:
+    return Surroundings.of(SlurmSection.model_validate(values))
+
+
+@pytest.fixture(autouse=True)
+def _anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(srun, "reachable_address", lambda *_: "127.0.0.1")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_an_image_is_named_to_srun_with_all_about_it(tmp_path: Path) -> None:
+    container = {"image": "repo#img:1", "mounts": ["/a:/a", "/b:/c:ro"], "mount_home": False}
+    around = of(container=container, srun_args=["--network=x"], python="python3")
+    assert around.options == (
+        "--container-image=repo#img:1",
+        "--container-mounts=/a:/a,/b:/c:ro",
+        "--no-container-mount-home",
+        f"--container-workdir={tmp_path}",
+        "--network=x",
+    )
+    step = SrunLauncher(ALLOCATION, SuperviseSection(), around)._step("x", ALLOCATION.nodes, 4)
+    assert step[-5:] == list(around.options)
+    assert around.foreign
+    assert str(around) == "python3 in `--container-image=repo#img:1`"
+
+
+@pytest.mark.parametrize("kind", [SrunLauncher, TorchrunLauncher])
+def test_a_prefix_comes_before_whatever_a_task_runs(kind: type[SrunLauncher]) -> None:
+    around = of(container={"prefix": ["apptainer", "exec", "x.sif"]}, python="/in/python")
+    program = Program.train(["a.toml"], python=around.python)
+    launch = Launch(Attempt(1, "nonce"), Control("127.0.0.1", 1, Secret("s")))
+    task = kind(ALLOCATION, SuperviseSection(), around)._rank(launch, program)
+    inside = task.index("apptainer")
+    assert task[inside : inside + 4] == ["apptainer", "exec", "x.sif", "/in/python"]
+    assert not any("python" in word for word in task[:inside])
+    assert sys.executable not in task
+
+
+def test_without_any_of_it_nothing_is_different() -> None:
+    around = of()
+    assert around == Surroundings()
+    assert not around.foreign
+    assert around.delay == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--cpu-bind=cores"], "--cpu-bind binds them, which only srun can do"),
+        (["--gpu-bind", "closest"], "--gpu-bind binds them, which only srun can do"),
+        (["-mblock:cyclic"], "-mblock:cyclic binds them, which only srun can do"),
+        (["--network=single_node_vni", "--task-prolog=x"], ""),
+    ],
+)
+def test_ranks_that_srun_is_to_bind_are_tasks_of_its_own(options: list[str], why: str) -> None:
+    assert why_no_agents(SuperviseSection(), {}, of(srun_args=options)) == why
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"srun_args": ["--nodes=2"]}, "which kempner sets itself; use slurm.hosts"),
+        ({"srun_args": ["-n8"]}, '"-n8", which kempner sets itself; use slurm.procs'),
+        ({"srun_args": ["--cpu-bind=cores", "--export=NONE"]}, "which kempner sets itself$"),
+        ({"srun_args": ["cores"]}, "which is no option"),
+        ({"container": {"image": "a", "prefix": ["b"]}}, "two kinds of containers"),
+        ({"container": {"mounts": ["/a"]}}, "mounts has no effect without image"),
+    ],
+)
+def test_what_cannot_be_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        SlurmSection.model_validate(values)
+    (error,) = refused.value.errors()
+    assert re.search(said, error["msg"])
+
+
+@pytest.mark.parametrize(
+    ("help_text", "known"),
+    [
+        ("Options provided by plugins:\n      --container-image=[USER@][REGISTRY#]IMAGE\n", True),
+        ("  --container Path to OCI container bundle\n  --container-id=id\n", False),
+        ("      --container-image-save=PATH\n", False),
+        ("", False),
+    ],
+)
+def test_whether_srun_knows_pyxis(help_text: str, known: bool) -> None:
+    assert knows_option(help_text, "--container-image") is known
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "Traceback (most recent call last):\nModuleNotFoundError: No module named 'kempner'\n"
+            "srun: error: node1: task 0: Exited with exit code 1\n",
+            "ModuleNotFoundError: No module named 'kempner'",
+        ),
+        (
+            "slurmstepd: error: execve(): /x/python: No such file or directory\n"
+            "srun: error: node1: task 0: Exited with exit code 2\n",
+            "slurmstepd: error: execve(): /x/python: No such file or directory",
+        ),
+        ("srun: error: Unable to create step\n", "srun: error: Unable to create step"),
+        ("", "it says nothing"),
+    ],
+)
+def test_which_line_says_what_is_wrong(text: str, line: str) -> None:
+    assert complaint(text) == line

@@ -5,7 +5,7 @@
 
 The first: one process loads the state that it saved, and one that three ranks saved. The floor is a
 plain read of the data files into an aligned buffer, with their checksums. All from a warm page
-cache, in turn.
+cache, in turn. `from memory`: the files are in shared memory, too, as after a salvage.
 
 The second: what a rank needs before it reads, with a 70B Llama and AdamW (2,892 tensors) saved and
 loaded by that many ranks: from the chosen checkpoint to which bytes of which files go where. Of the
@@ -49,6 +49,7 @@ from kempner.checkpoint.format.names import MANIFEST, METADATA
 from kempner.checkpoint.format.shard_plan import TensorSpec, chunk_of, data_file, place
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
+from kempner.checkpoint.io.verified_reader import MemoryCopy
 from kempner.checkpoint.tensors import load
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata, metadata_of
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
@@ -74,7 +75,7 @@ def save(state: dict[str, Tensor], folder: Path, world: int) -> Manifest:
         files[name] = FileEntry(len(content), xxh3_128=whole_sum(content))
     for rank in range(world):
         placed = place(specs, rank, container)
-        image = FileBuffer(placed, pinned=False)
+        image = FileBuffer(placed)
         for view, item in zip(image.views, placed, strict=True):
             part = state[item.chunk.key]
             for dim, at in enumerate(item.chunk.offsets):
@@ -201,6 +202,16 @@ def main() -> None:
         compare(arguments.megabytes, arguments.runs)
 
 
+def in_memory(folder: Path) -> dict[str, MemoryCopy]:
+    """The data files of a checkpoint in shared memory, by name."""
+    copies = {}
+    for path in folder.glob("*.distcp"):
+        descriptor = os.memfd_create(path.name)
+        os.write(descriptor, path.read_bytes())
+        copies[path.name] = MemoryCopy(descriptor, 0, path.stat().st_size)
+    return copies
+
+
 def compare(megabytes: int, runs: int) -> None:
     """Load what one rank and what three saved, beside the stock reader."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -213,24 +224,30 @@ def compare(megabytes: int, runs: int) -> None:
         for world in (1, 3):
             folder = Path(temporary) / str(world)
             manifest = save(state, folder, world)
+            memory = in_memory(folder)
             table = {key: torch.empty_like(tensor) for key, tensor in state.items()}
-            ours, stock, taken = [], [], 0
+            ours, stock, remembered, taken = [], [], [], 0
             for _ in range(runs):
                 floor = timed(lambda: read_raw(folder, buffer))  # noqa: B023
                 begun = time.perf_counter()
-                taken = fill(table, folder, manifest, open_contents(folder, manifest))
+                taken = fill(table, folder, manifest, open_contents(folder, manifest)).bytes
                 ours.append((time.perf_counter() - begun) / floor)
+                begun = time.perf_counter()
+                read = fill(table, folder, manifest, open_contents(folder, manifest), memory)
+                remembered.append((time.perf_counter() - begun) / floor)
+                assert read.from_memory == read.bytes
                 assert all(torch.equal(table[key], state[key]) for key in state)
                 stock.append(
                     timed(lambda: dcp.load(table, checkpoint_id=folder, no_dist=True))  # noqa: B023
                     / floor
                 )
             needed = sum(t.numel() * t.element_size() for t in state.values())
-            print(
-                f"saved by {world}, loaded by 1: kempner {statistics.median(ours):.2f}, "
-                f"{max(ours):.2f}; stock {statistics.median(stock):.2f}, {max(stock):.2f}; "
-                f"bytes read against needed {taken / needed:.3f}"
+            found = {"kempner": ours, "from memory": remembered, "stock": stock}
+            told = "; ".join(
+                f"{k} {statistics.median(v):.2f}, {max(v):.2f}" for k, v in found.items()
             )
+            share = f"bytes read against needed {taken / needed:.3f}"
+            print(f"saved by {world}, loaded by 1: {told}; {share}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import psutil
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
-from two_loops import STORE_PORT, Result, Turn, What
+from two_loops import NAME, STORE_PORT, Result, Turn, What
 
 from kempner.cluster.network.ports import free_port
 
@@ -70,9 +70,10 @@ class Program:
         self.name, self._size, self._store, self._turns = name, size, store, 0
         command = [sys.executable, str(Path(__file__).with_name("two_loops.py"))]
         rest = [str(config), "--size", str(size)]
-        if name == "kempner":
+        if name.startswith("kempner"):
             whole = [*command, "supervisor", *rest]
-            self._started = [psutil.Popen(whole, stdout=subprocess.DEVNULL)]
+            environ = {**os.environ, NAME: name}
+            self._started = [psutil.Popen(whole, stdout=subprocess.DEVNULL, env=environ)]
             return
         port = str(free_port("", salt=name))
         environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -111,7 +112,7 @@ class Program:
         self._store.set(f"{self.name}/{self._turns}", json.dumps(what))
 
     def _supervisor_time(self) -> float:
-        if self.name != "kempner":
+        if not self.name.startswith("kempner"):
             return 0.0
         times = self._started[0].cpu_times()
         return float(times.user + times.system)

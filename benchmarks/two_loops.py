@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from in_memory.buddy_here import BuddyHere
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kempner.checkpoint.format.train_state import TrainState
@@ -44,6 +45,8 @@ from kempner.training.rank_link.rank_link import open_rank_link
 from kempner.training.rank_link.shutdown import ShutdownHandler
 from kempner.training.vote.vote import Ballot, Vote, VoteResult
 
+NAME = "TWO_LOOPS_NAME"
+"""Variable of a supervisor and its ranks: what the benchmark calls them."""
 STORE_PORT = "OVERHEAD_PORT"
 """The variable with the port of the store on which turns are given out."""
 PATIENCE = timedelta(hours=6)
@@ -113,7 +116,7 @@ def be_kempner(file: Path) -> None:
     shutdown.install()
     logs.configure()
     config = load(file, [])
-    turns, close_ballot = Turns("kempner"), Ballot.close
+    turns, close_ballot = Turns(os.environ[NAME]), Ballot.close
 
     def close(ballot: Ballot) -> VoteResult:
         with turns.waiting():
@@ -203,7 +206,10 @@ def be_supervisor(file: Path, size: int) -> None:
     config = load(file, [])
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     ranks = Program((sys.executable, __file__, "rank", str(file)), ours=True)
-    sys.exit(supervise(run, LocalLauncher(run, size), ranks, config, inbox()))
+    launcher = LocalLauncher(run, size)
+    if config.checkpoint.buddy:
+        launcher = BuddyHere(run, size, config.checkpoint.buddy_share)
+    sys.exit(supervise(run, launcher, ranks, config, inbox()))
 
 
 def main() -> None:

@@ -20,12 +20,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors import state
-from kempner.checkpoint.tensors.context import CheckpointContext
 from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
 

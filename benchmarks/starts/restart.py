@@ -48,7 +48,7 @@ threads = 1
 [data]
 dataset_path = "{folder}/tokens"
 [checkpoint]
-interval = 10
+interval = {interval}
 """
 SETTLED = 15
 """Steps that an attempt makes before the next kill: the first commit is done by then."""
@@ -89,7 +89,7 @@ def rank_pid(run: Path, attempt: int, rank: int) -> int | None:
 def supervised(folder: Path, name: str, fork: bool, ranks: int, kills: int) -> Iterator[Any]:
     """Seconds to the first step, to a new step, and of processor time, for each kill."""
     config, run = folder / f"{name}.toml", folder / "runs" / name
-    config.write_text(CONFIG.format(folder=folder, name=name))
+    config.write_text(CONFIG.format(interval=10, folder=folder, name=name))
     options = [f"--nproc={ranks}", f"--supervise.fork={str(fork).lower()}"]
     command = [sys.executable, "-m", "kempner", "supervise", str(config), *options]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

@@ -30,7 +30,7 @@ def supervised(
 ) -> Iterator[tuple[float, float]]:
     """Seconds to the first step and to a new step, for each kill of the last node's rank."""
     config, run = folder / f"{name}.toml", folder / "runs" / name
-    config.write_text(CONFIG.format(folder=folder, name=name))
+    config.write_text(CONFIG.format(folder=folder, name=name, interval=10))
     options = f"--launcher srun --supervise.fork={str(fork).lower()}"
     command = f"exec {sys.executable} -m kempner supervise {config} {options}"
     job = cluster.sbatch(

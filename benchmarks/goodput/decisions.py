@@ -1,6 +1,6 @@
 """Which part of the machine time trains, by the size of the job: a prediction.
 
-    python benchmarks/goodput.py [--gpus 1024 4096 16384] [--days 10] [--stall 0.8] [--write 60]
+    python benchmarks/goodput/decisions.py [--gpus 1024] [--days 10] [--stall 0.8] [--write 60]
 
 The simulated world of the tests, in which kempner's own decisions are taken, is given the failure
 rate that was published for Llama 3: 419 unexpected interruptions in 54 days on 16,384 H100s, 78% of
@@ -28,7 +28,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from simulated.faults import Fault, Kind, Schedule, Setting
 from simulated.files import in_memory

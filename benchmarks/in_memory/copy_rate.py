@@ -1,0 +1,121 @@
+"""How fast a rank's step goes to its buddy, beside a plain socket that sends the same bytes.
+
+    python benchmarks/in_memory/copy_rate.py [--megabytes 512] [--rounds 5]
+
+Both over loopback, one connection, sender and receiver in threads of one process; in turns. The
+processor time is that of both ends together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.slots.board import Board
+from kempner.checkpoint.slots.copies import CopyHolder
+from kempner.checkpoint.slots.memory import Branch, Held, SlotHolder, SlotMemory
+from kempner.run.control.protocol import Secret
+from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver
+from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender
+from kempner.supervisor.launchers.agents.buddy.wire import CHUNK
+
+LOOK = 0.001
+"""Seconds between two looks whether a copy has arrived."""
+
+
+class ToBuddy:
+    """What kempner does: the rank's slot, the agent's sender, the other agent's receiver."""
+
+    def __init__(self, size: int) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        self.copies, secret = CopyHolder(), Secret.new()
+        address, port = CopyReceiver(self.copies, secret, "127.0.0.1").listen("")
+        self.lent = SlotHolder().lend(1, {}, with_buddy=True)
+        assert self.lent.board is not None
+        self.board, self.step, self.size = Board(self.lent.board), 0, size
+        self.slots = [SlotMemory.grown(slot, size) for slot in self.lent.slots[:2]]
+        for slot in self.slots:
+            slot.image[:] = os.urandom(1 << 20) * (size >> 20)
+        CopySender(secret).begin(Buddy(address, port, 1.0), {1: self.lent})
+
+    def __call__(self) -> None:
+        while not self.board.may_pin:
+            time.sleep(LOOK)
+        self.step += 1
+        number = self.step % 2
+        self.slots[number].withdraw()
+        held = Held(TrainState(self.step), Branch("now"), 1, 2, 0, 0, self.size)
+        self.slots[number].publish(held)
+        self.board.pin(number)
+        while not self.board.may_pin:
+            time.sleep(LOOK)
+        arrived = [memory.held() for memory in self.copies.slots()[1]]
+        assert held in arrived
+
+
+class Plain:
+    """A socket, and nothing else."""
+
+    def __init__(self, size: int) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.near = socket.create_connection(listener.getsockname())
+        self.far, _ = listener.accept()
+        self.source = memoryview(bytearray(os.urandom(1 << 20) * (size >> 20)))
+        self.place = memoryview(bytearray(size))
+
+    def __call__(self) -> None:
+        receiver = threading.Thread(target=self._receive)
+        receiver.start()
+        for at in range(0, len(self.source), CHUNK):
+            self.near.sendall(self.source[at : at + CHUNK])
+        receiver.join()
+
+    def _receive(self) -> None:
+        at = 0
+        while at < len(self.place):
+            at += self.far.recv_into(self.place[at : at + CHUNK])
+
+
+def timed(send: Callable[[], None]) -> tuple[float, float]:
+    """Wall and processor time."""
+    wall, busy = time.perf_counter(), time.process_time()
+    send()
+    return time.perf_counter() - wall, time.process_time() - busy
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    size = arguments.megabytes << 20
+    ways: dict[str, Callable[[], None]] = {"to a buddy": ToBuddy(size), "plain": Plain(size)}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for number in range(-2, arguments.rounds):  # both copies have their pages after two
+        for name, send in ways.items():
+            measured = timed(send)
+            if number >= 0:
+                times[name].append(measured)
+    for name, measured_all in times.items():
+        wall, busy = (statistics.median(column) for column in zip(*measured_all, strict=True))
+        rate, cost = size / wall / 1e9, busy / size * 1e9
+        print(f"{name:<12} {rate:6.2f} GB/s  {cost:6.2f} processor s/GB")
+    pairs = zip(times["to a buddy"], times["plain"], strict=True)
+    ratios = [[a / b for a, b in zip(ours, plain, strict=True)] for ours, plain in pairs]
+    wall, busy = (statistics.median(column) for column in zip(*ratios, strict=True))
+    print(f"ratio        {wall:6.2f} by wall   {busy:6.2f} by processor time")
+
+
+if __name__ == "__main__":
+    main()

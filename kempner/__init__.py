@@ -5,6 +5,8 @@ The public names are imported on first use, so `import kempner` stays fast and n
     from kempner import CheckpointManager, ShutdownHandler, survive
 
 `survive` makes a training loop of your own stop, save and resume; the two classes are its parts.
+`ResumableBatchSampler`, `ResumableSampler` and `ResumableDataLoader` resume at the right sample.
+`submit` starts a run, on a Slurm cluster or here, and returns its `Job`.
 """
 
 from __future__ import annotations
@@ -13,16 +15,38 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = ["CheckpointManager", "ShutdownHandler", "__version__", "survive"]
+__all__ = [
+    "CheckpointManager",
+    "Job",
+    "ResumableBatchSampler",
+    "ResumableDataLoader",
+    "ResumableSampler",
+    "ShutdownHandler",
+    "__version__",
+    "submit",
+    "survive",
+]
 
 if TYPE_CHECKING:  # for type checkers and editors; __getattr__ imports them at run time
     from kempner.checkpoint.manager import CheckpointManager
+    from kempner.data.serve.sampler import (
+        ResumableBatchSampler,
+        ResumableDataLoader,
+        ResumableSampler,
+    )
+    from kempner.jobs.job import Job
+    from kempner.jobs.submit import submit
     from kempner.training.rank_link.shutdown import ShutdownHandler
     from kempner.training.survive import survive
 else:
     _HOMES = {
         "CheckpointManager": "kempner.checkpoint.manager",
+        "Job": "kempner.jobs.job",
+        "ResumableBatchSampler": "kempner.data.serve.sampler",
+        "ResumableDataLoader": "kempner.data.serve.sampler",
+        "ResumableSampler": "kempner.data.serve.sampler",
         "ShutdownHandler": "kempner.training.rank_link.shutdown",
+        "submit": "kempner.jobs.submit",
         "survive": "kempner.training.survive",
     }
 

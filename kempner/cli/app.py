@@ -23,6 +23,8 @@ _MODULES = {
     "plan": ("insight.plan",),
     "train": ("train",),
     "supervise": ("supervise",),
+    "join": ("program.join",),
+    "heartbeat": ("program.heartbeat",),
     "doctor": ("insight.doctor",),
     "status": ("insight.status",),
     "report": ("insight.report",),

@@ -23,6 +23,7 @@ from kempner.model.spec.communication_choice import (
 )
 from kempner.model.spec.mesh import ranks_on_a_node, resolve_mesh
 from kempner.model.spec.shape import Shape, count_parameters
+from kempner.run.output.logs import logger
 from kempner.run.record.run_dir import RunDirectory
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration in TOML.")]
@@ -72,7 +73,7 @@ def check(
 
     CONFIG, then --section.key=value.
     """
-    config = load(file, overrides(context, file))
+    config = load(file, overrides(context, file), logger().warning)
     if world is not None:
         refuse_absent_ranks(config.resilience.faults, world)
         resolve_mesh(config, world)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +26,7 @@ from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import inbox
-from kempner.run.record.run_dir import RUN_LINE, RunDirectory
+from kempner.run.record.run_dir import RUN_LINE, RunDirectory, name_of_command
 
 if TYPE_CHECKING:
     from kempner.supervisor.launchers.base import Program
@@ -36,6 +38,9 @@ class LauncherName(StrEnum):
     LOCAL = "local"
     SRUN = "srun"
     TORCHRUN = "torchrun"
+
+
+_NAMED = "kempner supervise --run.name=NAME -- COMMAND..."
 
 
 class _TakesCommand(TyperCommand):
@@ -141,14 +146,18 @@ def _here(
     return follow(run, local, _program(command, given, config), config, inbox())
 
 
-def _program(command: Sequence[str], given: Sequence[str], config: Config) -> Program:
+def _program(
+    command: Sequence[str], given: Sequence[str], config: Config, python: str = sys.executable
+) -> Program:
     """What each rank runs."""
     from kempner.supervisor.launchers.base import Program
 
     section = config.supervise
     if command:
-        return Program.of_user(command, section.fork_imports if section.fork else ())
-    return Program.train(given, section.fork)
+        modules = section.fork_imports if section.fork else ()
+        pattern = config.program.progress_pattern or ""
+        return Program.of_user(command, modules, python, pattern)
+    return Program.train(given, section.fork, python)
 
 
 def _in_a_job(
@@ -161,11 +170,15 @@ def _in_a_job(
 ) -> ExitCode:
     """Find and print the resources of the Slurm job, then train in it."""
     from kempner.supervisor.daemon import supervise as follow
-    from kempner.supervisor.launchers.agents.launcher import AgentLauncher, why_no_agents
+    from kempner.supervisor.launchers.agents.affinity import why_no_agents
+    from kempner.supervisor.launchers.agents.joined.launcher import PoolLauncher
+    from kempner.supervisor.launchers.agents.launcher import AgentLauncher
     from kempner.supervisor.launchers.srun import SrunLauncher
+    from kempner.supervisor.launchers.surroundings import Surroundings
     from kempner.supervisor.launchers.torchrun import TorchrunLauncher
     from kempner.supervisor.slurm.job_monitor import JobMonitor
-    from kempner.supervisor.slurm.setup import enter, find_job, introduction
+    from kempner.supervisor.slurm.setup import enter, find_job, introduction, meeting_place
+    from kempner.supervisor.slurm.surroundings_check import check_surroundings
 
     per_task = chosen is LauncherName.SRUN
     if command and not per_task:
@@ -176,21 +189,38 @@ def _in_a_job(
     allocation, resources = enter(
         job, os.environ, config, given=jobid is not None, per_task=per_task
     )
-    program = _program(command, given, config)
+    around = Surroundings.of(config.slurm)
+    program = _program(command, given, config, around.python)
     launcher: type[SrunLauncher] = SrunLauncher if per_task else TorchrunLauncher
-    if per_task and program.modules:
-        if why := why_no_agents(config.supervise, os.environ):
-            logger().warning(f"the ranks are not forked: {why}")
+    by_agents = program.modules or allocation.why_no_tasks or (command and config.supervise.fork)
+    if per_task and by_agents:
+        if why := why_no_agents(config.supervise, os.environ, around):
+            lacks = "forked" if program.modules else "watched by agents, nor what they print"
+            logger().warning(f"the ranks are not {lacks}: {why}")
         else:
             launcher = AgentLauncher
-    step = launcher(allocation, config.supervise)
+    step = launcher(allocation, config.supervise, around)
+    if launcher is AgentLauncher and config.supervise.grow and not (command or around.contained):
+        step = PoolLauncher(allocation, config.supervise, around, partial(_fits, config))
     refuse_absent_ranks(config.resilience.faults, step.size)
     resolve_mesh(config, step.size)
     restarts = restart_count(os.environ)
-    say(introduction(allocation, resources, run, given, restarts))
+    meeting = meeting_place(allocation, config, os.environ)
+    say(introduction(allocation, resources, run, given, restarts, meeting))
     inbox().pause_within(_never_paused)
-    around = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)
-    return follow(run, step, program, config, inbox(), around)
+    stopped = lambda: bool(inbox().received)  # noqa: E731
+    check_surroundings(around, config.slurm.setup, allocation, stopped)
+    monitor = JobMonitor(job, allocation.batch, given if config.slurm.resubmit else None)
+    return follow(run, step, program, config, inbox(), monitor)
+
+
+def _fits(config: Config, size: int) -> bool:
+    """Whether so many ranks can be the mesh of a configuration."""
+    try:
+        resolve_mesh(config, size)
+    except UsageError:
+        return False
+    return True
 
 
 def _load(
@@ -206,8 +236,8 @@ def _load(
         overrides = [file, *overrides]  # the first of them, where a file could have been
         file = None
     path = None if file is None else Path(file)
-    config = load(path, overrides)
-    name = config.run.name or _name_of(command)
+    config = load(path, overrides, logger().warning)
+    name = config.run.name or name_of_command(command, _NAMED)
     wanted = f"{name}{element(os.environ)}"
     if wanted != config.run.name:
         others = [given for given in overrides if not given.startswith("--run.name=")]
@@ -215,11 +245,3 @@ def _load(
         config = load(path, overrides)
     words = overrides if file is None else [file, *overrides]
     return config, [*words, "--", *command] if command else words
-
-
-def _name_of(command: Sequence[str]) -> str:
-    """What to call the run of a command: as its script. Raises `UsageError` if it has none."""
-    for word in command:
-        if word.endswith(".py"):
-            return Path(word).stem
-    raise UsageError("give the run a name: kempner supervise --run.name=NAME -- COMMAND...")

@@ -6,7 +6,7 @@ what is done about it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -44,7 +44,8 @@ from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.monitors.straggler import StragglerMonitor
 from kempner.supervisor.policy.attempt_state import AttemptLife, AttemptState, Deadline, Trigger
 from kempner.supervisor.policy.outcome import RankExit, describe_exit, failed
-from kempner.supervisor.policy.stop import StandingStop, StopOrder, renew, time_to_abandon
+from kempner.supervisor.policy.stop import StopOrder, renew, time_to_abandon
+from kempner.supervisor.policy.stop_so_far import StopSoFar
 from kempner.supervisor.slurm.job_monitor import JobSeen
 from kempner.supervisor.slurm.job_view import JobView
 
@@ -70,29 +71,6 @@ ranks are told at once."""
 AttemptEvent: TypeAlias = Received | RankExit | News | JobSeen
 
 
-@dataclass
-class StopSoFar:
-    """What has been heard of a stop.
-
-    `standing` is what the ranks were told, None until they are asked to stop; `said` is why they
-    stop by their own words. `unrecorded` is what the ledger does not tell yet, and since when.
-    """
-
-    signals: list[Received] = field(default_factory=list)
-    standing: StandingStop | None = None
-    said: StopReason = StopReason.NONE
-    unrecorded: tuple[StopRequested, float] | None = None
-
-    @property
-    def reason(self) -> StopReason:
-        """Why the ranks were asked to stop, or said that they do; NONE if nobody asked them."""
-        if self.standing is None:
-            return StopReason.NONE
-        if self.standing.reason is StopReason.PEER_STOPPED and self.said:
-            return self.said  # they know why that one was asked
-        return max(self.standing.reason, self.said)
-
-
 class AttemptFollower:
     """Follows one attempt. Times are seconds of a clock that stands still while suspended."""
 
@@ -109,7 +87,7 @@ class AttemptFollower:
     ) -> None:
         self.attempt, self.roster, self.job = attempt, roster, job
         self._launcher, self._channel, self._ledger = launcher, channel, ledger
-        self._times, self._stop = times, StopSoFar()
+        self.times, self._stop = times, StopSoFar()
         supervise, resilience, now = config.supervise, config.resilience, times.now()
         graces = {
             Deadline.STOP: supervise.stop_grace,
@@ -146,8 +124,15 @@ class AttemptFollower:
     @property
     def ends(self) -> list[RankExit]:
         """How ranks ended, in the order of the first sign of it."""
-        usage = self._channel.usage()
-        return [explained(end, usage, self.roster.joined) for end in self.roster.ends]
+        usage, ends = self._channel.usage(), self.roster.ends
+        if self.of_stranger:
+            ends = [self._channel.interpret(end) for end in ends]  # one may have said more since
+        return [explained(end, usage, self.roster.joined) for end in ends]
+
+    @property
+    def of_stranger(self) -> bool:
+        """Whether it is a program that has not said a word over the channel."""
+        return not (self.roster.must_report or self.roster.joined)
 
     def step_of(self, rank: int | None) -> int:
         """The step that a rank was in when last heard, or had done where it was in none.
@@ -160,19 +145,24 @@ class AttemptFollower:
 
     def too_late_to_restart(self) -> bool:
         """Whether the job's end is so near that new ranks would have to stop at once."""
-        return self.job.ends_within(RESTART_TAKES, self._times)
+        return self.job.ends_within(RESTART_TAKES, self.times)
 
     def must_stop(self) -> bool:
         """Whether only the time for a stop is left of the job's time."""
-        return self.job.ends_within(0.0, self._times)
+        return self.job.ends_within(0.0, self.times)
 
-    def seconds_since_left(self) -> float:
-        """Since the last rank left, or was killed; 0 before that."""
-        return self._times.seconds_since_left()
+    @property
+    def trains(self) -> bool:
+        """Whether all ranks have begun with their steps, and none was asked to stop, or failed."""
+        return self._life.state is AttemptState.RUNNING and self._snapshot().trains
+
+    def seconds_run(self) -> float:
+        """Since its launch, until the first rank ended."""
+        return self.times.now() - (self.seconds_ending() or 0.0)
 
     def seconds_ending(self) -> float | None:
         """Since the first rank ended; None if none has."""
-        return self.roster.first_ended_for(self._times.now())
+        return self.roster.first_ended_for(self.times.now())
 
     def over(self) -> bool:
         """Whether nothing is left to follow."""
@@ -207,7 +197,7 @@ class AttemptFollower:
             outstayed = self._launcher.alive() and still_here(self.roster.joined)
             self._advance(Trigger.OUTSTAYED if outstayed else Trigger.ALL_ENDED)
         if self._life.over or self._life.state is AttemptState.KILLING:
-            self._times.ranks_left()
+            self.times.ranks_left()
         for finding in findings:
             if not isinstance(finding, Hang):
                 self._reporter.report(finding, snapshot)
@@ -237,24 +227,24 @@ class AttemptFollower:
     def tell_phase_durations(self) -> None:
         """Note for the next attempt how long the phases of this one took, and what is left."""
         self._record_stop()
-        for finding in self._times.phases.findings():
+        for finding in self.times.phases.findings():
             self._reporter.report(finding, self._snapshot())
 
     def _snapshot(self) -> Snapshot:
         return Snapshot.of(
-            self._times.now(),
+            self.times.now(),
             self.roster.size,
             self._channel.last_reports(),
             monotonic(),
-            self._times.phases.usual(),
+            self.times.phases.usual(),
             self._channel.usage(),
             self.roster.joined,
-            Surroundings(self._times.woke_at, self._launcher.waits()),
+            Surroundings(self.times.woke_at, self._launcher.waits()),
         )
 
     def _advance(self, trigger: Trigger, within: float = inf) -> bool:
         """Something has happened that allows for so many seconds; whether the state changes."""
-        before, self._life = self._life, self._life.after(trigger, self._times.now(), within)
+        before, self._life = self._life, self._life.after(trigger, self.times.now(), within)
         if self._life.state is before.state:
             return False
         lasted = round(self._life.since - before.since, 1)
@@ -264,13 +254,13 @@ class AttemptFollower:
 
     def _all_gone(self) -> bool:
         """Whether all ranks have ended and their processes are gone, or should be."""
-        ended_for = self.roster.ended_for(self._times.now())
+        ended_for = self.roster.ended_for(self.times.now())
         return not self._launcher.alive() or (ended_for is not None and ended_for > EXIT_GRACE)
 
     def _end_a_hang(self, hang: Hang, snapshot: Snapshot) -> None:
         """Collect evidence first, unless a stop or a failure ends the attempt anyway."""
         if self._advance(Trigger.HANG_FOUND):
-            self._times.phases.misjudged(hang.phase, hang.still)
+            self.times.phases.misjudged(hang.phase, hang.still)
             self._evidence.collect(hang, snapshot)
 
     def _miss_ranks(self, snapshot: Snapshot) -> None:
@@ -292,11 +282,11 @@ class AttemptFollower:
             case RankExit():
                 self._note_end(attempt_event)
             case JobSeen() as seen:
-                self.job.take_in(seen, self._times.now())
+                self.job.take_in(seen, self.times.now())
             case Connected():
                 self._note_connection(attempt_event)
             case Disconnected() as gone:
-                self.roster.disconnected(gone, self._times.now())
+                self.roster.disconnected(gone, self.times.now())
                 logger().info("rank disconnected", rank=gone.rank, reason=gone.reason)
             case Heard(rank, Event() as said):
                 self._hear(rank, parse_event(said.name, said.fields))
@@ -305,7 +295,7 @@ class AttemptFollower:
 
     def _note_connection(self, there: Connected) -> None:
         node = node_of(there.host, self._launcher.nodes)
-        self.roster.connected(replace(there, host=node), self._times.now())
+        self.roster.connected(replace(there, host=node), self.times.now())
         self._advance(Trigger.ALL_JOINED if self.roster.all_joined else Trigger.RANK_JOINED)
         logger().info("rank connected", rank=there.rank, host=there.host, pid=there.pid)
 
@@ -318,7 +308,7 @@ class AttemptFollower:
             case CheckpointCommitted():
                 self._record(self._learn_from(event))
             case Evaluated():
-                self._times.evaluated(event.seconds)
+                self.times.evaluated(event.seconds)
                 self._record(event)
             case Stopped():
                 self._stop.said = StopReason.of_label(event.reason)
@@ -330,7 +320,7 @@ class AttemptFollower:
 
     def _learn_from(self, commit: CheckpointCommitted) -> CheckpointCommitted:
         """Take note of how long the save took, unless the job was suspended meanwhile."""
-        if commit.took is None or self._times.saved(commit.took):
+        if commit.took is None or self.times.saved(commit.took):
             return commit
         return replace(commit, suspended=True)
 
@@ -341,26 +331,26 @@ class AttemptFollower:
         self._stop.signals.append(received)
         self.job.look()  # it knows why, and until when
         reason, sentence = reason_of_signal(received.signal), received.signal.name
-        left, grace = self.job.seconds_left(self._times.now()), self._life.graces[Deadline.STOP]
+        left, grace = self.job.seconds_left(self.times.now()), self._life.graces[Deadline.STOP]
         within = grace if left is None else min(grace, max(0.0, left))
-        self._ask_to_stop(StopOrder(reason, sentence, within))
+        self.ask_to_stop(StopOrder(reason, sentence, within))
 
     def _heed_the_job(self) -> None:
         """Ask for a stop when the job's end is near, or Slurm is about to end it."""
-        order = self.job.stop_order(self._times, self.signals)
+        order = self.job.stop_order(self.times, self.signals)
         if order is not None:
-            self._ask_to_stop(order)
+            self.ask_to_stop(order)
 
-    def _ask_to_stop(self, order: StopOrder) -> None:
-        """Ask once, and again whenever there is more to say."""
-        now, first = self._times.now(), self._stop.standing is None
-        standing = renew(self._stop.standing, order, now)
+    def ask_to_stop(self, order: StopOrder) -> None:
+        """Ask the ranks once, and again whenever there is more to say."""
+        now, before = self.times.now(), self._stop.standing
+        first, standing = before is None, renew(before, order, now)
         if standing is None:
             return
         self._stop.standing, seconds_left = standing, max(0.0, standing.by - now)
         self._channel.tell(Stop(standing.reason, shorten(standing.sentence), seconds_left))
-        if first:
-            self._launcher.ask_to_stop()
+        if standing.reason.ends_run and not (before and before.reason.ends_run):
+            self._launcher.ask_to_stop()  # a signal would say more than that others are to come
         self._advance(Trigger.STOP_REQUESTED, seconds_left)
         if first:
             logger().warning(f"{standing.sentence}: stopping after this step, with a checkpoint")
@@ -378,20 +368,28 @@ class AttemptFollower:
             self._stop.unrecorded = None
             self._record(told)
 
+    def _interpret(self, end: RankExit) -> RankExit:
+        """With what its exit means, where that is not said over the channel."""
+        if self.roster.must_report or end.rank in self.roster.joined:
+            return end
+        asked = replace(end, asked=end.asked or self._stop.standing is not None)
+        return self._channel.interpret(asked, look=not self.roster.any_failed)
+
     def _note_end(self, end: RankExit) -> None:
+        end = self._interpret(end)
         first_to_fail = failed(end) and not self.roster.any_failed
-        if not self.roster.ended(end, self._times.now()):
+        if not self.roster.ended(end, self.times.now()):
             return  # its own words came first and say more than its exit status
         if first_to_fail:
             self._channel.tell(PeerLost(end.rank, shorten(describe_exit(end))))
             self._advance(Trigger.RANK_FAILED)
         logger().info("rank ended", rank=end.rank, how=describe_exit(end))
-        if end.status == ExitCode.STOPPED and self._stop.standing is None:
+        if end.code == ExitCode.STOPPED and self._stop.standing is None:
             # A rank that was signalled alone, before it knew the others: they would wait for it.
             # What the ranks have said of it meanwhile is better than that one of them was asked.
             reason = self._stop.said or StopReason.PEER_STOPPED
             sentence = f"rank {end.rank} was asked to stop"
-            self._ask_to_stop(StopOrder(reason, sentence, self._life.graces[Deadline.STOP]))
-        if end.status == ExitCode.STOPPED and self.roster.left_early(end):
+            self.ask_to_stop(StopOrder(reason, sentence, self._life.graces[Deadline.STOP]))
+        if end.code == ExitCode.STOPPED and self.roster.left_early(end):
             # Others may have met it a moment before: no order frees them, since they wait for it.
             self._channel.tell(PeerLost(end.rank, LEFT_EARLY))

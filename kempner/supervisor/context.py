@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from kempner.cluster.machine.process_start import process_began
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import LaunchTerms
 from kempner.run.process.retry import storage_waits
@@ -13,6 +14,8 @@ from kempner.run.record.history import RunHistory
 from kempner.run.record.lease import Lease
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.growth import Growth
+from kempner.supervisor.hooks import Hooks, LedgerWithHooks
 from kempner.supervisor.launchers.base import Launcher, Program
 from kempner.supervisor.slurm.job_monitor import JobMonitor
 
@@ -28,17 +31,29 @@ class SupervisorContext:
     signals: SignalInbox
     job: JobMonitor | None
     lease: Lease
+    hooks: Hooks
+
+    @cached_property
+    def began(self) -> float | None:
+        """When the supervisor's process began, or the batch script that became it."""
+        began = process_began()
+        return None if began is None else round(began, 3)
 
     @cached_property
     def ledger(self) -> Ledger:
         """Where the run's events go."""
-        return Ledger(self.run.ledger)
+        return LedgerWithHooks(self.run.ledger, self.hooks)
 
     @cached_property
     def history(self) -> RunHistory:
         """What the ledger tells, read once, and then what was added."""
         read = partial(RunHistory.read, self.run.ledger, self.ledger.unwritten)
         return storage_waits().retry(read, worked=True)
+
+    @cached_property
+    def growth(self) -> Growth:
+        """What looks after the nodes without ranks."""
+        return Growth(self.launcher, self.run, self.config, self.program.ours)
 
     def terms(self) -> LaunchTerms | None:
         """What a program of the user's own is told; ours reads the configuration."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Collection
-from dataclasses import asdict
+from collections.abc import Callable, Collection
+from dataclasses import asdict, replace
 from functools import partial
 from queue import SimpleQueue
 
 from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.cluster.slurm.job import restart_count
 from kempner.config.sections import Config
-from kempner.run.control.launch_env import Control, Launch
+from kempner.run.control.launch_env import BuddyTerms, Control, Launch
 from kempner.run.control.protocol import Secret
 from kempner.run.output.logs import logger, open_log
 from kempner.run.process.exit_codes import ExitCode
@@ -25,7 +24,7 @@ from kempner.run.process.retry import (
 from kempner.run.process.side_thread import unless
 from kempner.run.process.signals import LEFT_AT_ONCE, SignalInbox, insists
 from kempner.run.record.attempts import Attempt, begin_attempt, prune_attempts
-from kempner.run.record.events.attempt import AttemptEnded, AttemptStarted
+from kempner.run.record.events.attempt import AttemptEnded, AttemptStarted, ProgramAdvanced
 from kempner.run.record.events.health import StorageWaited
 from kempner.run.record.gave_up import refuse_if_given_up
 from kempner.run.record.history import RunHistory
@@ -36,22 +35,29 @@ from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
 from kempner.supervisor.context import SupervisorContext
 from kempner.supervisor.control.auth import Membership, listen
 from kempner.supervisor.control.file_transport import FileTransport
+from kempner.supervisor.control.program_reports import ProgramReports
 from kempner.supervisor.control.rank_roster import RankRoster
 from kempner.supervisor.control.rank_status import RankStatusFile
 from kempner.supervisor.control.server import ControlServer
+from kempner.supervisor.hooks import Hooks, LedgerWithHooks
 from kempner.supervisor.launchers.base import Launcher, Program
 from kempner.supervisor.metrics_export import MetricsExports
 from kempner.supervisor.monitors.run_times import RunTimes
-from kempner.supervisor.nodes.exclusion import suspects
+from kempner.supervisor.nodes.shared_suspects import known_suspects
 from kempner.supervisor.policy.outcome import Decision, decide_outcome
+from kempner.supervisor.policy.program_progress import has_advanced
 from kempner.supervisor.policy.restart import failures
+from kempner.supervisor.policy.salvage import why_not_kept
 from kempner.supervisor.preflight import choose_nodes
 from kempner.supervisor.readiness import check_ready, check_run_directory
 from kempner.supervisor.recovery import is_asked_to_stop, restart_or_finish
+from kempner.supervisor.salvage import salvage
 from kempner.supervisor.slurm.job_monitor import JobMonitor
 from kempner.supervisor.slurm.job_view import JobView
 from kempner.supervisor.slurm.requeue_job import job_facts, requeue_or_explain
 from kempner.supervisor.start_progress import StartProgress
+
+NOT_KEPT = "checkpoint.in_memory=true is for `kempner train`; this program's steps are not kept"
 
 STORAGE_FAILED = (StorageUnavailableError, WaitStoppedError)
 """What ends a wait for storage without it."""
@@ -74,10 +80,20 @@ def supervise(
     storage_waits().configure(config.resilience.patience, lambda: bool(signals.received))
     raise_open_file_limit()
     check_run_directory(run)
+    hooks = Hooks(config.hooks, run)
     try:
-        return _supervise(run, launcher, program, config, signals, job)
+        return _supervise(run, launcher, program, config, signals, job, hooks)
     finally:
-        launcher.close()
+        _end("ending the ranks", launcher.close)
+        _end("waiting for the hooks", hooks.close)
+
+
+def _end(stage: str, do: Callable[[], None]) -> None:
+    """One stage of the end of a run; those after it come even if it fails."""
+    try:
+        do()
+    except Exception as error:  # noqa: BLE001 - told, and no reason to skip what is left to do
+        logger().warning(f"{stage} failed at the end of the run", error=repr(error))
 
 
 def _supervise(
@@ -87,6 +103,7 @@ def _supervise(
     config: Config,
     signals: SignalInbox,
     job: JobMonitor | None,
+    hooks: Hooks,
 ) -> ExitCode:
     """As `supervise`, with a launcher that is closed afterwards."""
     try:
@@ -95,19 +112,24 @@ def _supervise(
         if program.ours:
             for warning in check_ready(config, run).warnings:
                 logger().warning(warning)
+        elif config.checkpoint.in_memory:
+            logger().warning(NOT_KEPT)
         lease = Lease.acquire(run, config.supervise.lease, restart_count(os.environ))
     except STORAGE_FAILED as error:
-        launcher.close()
+        _end("ending the ranks", launcher.close)
         end = Decision(error.code, str(error))
-        return _leave(end, run, Ledger(run.ledger), RunHistory(), job, None, {})
+        ledger = LedgerWithHooks(run.ledger, hooks)
+        return _leave(end, run, ledger, RunHistory(), job, None, {})
     exports = MetricsExports()
     try:
         exports.start(run, config.metrics)
-        context = SupervisorContext(run, launcher, program, config, signals, job, lease)
+        if program.ours and config.supervise.grow:
+            launcher.invite(run.invitation)
+        context = SupervisorContext(run, launcher, program, config, signals, job, lease, hooks)
         return _bring_to_an_end(context)
     finally:
-        exports.close()  # after the job was put back into the queue
-        lease.release()
+        _end("ending the exporters", exports.close)  # after the job was put back into the queue
+        _end("releasing the lease", lease.release)
 
 
 def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
@@ -115,16 +137,18 @@ def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
     end, follower = None, None
     while end is None:
         try:
-            earlier = failures(context.history.refresh())
             follower, decision = _follow_attempt(context)
             context.lease.check()
+            salvage(context, follower, decision)
+            earlier = failures(context.history.refresh())
             end = restart_or_finish(context, follower, decision, earlier)
         except STORAGE_FAILED as error:
             end = Decision(error.code, str(error))
-    context.launcher.close()  # before the job goes: what is left of it would be killed
+    # Before the job goes: what is left of it would be killed.
+    _end("ending the ranks", context.launcher.close)
     # Read by now, or it cannot be read at all.
     history = context.history.refresh() if "history" in vars(context) else RunHistory()
-    suspect = suspects(history, time.time(), context.config.resilience.suspect_for)
+    suspect = known_suspects(history, context.config.resilience, context.run.path.name)
     return _leave(end, context.run, context.ledger, history, context.job, follower, suspect)
 
 
@@ -145,7 +169,7 @@ def _leave(
         first, number, since = None, 0, None
         if follower is not None:
             first, number = follower.job.at_first, follower.attempt.number
-            since = follower.seconds_since_left
+            since = follower.times.seconds_since_left
         requeue_or_explain(job, first, number, end, run, ledger, history, suspect, since)
     if end.code is not ExitCode.COMPLETED:
         logger().warning(end.reason)
@@ -162,22 +186,55 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
     incoming: SimpleQueue[AttemptEvent] = SimpleQueue()
     signals.react_with(incoming.put)  # from here on a stop is passed on to the ranks
     listener = listen(launcher.address, context.config.supervise.ports)
-    attempt, secret = _begin(context), Secret.new()
+    attempt, secret, size = _begin(context), Secret.new(), launcher.size
+    section = None if context.program.ours else context.config.program
+    program = ProgramReports(context.run, attempt.number, size, section)
     channel = ControlServer(
         listener,
-        Membership(secret, attempt.number, launcher.size),
-        FileTransport(context.run, attempt.number, launcher.size),
+        Membership(secret, attempt.number, size),
+        FileTransport(context.run, attempt.number, size, program),
         incoming.put,
     )
     channel.start()
+    program.start()
     follower = _follower(context, attempt, channel)
     control = Control(launcher.address, channel.port, secret)
-    launch = Launch(attempt, control, terms=context.terms())
-    _see_it_through(context, follower, channel, launch, incoming)
+    in_memory = _keeps_steps(context)
+    buddy = _buddy_terms(context.config) if in_memory else None
+    launch = Launch(attempt, control, terms=context.terms(), in_memory=in_memory, buddy=buddy)
+    try:
+        _see_it_through(context, follower, channel, launch, incoming)
+    finally:
+        program.close()
     decision = _outcome(follower)
     follower.tell_phase_durations()
     _close(context.ledger, attempt, decision, follower)
+    if follower.of_stranger and not context.program.ours:
+        _note_advance(context, follower, program.furthest_step)
     return follower, decision
+
+
+def _keeps_steps(context: SupervisorContext) -> bool:
+    wanted = context.program.ours and context.config.checkpoint.in_memory
+    refusal = why_not_kept(wanted, context.history.refresh(), context.began or 0.0)
+    if refusal is not None:
+        logger().warning("steps are not kept in memory any more", reason=refusal)
+    return wanted and refusal is None
+
+
+def _buddy_terms(config: Config) -> BuddyTerms | None:
+    if not config.checkpoint.buddy:
+        return None
+    return BuddyTerms(config.checkpoint.buddy_share, config.distributed.interface)
+
+
+def _note_advance(context: SupervisorContext, follower: AttemptFollower, step: int | None) -> None:
+    """Tell the ledger if a program that does not report got further than before."""
+    earlier = context.history.refresh().events(ProgramAdvanced)
+    before = max((event.step for event in earlier if event.step is not None), default=None)
+    seconds, long = follower.seconds_run(), context.config.program.progress_seconds
+    if has_advanced(step, before, seconds, follower.stop_reason.ends_run, long):
+        context.ledger.record(ProgramAdvanced(step, round(seconds, 1)), follower.attempt.number)
 
 
 def _begin(context: SupervisorContext) -> Attempt:
@@ -189,8 +246,13 @@ def _begin(context: SupervisorContext) -> Attempt:
     open_log(run.supervisor_log(attempt.number), attempt=attempt.number)
     patient = partial(unless, partial(is_asked_to_stop, context, None), name="survey")
     choose_nodes(launcher, attempt, run, context.config, ledger, context.history, patient)
-    facts = () if context.job is None else job_facts(context.job)
-    ledger.record(AttemptStarted(launcher.size, *facts), attempt.number)
+    context.growth.note_changes(ledger, attempt)
+    own = not context.program.ours
+    event = AttemptStarted(launcher.size, own_program=own, process_began=context.began)
+    if context.job is not None:
+        job, restarts, nodes = job_facts(context.job)
+        event = replace(event, job=job, restarts=restarts, nodes=nodes)
+    ledger.record(event, attempt.number)
     return attempt
 
 
@@ -227,14 +289,17 @@ def _see_it_through(
         prune_attempts(context.run, context.config.supervise.keep_attempts)
         if context.job is not None:
             context.job.watch(incoming.put)
+        context.growth.watch(launch.attempt, context.history)
         while not (follower.over() or insists(follower.signals) or context.lease.lost):
             follower.take_in(incoming)
             follower.enforce()
+            context.growth.consider(follower)
             reports = channel.last_reports()
             rank_status.update(reports)
             progress.update([last.report.phase for last in reports.values()])
     finally:
         context.launcher.kill()
+        context.growth.end_watch()
         channel.close()
         progress.close(clean=any(end.rank == 0 and (end.status or 0) >= 0 for end in follower.ends))
     context.lease.check()  # or what follows would be written into somebody else's ledger

@@ -6,23 +6,26 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 from kempner.cluster.machine.fitness import SHARED_WITHIN
 from kempner.config.sections import Config
 from kempner.run.output.logs import logger
-from kempner.run.process.durable_io import await_entry, holds
+from kempner.run.process.durable_io import comes_to_hold
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.hooks import about_run
 from kempner.supervisor.launchers.base import Launcher
-from kempner.supervisor.nodes.exclusion import Suspect, suspects
+from kempner.supervisor.nodes.exclusion import Suspect
 from kempner.supervisor.nodes.health_check import Diagnosis, diagnose
-from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
+from kempner.supervisor.nodes.probe import SITE_CHECK, ProbeQuestion, ProbeResult, SiteCheck
+from kempner.supervisor.nodes.shared_suspects import known_suspects
 from kempner.supervisor.policy.outcome import Decision
 
 Answers: TypeAlias = Sequence[ProbeResult]
@@ -43,7 +46,7 @@ def choose_nodes(
 
     The nodes are waited for `patiently`, and are not examined if a stop is asked for meanwhile.
     """
-    if config.resilience.health_check:
+    if config.resilience.health_check or config.hooks.before_start:
         found = _examine(launcher, attempt, run, config, patiently)
         for warning in found.warnings:
             logger().warning(f"health check: {warning}")
@@ -79,29 +82,52 @@ def nodes_to_exclude(
 
 
 def _accused(history: RunHistory, config: Config) -> dict[str, Suspect]:
-    return suspects(history.refresh(), time.time(), config.resilience.suspect_for)
+    return known_suspects(history, config.resilience, config.run.name or "")
 
 
 def _examine(
     launcher: Launcher, attempt: Attempt, run: RunDirectory, config: Config, patiently: Patiently
 ) -> Diagnosis:
     """Ask every node for its vitals, and look whether what they write is seen here."""
+
+    def ask(question: ProbeQuestion) -> Answers | None:
+        began = time.monotonic()
+        told = patiently(lambda: launcher.survey(question))
+        if told is not None:
+            seconds = round(time.monotonic() - began, 2)
+            nodes = len(launcher.nodes)
+            logger().info("health check", nodes=nodes, answers=len(told), seconds=seconds)
+        return told
+
+    return examine(launcher.nodes, ask, launcher.size, attempt, run, config)
+
+
+def examine(
+    nodes: Sequence[str],
+    ask: Callable[[ProbeQuestion], Answers | None],
+    ranks: int,
+    attempt: Attempt,
+    run: RunDirectory,
+    config: Config,
+) -> Diagnosis:
+    """What is wrong with nodes by what they answer, if they are asked before a stop comes."""
     folders = [run.attempt(attempt.number) / "health"]
     if config.checkpoint.dir is not None:
         folders.append(Path(config.checkpoint.dir) / f".health-{attempt.nonce}")
-    nodes, nonce = launcher.nodes, secrets.token_hex(8)
+    nonce = secrets.token_hex(8)
     question = ProbeQuestion(
         nonce=nonce,
         folders=tuple(str(folder.absolute()) for folder in folders),
         interface=config.distributed.interface,
         on_one_node=len(nodes) == 1,
+        site_check=_site_check(attempt, run, config),
     )
     try:
         for folder in folders:
             folder.mkdir(parents=True)
             (folder / "supervisor").write_text(nonce)
         began = time.time()
-        told = patiently(lambda: launcher.survey(question))
+        told = ask(question)
         if told is None:
             return Diagnosis({})
         during = (began, time.time())
@@ -112,17 +138,26 @@ def _examine(
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
-    seconds = round(during[1] - during[0], 2)
-    logger().info("health check", nodes=len(nodes), answers=len(told), seconds=seconds)
-    return diagnose(nodes, told, unseen, during, launcher.size)
+    answered = frozenset(vitals.node for vitals in told)
+    if not config.resilience.health_check:
+        troubles = {v.node: v.troubles[SITE_CHECK] for v in told if SITE_CHECK in v.troubles}
+        return Diagnosis(troubles, answered=answered)
+    return replace(diagnose(nodes, told, unseen, during, ranks), answered=answered)
+
+
+def _site_check(attempt: Attempt, run: RunDirectory, config: Config) -> SiteCheck | None:
+    """The hook that each node is to run, if there is one."""
+    command = config.hooks.before_start
+    if command is None:
+        return None
+    facts = {**about_run(run, attempt.number), "KEMPNER_EVENT": "before_start"}
+    return SiteCheck(command, config.hooks.timeout, facts)
 
 
 def _unseen(folders: list[Path], node: str, nonce: str) -> str:
     """Why what a node wrote has not come to this one; empty if all of it has."""
     for folder in folders:
-        if not await_entry(folder / node, SHARED_WITHIN) or not holds(
-            folder / node, nonce.encode()
-        ):
+        if not comes_to_hold(folder / node, nonce.encode(), SHARED_WITHIN):
             return (
                 f"files that it writes to {folder.parent} are not visible on the supervisor's node"
             )

@@ -11,7 +11,12 @@ from kempner.cluster.slurm.hostlist import node_of
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.side_thread import unless
-from kempner.run.record.events.attempt import AttemptFailed, AttemptStarted, Restarting
+from kempner.run.record.events.attempt import (
+    AttemptFailed,
+    AttemptStarted,
+    ProgramAdvanced,
+    Restarting,
+)
 from kempner.run.record.events.job import NodeSuspected
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.context import SupervisorContext
@@ -21,6 +26,7 @@ from kempner.supervisor.nodes.health_check import NO_ANSWER
 from kempner.supervisor.policy.outcome import Decision, is_lost
 from kempner.supervisor.policy.restart import (
     FAILURES,
+    HEALED_BY_A_RESTART,
     Failure,
     RestartDecision,
     as_it_worked_before,
@@ -29,6 +35,7 @@ from kempner.supervisor.policy.restart import (
 )
 from kempner.supervisor.policy.storage_restart import decide_storage_restart, find_outage
 from kempner.supervisor.preflight import nodes_to_exclude
+from kempner.supervisor.salvage import dismiss_if_in_vain
 
 LONG = 60.0
 """Seconds after which a program of whose steps nothing is known counts as one that has worked."""
@@ -41,11 +48,16 @@ def restart_or_finish(
     earlier: Sequence[Failure],
 ) -> Decision | None:
     """Get ready to start again after a failure; how the run ends if that makes no sense."""
-    worked = context.history.refresh().last_step is not None or any(f.step for f in earlier)
+    history = context.history.refresh()
+    worked = history.last_step is not None or any(f.step for f in earlier)
+    worked = worked or bool(history.events(ProgramAdvanced))
     decision = as_it_worked_before(decision, worked)
-    if follower.stop_reason and decision.environment:
+    if decision.code is ExitCode.STOPPED and _changes_nodes(context, follower):
+        return _start_on_others(context, follower, decision)
+    stops = follower.stop_reason.ends_run
+    if stops and (decision.environment or _may_pass(follower, decision)):
         return replace(decision, code=ExitCode.STOPPED)
-    if decision.code not in FAILURES or follower.stop_reason:
+    if decision.code not in FAILURES or stops:
         return decision
     attempt, failure = follower.attempt, _failure(context, follower, decision)
     node = node_of(follower.roster.host_of(decision.culprit), context.launcher.nodes)
@@ -53,21 +65,31 @@ def restart_or_finish(
     verdict = _decide_restart(context, decision, failure, earlier)
     bad = _better_without(context, follower, decision, node, verdict)
     if not (verdict.again or bad):
-        if decision.code is ExitCode.STORAGE_UNAVAILABLE and _may_come_back(context, follower):
+        if decision.code is ExitCode.STORAGE_UNAVAILABLE and _may_come_back(context):
             return replace(decision, reason=verdict.reason)
         final = replace(decision, reason=verdict.reason)
         mark = is_worth_a_mark(failure, earlier, _ran_for_long(context, follower))
         said = give_up(context.run, attempt, final, failure, node, mark)
         return replace(final, reason=str(said))
-    if _may_come_back(context, follower) and follower.too_late_to_restart():
+    if _may_come_back(context) and follower.too_late_to_restart():
         reason = f"{decision.reason}; too little of the job's time is left to start again in it"
         return replace(decision, code=ExitCode.STOPPED, reason=reason)
-    return _start_again(context, follower, decision, verdict, bad)
+    end = _start_again(context, follower, decision, verdict, bad)
+    if end is None:
+        dismiss_if_in_vain(context, attempt, failure.step)
+    return end
+
+
+def _may_pass(follower: AttemptFollower, decision: Decision) -> bool:
+    """Whether a failure of a program that does not report may follow from the stop: a rank may have
+    been signalled before anybody knew why, and failed for want of it."""
+    healed = decision.code in HEALED_BY_A_RESTART and not decision.final
+    return healed and follower.of_stranger
 
 
 def _ran_for_long(context: SupervisorContext, follower: AttemptFollower) -> bool:
     """Whether an attempt of a program that does not report its steps may have made some."""
-    if follower.roster.must_report or follower.roster.joined:
+    if not follower.of_stranger:
         return False
     started = context.history.refresh().entries(AttemptStarted)
     return bool(started) and time.time() - started[-1].time > LONG
@@ -86,7 +108,8 @@ def _start_again(
     context.lease.check()
     if unable is None and is_asked_to_stop(context, follower):
         return replace(decision, code=ExitCode.STOPPED, reason=f"{decision.reason}; stopped")
-    for gone in sorted(set(before) - set(context.launcher.nodes) - follower.roster.stuck_hosts):
+    gone_nodes = set(before) - set(context.launcher.nodes) - context.launcher.joined.keys()
+    for gone in sorted(gone_nodes - follower.roster.stuck_hosts):
         context.ledger.record(NodeSuspected(gone, NO_ANSWER), attempt.number)
     if unable is not None:
         return replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
@@ -95,6 +118,29 @@ def _start_again(
         return replace(decision, reason=reason, bad_nodes=tuple(bad))
     logger().warning(verdict.reason)
     context.ledger.record(Restarting(verdict.reason), attempt.number)
+    context.growth.take_back(context.ledger, attempt)  # it costs nothing now
+    return None
+
+
+def _changes_nodes(context: SupervisorContext, follower: AttemptFollower) -> bool:
+    """Whether the ranks have stopped to go on at once, on more nodes or fewer."""
+    reason = follower.stop_reason
+    return reason.changes_nodes or (
+        not context.signals.received and context.growth.explains(reason)
+    )
+
+
+def _start_on_others(
+    context: SupervisorContext, follower: AttemptFollower, decision: Decision
+) -> Decision | None:
+    """Get ready to start on other nodes, here; how the run ends here if it cannot."""
+    unable = _prepare_again(context, follower, 0.0)
+    context.lease.check()
+    if unable is None and is_asked_to_stop(context, follower):
+        return replace(decision, reason="stopped; start again to continue")
+    if unable is not None:
+        return replace(decision, reason=unable.reason, bad_nodes=unable.nodes)
+    context.growth.take_back(context.ledger, follower.attempt)
     return None
 
 
@@ -146,7 +192,7 @@ def _better_without(
     None where it cannot, or where the same failure would follow it everywhere.
     """
     job = context.job
-    if job is None or not _may_come_back(context, follower):
+    if job is None or not _may_come_back(context):
         return {}
     if not verdict.again and decision.code is not ExitCode.CHECKPOINT_FAILED:
         return {}
@@ -156,10 +202,14 @@ def _better_without(
     return bad if bad and (decision.environment or job.finds_others(list(bad))) else {}
 
 
-def _may_come_back(context: SupervisorContext, follower: AttemptFollower) -> bool:
-    """Whether the job can be put back into the queue, to go on by way of it."""
-    first, job = follower.job.at_first, context.job
-    return job is not None and job.batch and first is not None and first.may_requeue
+def _may_come_back(context: SupervisorContext) -> bool:
+    """Whether the job can be put back into the queue, to go on by way of it.
+
+    Ranks may fail before Slurm has said anything in their attempt.
+    """
+    job = context.job
+    known = job.last_known() if job is not None and job.batch else None
+    return known is not None and known.may_requeue
 
 
 def _failure(context: SupervisorContext, follower: AttemptFollower, decision: Decision) -> Failure:

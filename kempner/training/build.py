@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import platform
 from functools import partial
 from pathlib import Path
@@ -12,13 +13,15 @@ import torch
 from torch import nn
 
 import kempner
+from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity, Origin
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.slots.memory import open_slots
 from kempner.checkpoint.store.retention import Keep
-from kempner.checkpoint.tensors.context import CheckpointContext
+from kempner.checkpoint.tensors.step_slots import StepMemory
 from kempner.config.loading import digest, dumps
-from kempner.config.sections import Config
+from kempner.config.sections import CheckpointSection, Config
 from kempner.data.files.index import fingerprint
 from kempner.data.files.requirements import check_held_out, vocabulary
 from kempner.data.files.token_file import Corpus
@@ -31,6 +34,7 @@ from kempner.model.sharding import build_model
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import check_tensor_degree
 from kempner.model.spec.shape import Shape, flops_per_token, model_record
+from kempner.run.control.launch_env import keeps_no_steps
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import empty, storage_waits
@@ -100,6 +104,7 @@ def build(
         keep=Keep(section.keep_last, section.keep_every),
         background=section.async_save,
         durations=history.durations,
+        memory=_step_memory(section, ranks),
     )
     if ranks.world.rank == 0:  # last: what it names was found
         storage_waits().retry(partial(_snapshot_config, config, run, attempt), worked=True)
@@ -125,6 +130,13 @@ def build(
         ),
         state=LoopState(train_state, Health(train_state.losses)),
     )
+
+
+def _step_memory(section: CheckpointSection, ranks: Ranks) -> StepMemory | None:
+    """Where each step is kept; None if it is not to be, or the supervisor has decided against."""
+    if not section.in_memory or keeps_no_steps(os.environ):
+        return None
+    return StepMemory(open_slots(os.environ), ranks.votes)
 
 
 def _open_profiler(config: Config, run: RunDirectory, ranks: Ranks, attempt: Attempt) -> Profiler:

@@ -205,6 +205,8 @@ def train(run: Training) -> ExitCode:
         take_note(run, everything=due or is_last_step(run, agreed))
         if due:
             save_unless_suspicious(run, agreed)
+        elif run.config.checkpoint.in_memory:
+            keep_in_memory(run)
         if not agreed.stop:
             agreed = evaluate_if_due(run)
     return finish_run(run, agreed)
@@ -262,6 +264,24 @@ def save_unless_suspicious(run: Training, agreed: VoteResult) -> None:
         run.tools.faults.during_save(step, run.checkpoints.settle),
     ):
         run.checkpoints.save(run.train_state, agreed.failed_saves)
+
+
+def keep_in_memory(run: Training) -> None:
+    """Start to copy the state into memory that outlives this process.
+
+    What the newest step came to on a GPU is known once its state was copied: then it is judged.
+    """
+    train_state, health, rule = run.train_state, run.health, run.config.resilience
+    unseen = run.tools.step_metrics.unseen()
+
+    def verdict() -> TrainState | None:
+        judged = health
+        for numbers in unseen():
+            judged, _ = observe(judged, numbers, rule)
+        return replace(train_state, losses=judged.losses) if judged.sound else None
+
+    if health.sound:
+        run.checkpoints.hold(train_state, verdict)
 
 
 def roll_back(run: Training) -> None:

@@ -29,7 +29,7 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.training.build import build
 from kempner.training.fault_injection import arm
 from kempner.training.groups.device_check import check_device
-from kempner.training.groups.process_groups import Ranks, choose_device, connect
+from kempner.training.groups.process_groups import Ranks, add_variables, choose_device, connect
 from kempner.training.loop import Training, train
 from kempner.training.oom_message import describe_shortage
 from kempner.training.rank_link.rank_link import RankLink
@@ -99,6 +99,7 @@ def run_rank(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> 
     torch.set_deterministic_debug_mode("error" if config.train.deterministic else "default")
     faults = arm(config, rank_link)
     faults.maybe_inject(Phase.START)
+    add_variables(config)
     if config.resilience.health_check:
         check_device(choose_device(world), node_name(os.environ))
     progress.enter(Phase.RENDEZVOUS)

@@ -6,13 +6,16 @@ messages to a file of its own and reads the supervisor's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from kempner.run.control.protocol import FromRank, FromSupervisor, MessageError, decode_from_rank
 from kempner.run.control.transport import MessageFile
 from kempner.run.output.logs import logger
 from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.control.program_reports import ProgramReports
+from kempner.supervisor.policy.outcome import RankExit
 
 
 class FileTransport:
@@ -22,13 +25,24 @@ class FileTransport:
     too. Nothing is written as long as no rank has asked for it.
     """
 
-    def __init__(self, run: RunDirectory, attempt: int, size: int) -> None:
+    def __init__(
+        self, run: RunDirectory, attempt: int, size: int, program: ProgramReports | None = None
+    ) -> None:
+        self._program = program
         self._folder = run.attempt(attempt)
         self._paths = {run.messages(attempt, rank).name: rank for rank in range(size)}
         self._files: dict[int, MessageFile] = {}
         self._own = MessageFile(run.messages(attempt, None))
         self.admitted: set[int] = set()
         self._blind = False
+
+    def reports(self) -> Mapping[int, LastReport]:
+        """What the files of a program tell that does not import kempner."""
+        return {} if self._program is None else self._program.reports()
+
+    def interpret(self, end: RankExit, look: bool) -> RankExit:
+        """What the end of a rank of such a program means."""
+        return end if self._program is None else self._program.interpret(end, look=look)
 
     def admit(self, rank: int, orders: Iterable[FromSupervisor]) -> None:
         """A rank is reached by file from now on; `orders` are what it must know."""

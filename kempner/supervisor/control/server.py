@@ -36,6 +36,7 @@ from kempner.supervisor.control.file_transport import FileTransport
 from kempner.supervisor.control.orders import Orders
 from kempner.supervisor.control.peers import Peer, Strangers
 from kempner.supervisor.control.rank_inbox import RankInbox
+from kempner.supervisor.policy.outcome import RankExit
 
 TICK = 2.0
 """Seconds between two signs of life to the ranks, and between two looks at their files."""
@@ -91,7 +92,11 @@ class ControlServer:
 
     def last_reports(self) -> dict[int, LastReport]:
         """The newest report of every rank that has sent one."""
-        return self._inbox.last_reports()
+        return {**self._files.reports(), **self._inbox.last_reports()}
+
+    def interpret(self, end: RankExit, *, look: bool = False) -> RankExit:
+        """What the end of a rank means that has not reported; `look` at what it has said last."""
+        return self._files.interpret(end, look)
 
     def usage(self) -> dict[int, Usage]:
         """What every rank last said that it uses of its node."""

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from kempner.run.control.program.heartbeat_file import path_in
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import STOP_SIGNALS
@@ -23,6 +24,7 @@ from kempner.supervisor.launchers.fork_server.client import (
     ForkServerClient,
     Started,
 )
+from kempner.supervisor.launchers.rank_output import RankOutput
 from kempner.supervisor.policy.outcome import RankExit
 
 _LOOK = 0.2
@@ -52,6 +54,7 @@ class Children:
         self._started: dict[int, Started] = {}
         self._killed: set[int] = set()
         self._asked, self._over = threading.Event(), threading.Event()
+        self._signalled = False
         self._watchers: list[threading.Thread] = []
 
     def prepare(self, program: Program) -> None:
@@ -83,6 +86,7 @@ class Children:
 
     def signal(self, number: signal.Signals) -> None:
         """Send any other signal to every living rank."""
+        self._signalled = True
         for child in list(self._started.values()):
             if child.poll() is None:
                 with suppress(ProcessLookupError):
@@ -127,6 +131,7 @@ class Children:
         self._killed.clear()
         self._asked.clear()
         self._over.clear()
+        self._signalled = False
         return True
 
     def close(self) -> None:
@@ -157,7 +162,7 @@ class Children:
             # traps them: one that comes while its interpreter starts is kept, not fatal.
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            started = self._spawn(child, program)
+            started, output = self._spawn(child, program)
         except OSError as error:
             sentence = f"it cannot be started: {error.strerror}"
             post(RankExit(rank, ExitCode.CRASHED, sentence=sentence))
@@ -168,40 +173,60 @@ class Children:
             post(RankExit(rank, code, ended_by_us=self._over.is_set()))
             return
         status = started.wait()
+        asked = self._asked.is_set() or self._signalled
         if status == -signal.SIGTERM and self._asked.is_set():
             while self._family.stops():
                 time.sleep(_LOOK)
-        post(RankExit(rank, status, ended_by_us=rank in self._killed))
+        if output is not None:
+            output.end()
+        post(RankExit(rank, status, ended_by_us=rank in self._killed, asked=asked))
 
-    def _spawn(self, child: ChildRank, program: Program) -> Started | None:
-        """The process of a rank: forked if possible. None if a stop came first.
+    def _spawn(
+        self, child: ChildRank, program: Program
+    ) -> tuple[Started | None, RankOutput | None]:
+        """The process of a rank: forked if possible, None if a stop came first; and what reads what
+        it prints, if that is looked at.
 
         Raises `OSError` if it cannot be started.
         """
-        with _open_output(child) as output:
-            file = None if output is None else output.fileno()
-            started: Started | None = None
-            if self._server is not None and program.modules:
-                try:
-                    started = self._server.fork(
-                        program.command, child.environ, file, program.ours, child.cpus
-                    )
-                except CannotForkError as error:
-                    if not (self._asked.is_set() or self._over.is_set()):
-                        logger().warning("a rank is not forked", rank=child.rank, reason=str(error))
-            if started is None:
-                if self._asked.is_set() or self._over.is_set():
-                    return None
-                if child.cpus:
-                    os.sched_setaffinity(0, child.cpus)  # of this thread, and so of the child
-                started = subprocess.Popen(
-                    program.cold,
-                    env=child.environ,
-                    start_new_session=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=None if output is None else subprocess.STDOUT,
+        with _open_output(child) as file:
+            target = None if file is None else file.fileno()
+            output = _looked_at(child, program, target)
+            if output is None:
+                return self._begin(child, program, target), None
+            with output.pipe():
+                started = self._begin(child, program, output.writing, (output.reading,))
+                if started is not None:
+                    output.begin()
+            return started, output
+
+    def _begin(
+        self, child: ChildRank, program: Program, output: int | None, keep: Sequence[int] = ()
+    ) -> Started | None:
+        """The process, as `_spawn`. It prints to `output` and inherits the descriptors `keep`."""
+        started: Started | None = None
+        if self._server is not None and program.modules:
+            try:
+                started = self._server.fork(
+                    program.command, child.environ, output, program.ours, child.cpus
                 )
+            except CannotForkError as error:
+                if not (self._asked.is_set() or self._over.is_set()):
+                    logger().warning("a rank is not forked", rank=child.rank, reason=str(error))
+        if started is None:
+            if self._asked.is_set() or self._over.is_set():
+                return None
+            if child.cpus:
+                os.sched_setaffinity(0, child.cpus)  # of this thread, and so of the child
+            started = subprocess.Popen(
+                program.cold,
+                env=child.environ,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                pass_fds=keep,
+            )
         self._started[child.rank] = started
         if self._over.is_set():  # meanwhile
             self._killed.add(child.rank)
@@ -209,6 +234,14 @@ class Children:
         elif self._asked.is_set():
             self._family.ask_to_stop()
         return started
+
+
+def _looked_at(child: ChildRank, program: Program, target: int | None) -> RankOutput | None:
+    """The pipe for what a rank prints, if somebody wants to know its step."""
+    heartbeat = path_in(child.environ)
+    if not program.pattern or heartbeat is None:
+        return None
+    return RankOutput(program.pattern, 1 if target is None else os.dup(target), heartbeat)
 
 
 def _open_output(child: ChildRank) -> AbstractContextManager[BinaryIO | None]:

@@ -26,7 +26,10 @@ def become(command: Sequence[str]) -> ExitCode:
     if launch is not None and launch.parent is not None:
         follow_parent(launch.parent, signal.SIGTERM)
     try:
-        os.environ |= discover(os.environ).environment()
+        world = discover(os.environ)
+        os.environ |= world.environment()
+        if launch is not None:
+            os.environ |= launch.heartbeat(world.rank)
         os.execvp(command[0], list(command))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

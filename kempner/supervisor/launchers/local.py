@@ -6,12 +6,16 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
+from kempner.checkpoint.slots.memory import SlotHolder
+from kempner.checkpoint.slots.pour import Offer, Poured, offers, pour
 from kempner.cluster.network.ports import free_port
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.run.control.launch_env import Launch
+from kempner.run.output.logs import logger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.launchers.base import CannotRestart, Program
+from kempner.supervisor.launchers.base import BareLauncher, CannotRestart, Idle, Program
 from kempner.supervisor.launchers.children import ChildRank, Children
 from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult, measure
 from kempner.supervisor.policy.outcome import RankExit
@@ -22,7 +26,7 @@ GONE_WITHIN = 60.0
 """Seconds that ranks which were killed get to be gone before the next ones start."""
 
 
-class LocalLauncher:
+class LocalLauncher(BareLauncher):
     """`size` ranks here, each in a session of its own.
 
     A terminal's Ctrl-C therefore reaches the supervisor alone. Each rank is told when the
@@ -35,12 +39,26 @@ class LocalLauncher:
 
     def __init__(self, run: RunDirectory, size: int) -> None:
         self._run, self.size = run, size
-        self._children = Children()
+        self._children, self._slots = Children(), SlotHolder()
+
+    @property
+    def used(self) -> Sequence[str]:
+        """This machine."""
+        return self.nodes
 
     @property
     def nodes(self) -> Sequence[str]:
         """This machine."""
         return [node_name(os.environ)]
+
+    @property
+    def idle(self) -> Idle:
+        """None: there is no other machine."""
+        return Idle()
+
+    def ask_idle(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
+        """Nobody."""
+        return ()
 
     def survey(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
         """Ask this machine."""
@@ -63,9 +81,14 @@ class LocalLauncher:
         port = free_port(_LOOPBACK, salt=f"{self._run.path.absolute()}:{launch.attempt.nonce}")
         common = {**os.environ, **replace(launch, parent=os.getpid()).environment()}
         common.pop("TORCHELASTIC_RUN_ID", None)
+        if not launch.in_memory:
+            self._slots.keep_only(())
         for rank in range(self.size):
             output = self._run.output(launch.attempt.number, rank) if rank else None
-            child = ChildRank(rank, {**common, **self._place(rank, port)}, output)
+            environ = {**common, **self._place(rank, port), **launch.heartbeat(rank)}
+            if launch.in_memory:
+                self._slots.lend(rank, environ)
+            child = ChildRank(rank, environ, output)
             self._children.start(child, program, post)
 
     def ask_to_stop(self) -> None:
@@ -101,6 +124,17 @@ class LocalLauncher:
             reason = "a rank of the attempt before cannot be killed, and nothing can replace it"
             return CannotRestart(f"{reason} on this machine", ())
         return None
+
+    def offers(self, nonce: str) -> Sequence[Offer]:
+        """What this process holds."""
+        if self.alive():
+            logger().warning("a rank is still there, so its steps in memory are not salvaged")
+            return ()
+        return offers(self._slots, nonce)
+
+    def pour(self, nonce: str, step: int, folder: Path) -> Sequence[Poured]:
+        """Write it from here."""
+        return pour(self._slots, nonce, step, folder)
 
     def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
         """Nothing: there is no other node."""

@@ -12,9 +12,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
-from kempner.cluster.network.interfaces import named
-from kempner.cluster.network.netinfo import read_interfaces, route_address
-from kempner.cluster.network.ports import free_port
+from kempner.cluster.network.master import choose_master
 from kempner.cluster.slurm.allocation import Allocation, avoid, without
 from kempner.cluster.slurm.command import (
     SlurmError,
@@ -28,16 +26,18 @@ from kempner.cluster.slurm.hostlist import node_name, node_of
 from kempner.cluster.slurm.scontrol import signal_tasks
 from kempner.config.sections import SuperviseSection
 from kempner.run.control.launch_env import Launch
+from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.helper_thread import keep_running, start_thread
-from kempner.supervisor.launchers.base import CannotRestart, Program
+from kempner.supervisor.launchers.base import BareLauncher, CannotRestart, Idle, Program
 from kempner.supervisor.launchers.srun_output import StepErrors
+from kempner.supervisor.launchers.surroundings import Surroundings, reachable_address
 from kempner.supervisor.nodes import srun_probe
 from kempner.supervisor.nodes.blame import lost_nodes, still_boots
 from kempner.supervisor.nodes.health_check import NO_ANSWER
-from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
+from kempner.supervisor.nodes.probe import SITE_CHECK, ProbeQuestion, ProbeResult
 from kempner.supervisor.policy.outcome import RankExit
 
 START_WITHIN = 300.0
@@ -57,18 +57,26 @@ DEAF = ["sh", "-c", 'trap "" TERM HUP INT USR1 USR2; exec "$@"', "sh"]
 while its interpreter starts is lost; the control channel repeats it to whoever joins later."""
 
 
-class SrunLauncher:
+class SrunLauncher(BareLauncher):
     """Starts the ranks with srun, in a session of its own.
 
     srun answers SIGTERM by killing every task at once, so it is never signalled but to that end.
     A wish to stop goes to the tasks by scancel, and by the control channel.
     """
 
-    def __init__(self, allocation: Allocation, section: SuperviseSection) -> None:
+    def __init__(
+        self,
+        allocation: Allocation,
+        section: SuperviseSection,
+        surroundings: Surroundings | None = None,
+    ) -> None:
         self._allocation, self._section = allocation, section
+        self._around = surroundings or Surroundings()
+        self._order = (*allocation.nodes, *allocation.spare)
+        self._at_first = len(allocation.nodes)
         self._starts = 0
         self._unheard: tuple[str, ...] = ()
-        self.address = _reachable_address(allocation, section.control_interface)
+        self.address = reachable_address(allocation, section.control_interface)
         """Of this machine, for the nodes of the step."""
         self._srun: subprocess.Popen[bytes] | None = None
         self._following: threading.Thread | None = None
@@ -81,6 +89,11 @@ class SrunLauncher:
     def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
         """Start the step; once srun has ended, `post` how those ended that did not say it."""
         name, nodes = f"kempner-{launch.attempt.number}", self._allocation.nodes
+        if self._tasks_per_node() > 1 and (why := self._allocation.why_no_tasks):
+            raise UsageError(
+                f"job {self._allocation.job}: srun cannot start the ranks, because {why}; submit "
+                "with --gpus-per-node and --cpus-per-task"
+            )
         step = self._step(name, nodes, self._tasks_per_node())
         command = [*step, *self._rank(launch, program)]
         job = self._allocation.job if self._allocation.batch else None
@@ -113,19 +126,38 @@ class SrunLauncher:
         return self._allocation.size
 
     @property
+    def used(self) -> Sequence[str]:
+        """The nodes of the ranks."""
+        return self._allocation.nodes
+
+    @property
     def nodes(self) -> Sequence[str]:
         """The nodes of the ranks, and those in reserve."""
         return (*self._allocation.nodes, *self._allocation.spare)
+
+    @property
+    def idle(self) -> Idle:
+        """The spare nodes, once some of those of the ranks were left out."""
+        missing = self._wanted - len(self._allocation.nodes)
+        return Idle(self._allocation.spare if missing > 0 else (), missing)
+
+    def ask_idle(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
+        """In a step of its own."""
+        return srun_probe.survey(question, self.idle.nodes, self._outside)
 
     def survey(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
         """Ask all `nodes`; those that give no answer are probed before the next start.
 
         Nodes of a cloud that still boot are waited for.
         """
+        found: dict[str, str] = {}
+        if question.site_check is not None and self._around.contained:
+            found = self._check_site(question)
+            question = replace(question, site_check=None)
         told, began = self._survey(question, self.nodes), self._clock.now()
         while booting := [
             n
-            for n, flags in srun_probe.states(_unheard(self.nodes, told)).items()
+            for n, flags in srun_probe.states(_unheard(self._own_nodes, told)).items()
             if still_boots(flags)
         ]:
             if self._clock.now() - began > BOOT_WITHIN:
@@ -134,11 +166,11 @@ class SrunLauncher:
             time.sleep(BOOT_LOOK)
             told += self._survey(question, booting)
         self._unheard = _unheard(self.nodes, told)
-        return told
+        return [_with_site_check(result, found) for result in told]
 
     def avoid(self, suspects: Mapping[str, str]) -> None:
         """Start no ranks on these nodes if others can do, or `supervise.min_nodes`."""
-        self._allocation = avoid(self._allocation, suspects, self._least)
+        self._allocation = self._without_suspects(suspects)
         for node in self.nodes:
             if node in suspects:
                 what = "used anyway" if node in self._allocation.nodes else "left out"
@@ -146,8 +178,11 @@ class SrunLauncher:
 
     def unavoidable(self, suspects: Collection[str]) -> Sequence[str]:
         """Those of the suspects that no spare node replaces, nor `supervise.min_nodes` spares."""
-        best = avoid(self._allocation, suspects, self._least)
-        return [node for node in best.nodes if node in suspects]
+        return [n for n in self._without_suspects(suspects).nodes if n in suspects]
+
+    def _without_suspects(self, suspects: Collection[str]) -> Allocation:
+        """The allocation with as few of them as can be, and as many other nodes as are wanted."""
+        return avoid(self._allocation, suspects, self._least, self._wanted)
 
     def prepare_again(
         self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]
@@ -203,6 +238,12 @@ class SrunLauncher:
     def close(self) -> None:
         """Nothing: each start has a step of its own."""
 
+    def _check_site(self, question: ProbeQuestion) -> dict[str, str]:
+        """Have the nodes do the site's check outside of the ranks' container; what is wrong."""
+        asked = replace(question, folders=(), on_one_node=True)
+        told = srun_probe.survey(asked, self._own_nodes, self._outside)
+        return {v.node: v.troubles[SITE_CHECK] for v in told if SITE_CHECK in v.troubles}
+
     def _survey(self, question: ProbeQuestion, nodes: Sequence[str]) -> list[ProbeResult]:
         """What these nodes say of themselves."""
         return srun_probe.survey(question, nodes, self._outside)
@@ -211,12 +252,22 @@ class SrunLauncher:
         self, accused: Collection[str], stuck: Mapping[str, Sequence[int]]
     ) -> dict[str, tuple[int, ...]]:
         """The nodes that answer, each with those of the `stuck` processes that still run."""
-        return srun_probe.present(self.nodes, stuck, self._outside)
+        return srun_probe.present(self._own_nodes, stuck, self._outside)
+
+    @property
+    def _own_nodes(self) -> Sequence[str]:
+        """Those of the nodes that belong to the job."""
+        return self.nodes
 
     @property
     def _outside(self) -> str | None:
         """The allocation, if this process is not its batch process."""
         return None if self._allocation.batch else self._allocation.job
+
+    @property
+    def _wanted(self) -> int:
+        """Nodes that the ranks get if there are enough sound ones."""
+        return self._at_first if self._section.grow else len(self._allocation.nodes)
 
     @property
     def _least(self) -> int:
@@ -239,7 +290,7 @@ class SrunLauncher:
             "--mpi=none",
             "--export=ALL",
         ]
-        if allocation.cpus_per_task is not None:
+        if allocation.cpus_per_task and not allocation.uneven:
             cpus = allocation.cpus_per_task * allocation.tasks_per_node // tasks
             command.append(f"--cpus-per-task={cpus}")
         if not allocation.batch or self._starts:
@@ -248,10 +299,7 @@ class SrunLauncher:
             )  # a step before may still hold CPUs, on a dead node for long
         if not allocation.batch:
             command.append(f"--jobid={allocation.job}")
-        # A number of GPUs for the whole job does not fit a step on a part of its nodes.
-        if allocation.gpus_per_node and (not allocation.batch or "SLURM_GPUS" in os.environ):
-            command.append(f"--gpus-per-node={allocation.gpus_per_node}")
-        return command
+        return [*command, *allocation.gpu_options(nodes), *self._around.options]
 
     def _tasks_per_node(self) -> int:
         return self._allocation.tasks_per_node
@@ -268,9 +316,13 @@ class SrunLauncher:
     def _rank(self, launch: Launch, program: Program) -> list[str]:
         """What each task runs. Python becomes the step's direct child: Slurm signals no other."""
         if program.ours:
-            return [*DEAF, *program.command]
-        host, port = self._allocation.nodes[0], free_port("", salt=launch.attempt.nonce)
-        return ["env", f"MASTER_ADDR={host}", f"MASTER_PORT={port}", *program.cold]
+            return [*DEAF, *self._around.prefix, *program.command]
+        # srun has its own order of the nodes, which is that of the job.
+        nodes = sorted(self._allocation.nodes, key=self._order.index)
+        host, port = choose_master(os.environ, nodes, launch.attempt.nonce)
+        say(f"the ranks meet at {host}:{port}")
+        master = (f"MASTER_ADDR={host}", f"MASTER_PORT={port}")
+        return ["env", *master, *self._around.prefix, *program.cold]
 
     def _signal(self) -> None:
         """Until it worked, or these tasks are gone. A task may get the signal twice."""
@@ -334,26 +386,11 @@ def _unheard(nodes: Sequence[str], told: Sequence[ProbeResult]) -> tuple[str, ..
     return tuple(node for node in nodes if node not in answered)
 
 
+def _with_site_check(result: ProbeResult, found: Mapping[str, str]) -> ProbeResult:
+    if result.node not in found:
+        return result
+    return replace(result, troubles={**result.troubles, SITE_CHECK: found[result.node]})
+
+
 def _say_why(error: SlurmError) -> None:
     logger().warning("the ranks could not be started", reason=str(error))
-
-
-def _reachable_address(allocation: Allocation, interface: str | None) -> str:
-    """Where to listen: on `interface` if it is given.
-
-    Otherwise the address from which packets to the farthest node leave is one that it can answer.
-    Raises `UsageError` if there is none.
-    """
-    if interface is not None:
-        try:
-            found = named(read_interfaces(), interface, "supervise.control_interface")
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        return found.address.partition("/")[0]
-    address = route_address(allocation.nodes[-1])
-    if not address:
-        raise UsageError(
-            f"this host has no route to {allocation.nodes[-1]}, so its ranks cannot reach the "
-            "supervisor; run it inside the allocation"
-        )
-    return address

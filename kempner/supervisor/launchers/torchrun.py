@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Callable
 
-from kempner.cluster.network.ports import free_port
+from kempner.cluster.network.master import choose_master
 from kempner.run.control.launch_env import Launch
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.srun import DEAF, SrunLauncher
 from kempner.supervisor.policy.outcome import RankExit
+
+_HOSTS = (
+    '[ "$SLURMD_NODENAME" = "$0" ] && hosts=1 || hosts=0; '
+    'export PET_RDZV_CONF="${PET_RDZV_CONF:+$PET_RDZV_CONF,}is_host=$hosts"; exec "$@"'
+)
+"""Tells torchrun whether the rendezvous is on its node: it knows no address of its machine but that
+which the host's name means, and would look for its host for ever."""
 
 
 class TorchrunLauncher(SrunLauncher):
@@ -30,16 +37,17 @@ class TorchrunLauncher(SrunLauncher):
 
     def _rank(self, launch: Launch, program: Program) -> list[str]:
         nodes = self._allocation.nodes
-        port = free_port("", salt=launch.attempt.nonce)
-        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        address, port = choose_master(os.environ, nodes, launch.attempt.nonce)
+        hosts = ["sh", "-c", _HOSTS, nodes[0]]
+        torchrun = self._around.run("torch.distributed.run")
         options = [
             f"--nnodes={len(nodes)}",
             f"--nproc-per-node={self._allocation.tasks_per_node}",
             "--max-restarts=0",
             "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={nodes[0]}:{port}",
+            f"--rdzv-endpoint={address}:{port}",
             f"--rdzv-id={launch.attempt.nonce}",
             "--signals-to-handle=SIGINT",
             "--no-python",
         ]
-        return [*DEAF, *torchrun, *options, *program.command]
+        return [*DEAF, *hosts, *torchrun, *options, *program.command]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol, Self
 
-from kempner.run.control.protocol import Report, Usage
+from kempner.run.control.protocol import Phase, Report, Usage
 from kempner.supervisor.control.events import Connected, LastReport
 from kempner.supervisor.monitors.findings import Finding
 from kempner.supervisor.monitors.phase_durations import PhaseDurations
@@ -28,6 +28,9 @@ class Surroundings:
 
     woke_at: float = -inf
     unstarted: bool = False
+
+
+_TRAINING = frozenset({Phase.STEP, Phase.EVAL, Phase.SAVE})
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,12 @@ class Snapshot:
             usual,
             around,
         )
+
+    @property
+    def trains(self) -> bool:
+        """Whether all ranks have begun with their steps."""
+        begun = [report for report in self.reports.values() if report.phase in _TRAINING]
+        return len(begun) == self.size
 
 
 class Monitor(Protocol):

@@ -35,7 +35,9 @@ class HangDetector:
     What is normal is learned from the run: `patience` is the configured multiple of the 95th
     percentile of what the phase takes (a step: of the time between two), at least the configured
     floor, and at most the phase's ceiling, which alone counts where nothing was learned. Ranks that
-    `must_report` hang if they never do; of others that never do nothing is known.
+    `must_report` hang if they never do; of others that never do nothing is known. Of a program that
+    never connects, whose steps are read from files, only the ceiling counts: nobody knows what it
+    does between two steps.
     """
 
     def __init__(self, section: ResilienceSection, now: float, must_report: bool = True) -> None:
@@ -48,7 +50,8 @@ class HangDetector:
         if snapshot.around.unstarted:
             self._still = Standstill(places, snapshot.now)
         self._still = self._still.seen(places, snapshot.now)
-        still, (limit, phase) = self._still.seconds(snapshot.now), self.patience(snapshot.usual)
+        known = snapshot.usual if self._must_report or snapshot.joined else {}
+        still, (limit, phase) = self._still.seconds(snapshot.now), self.patience(known)
         if any(report.storage for report in snapshot.reports.values()):
             limit = max(limit, STORAGE_TRIES)
         if still <= limit:
@@ -61,10 +64,10 @@ class HangDetector:
         if absent and places:
             who = f"; {_listed(absent)} never connected"
         where = ", ".join(sorted({f"step {step} ({phase})" for step, phase, _ in places.values()}))
+        longer, shorter = _told_apart(still, limit)
         sentence = (
-            f"no rank has moved for {still:.0f} s, longer than the {limit:.0f} s that this run "
-            "ever needs: "
-            f"{where or 'none has reported yet'}{who}"
+            f"no rank has moved for {longer} s, longer than the {shorter} s that this run "
+            f"ever needs: {where or 'none has reported yet'}{who}"
         )
         return (Hang(sentence, laggard, phase, still),)
 
@@ -78,6 +81,14 @@ class HangDetector:
         ceiling = section.hang_timeout_max_of.of(phase) or section.hang_timeout_max
         long = section.hang_factor * usual[phase].long if phase in usual else None
         return patience(section.hang_timeout_min, ceiling, long)
+
+
+def _told_apart(longer: float, shorter: float) -> tuple[str, str]:
+    """Two numbers with as few digits as show that they differ."""
+    for digits in range(3):
+        if f"{longer:.{digits}f}" != f"{shorter:.{digits}f}":
+            break
+    return f"{longer:.{digits}f}", f"{shorter:.{digits}f}"
 
 
 def silent_from_the_start(snapshot: Snapshot) -> list[int]:

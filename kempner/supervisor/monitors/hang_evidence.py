@@ -65,8 +65,10 @@ class HangEvidence:
         self.hang = hang
         logger().warning(hang.sentence)
         waiting, processes = by_what_they_wait_for(snapshot.reports), tuple(self._look.lines)
-        still = round(hang.still + snapshot.now - self._began, 1)
-        event = HangFound(hang.sentence, hang.laggard, waiting, processes, still)
+        evidence = snapshot.now - self._began
+        still = round(hang.still + evidence, 1)
+        told = (hang.sentence, hang.laggard, waiting, processes, still, round(evidence, 1))
+        event = HangFound(*told)
         self._ledger.record(event, self._attempt)
 
 

@@ -13,6 +13,7 @@ from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Usage
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Shortage, SteadyGrowth
+from kempner.supervisor.policy.outcome import OUT_OF_MEMORY
 
 SPAN = 300.0
 """Seconds of which the least use counts: what comes and goes within them is no growth."""
@@ -102,7 +103,7 @@ def explain_kill(last: Usage, kills: int) -> str:
     if kills <= last.memory.oom_kills:
         return ""
     return (
-        f"out of memory: the kernel killed it (oom_kill of {last.memory.group}); when last heard, "
+        f"{OUT_OF_MEMORY} (oom_kill of {last.memory.group}); when last heard, "
         f"{describe_usage(last)}. Ask for more memory, or lower train.micro_batch_size or "
         "data.num_dataloader_workers"
     )

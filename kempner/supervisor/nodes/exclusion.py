@@ -4,7 +4,9 @@ A node is suspect by evidence, for as long as `resilience.suspect_for` says:
 
 - an event `suspect` names it (a failed health check, no answer, whatever else somebody saw);
 - a rank on it failed with words that speak of a broken GPU or memory;
-- its ranks were the first to fail in two attempts running.
+- its ranks were the first to fail in two attempts running, or as soon as it was taken back.
+
+What was said before the run took it back does not count.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import re
 from dataclasses import dataclass
 
 from kempner.run.record.events.attempt import AttemptFailed
-from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.events.job import NodesTakenBack, NodeSuspected
 from kempner.run.record.history import Entry, RunHistory
 
 _BROKEN = re.compile(
@@ -36,17 +38,22 @@ _MISTAKEN = re.compile(
 the same."""
 
 
+_AT_ONCE = "its ranks failed first as soon as it was taken back"
+
+
 @dataclass(frozen=True)
 class Suspect:
     """A node, why it is suspect, and since when (seconds since the epoch).
 
-    `proven` says that there is more against it than that its ranks failed first.
+    `proven` says that there is more against it than that its ranks failed first, `failed` that its
+    ranks failed, and nothing else explains it: no health check refutes that.
     """
 
     node: str
     reason: str
     since: float
     proven: bool
+    failed: bool = False
 
 
 def suspects(history: RunHistory, now: float, keep_for: float) -> dict[str, Suspect]:
@@ -56,17 +63,27 @@ def suspects(history: RunHistory, now: float, keep_for: float) -> dict[str, Susp
     """
     found: dict[str, Suspect] = {}
     before: Entry[AttemptFailed] | None = None
-    for entry in history.entries(NodeSuspected, AttemptFailed):
+    back: dict[str, int] = {}
+    for entry in history.entries(NodeSuspected, AttemptFailed, NodesTakenBack):
         if entry.time < now - keep_for:
             continue
         event, reason = entry.event, ""
-        evidence = _evidence(event)
+        if isinstance(event, NodesTakenBack):
+            found = {node: s for node, s in found.items() if node not in event.nodes}
+            back |= dict.fromkeys(event.nodes, entry.attempt + 1)
+            continue
+        evidence, at_once = _evidence(event), False
         if isinstance(event, AttemptFailed):
             failure = Entry(event, entry.time, entry.attempt)
             reason, before = _habit(failure, before), failure
+            at_once = not reason and back.get(event.node) == entry.attempt
+            reason = _AT_ONCE if at_once else reason
         if (evidence or reason) and (node := event.node):
-            proven = bool(evidence) or (node in found and found[node].proven)
-            found[node] = Suspect(node, evidence or reason, entry.time, proven)
+            earlier = found.get(node)
+            proven = bool(evidence) or (earlier is not None and earlier.proven)
+            failed = isinstance(event, AttemptFailed) and (bool(evidence) or not at_once)
+            failed = failed or (earlier is not None and earlier.proven and earlier.failed)
+            found[node] = Suspect(node, evidence or reason, entry.time, proven, failed)
     return found
 
 

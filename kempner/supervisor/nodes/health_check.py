@@ -13,7 +13,8 @@ from kempner.cluster.machine.fitness import (
     open_files_needed,
 )
 from kempner.cluster.network.interfaces import odd_ones
-from kempner.supervisor.nodes.probe import ProbeResult
+from kempner.supervisor.nodes.code_identity import other_code
+from kempner.supervisor.nodes.probe import SITE_CHECK, ProbeResult
 
 NO_ANSWER = "it does not respond"
 """What is wrong with a node that is gone."""
@@ -22,10 +23,11 @@ NO_ANSWER = "it does not respond"
 @dataclass(frozen=True)
 class Diagnosis:
     """What the check found. `unfit` says why, by node; `warnings` are true of every node alike, and
-    no reason to leave one out."""
+    no reason to leave one out. `answered` are the nodes that gave an answer."""
 
     unfit: Mapping[str, str]
     warnings: tuple[str, ...] = ()
+    answered: frozenset[str] = frozenset()
 
 
 def diagnose(
@@ -47,9 +49,13 @@ def diagnose(
         found.setdefault(node, {}).setdefault("shared", reason)
     for node in odd_ones({vitals.node: vitals.interface for vitals in told}):
         found[node].setdefault("interface", "it has no interface on the network of the other nodes")
+    code = {vitals.node: vitals.code for vitals in told if vitals.code is not None}
+    for node, reason in other_code(code, nodes[0]).items():
+        found[node]["code"] = reason
     for node in nodes:
         found.setdefault(node, {"answer": NO_ANSWER})
     common = set.intersection(*(set(ailment) for ailment in found.values()))
+    common.discard(SITE_CHECK)  # the site knows what its nodes must be like
     first = found[nodes[0]]
     unfit = {
         node: "; ".join(words for about, words in its.items() if about not in common)
@@ -62,9 +68,9 @@ def diagnose(
 def ailments(vitals: ProbeResult, during: tuple[float, float], ranks: int) -> dict[str, str]:
     """What is wrong with one node, in words, by what it is about."""
     found = dict(vitals.troubles)
-    if vitals.memory_free < MEMORY * vitals.memory_total:
+    if vitals.memory.free < MEMORY * vitals.memory.total:
         found["memory"] = (
-            f"{_mib(vitals.memory_free)} of its {_mib(vitals.memory_total)} memory is free"
+            f"{_mib(vitals.memory.free)} of its {_mib(vitals.memory.total)} memory is free"
         )
     for folder, free in vitals.disk_free.items():
         if free < ROOM:

@@ -1,7 +1,8 @@
 """Health probe that runs on each node before ranks start; measures only.
 
-`python -m kempner.supervisor.nodes.probe QUESTION` prints one line of JSON. It imports neither
-torch nor the configuration, so that it takes a moment where a rank takes seconds to start.
+`python -m kempner.supervisor.nodes.probe QUESTION` prints the answer in lines that srun does not
+mix. It imports neither torch nor the configuration, so that it takes a moment where a rank takes
+seconds to start.
 """
 
 from __future__ import annotations
@@ -18,24 +19,49 @@ import psutil
 from pydantic import TypeAdapter
 
 from kempner.cluster.machine.fitness import SHARED_WITHIN
+from kempner.cluster.machine.shell_command import run_shell
 from kempner.cluster.network.interfaces import Interface, choose
 from kempner.cluster.network.netinfo import read_interfaces
 from kempner.cluster.slurm.hostlist import node_name
-from kempner.run.process.durable_io import await_entry, holds
+from kempner.cluster.slurm.task_output import in_lines
+from kempner.run.process.durable_io import comes_to_hold
+from kempner.supervisor.nodes.code_identity import CodeIdentity, code_identity
 
 SHM = "/dev/shm"
+
+SITE_CHECK = "site check"
+"""What a trouble with `hooks.before_start` is about."""
+
+
+@dataclass(frozen=True)
+class SiteCheck:
+    """`hooks.before_start`: a shell command, the seconds that it gets, and its variables."""
+
+    command: str
+    seconds: float
+    facts: dict[str, str]
 
 
 @dataclass(frozen=True)
 class ProbeQuestion:
     """What to check: `folders` that all nodes share; in each of them the supervisor has written
-    `nonce`; `interface` as configured; `on_one_node` if the ranks need no network.
+    `nonce`; `interface` as configured; `on_one_node` if the ranks need no network. The site's own
+    check comes last.
     """
 
     nonce: str
     folders: tuple[str, ...]
     interface: str | None
     on_one_node: bool
+    site_check: SiteCheck | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A node's memory in bytes: what a process could still have, and all."""
+
+    free: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -43,17 +69,18 @@ class ProbeResult:
     """A node's answer. Sizes are in bytes, `time` in seconds since the epoch by the node's clock.
 
     `disk_free` is by folder; `open_files` is the most that a process may have, None without a
-    limit; `troubles` are sentences, by what they are about.
+    limit; `code` is what it runs, None where that cannot be read; `troubles` are sentences, by what
+    they are about.
     """
 
     node: str
     time: float
-    memory_free: int
-    memory_total: int
+    memory: Memory
     disk_free: dict[str, int]
     open_files: int | None
     interface: Interface | None
     troubles: dict[str, str]
+    code: CodeIdentity | None = None
 
 
 _QUESTION = TypeAdapter(ProbeQuestion)
@@ -65,16 +92,16 @@ def question_text(question: ProbeQuestion) -> str:
     return _QUESTION.dump_json(question).decode()
 
 
-def read_result(line: str) -> ProbeResult | None:
-    """The vitals on a line of output; None if it is something else."""
+def read_result(text: str | bytes) -> ProbeResult | None:
+    """The vitals in an answer's text; None if it is something else."""
     try:
-        return _VITALS.validate_json(line)
+        return _VITALS.validate_json(text)
     except ValueError:
         return None
 
 
 def answer_text(question: str) -> str:
-    """The line that answers a question's text; nothing to none."""
+    """The text that answers a question's; nothing to none."""
     if not question:
         return ""
     return _VITALS.dump_json(measure(_QUESTION.validate_json(question))).decode()
@@ -90,23 +117,32 @@ def measure(question: ProbeQuestion) -> ProbeResult:
     interface = _interface(question, troubles)
     memory = psutil.virtual_memory()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    disk_free = _disk_free(troubles)
+    if question.site_check is not None:
+        _run_site_check(question.site_check, node, troubles)
     return ProbeResult(
         node=node,
         time=time.time(),
-        memory_free=memory.available,
-        memory_total=memory.total,
-        disk_free=_disk_free(troubles),
+        memory=Memory(memory.available, memory.total),
+        disk_free=disk_free,
         open_files=None if hard == resource.RLIM_INFINITY else hard,
         interface=interface,
         troubles=troubles,
+        code=_code(troubles),
     )
+
+
+def _run_site_check(check: SiteCheck, node: str, troubles: dict[str, str]) -> None:
+    facts = {**check.facts, "KEMPNER_NODE": node}
+    if failure := run_shell(check.command, facts, check.seconds).failure:
+        troubles[SITE_CHECK] = f"hooks.before_start failed there: {failure}"
 
 
 def _trouble_with(folder: Path, node: str, nonce: str) -> str:
     """Read there what the supervisor has written, and write something for it to read."""
     question, content = folder / "supervisor", nonce.encode()
     try:
-        if not await_entry(question, SHARED_WITHIN) or not holds(question, content):
+        if not comes_to_hold(question, content, SHARED_WITHIN):
             return f"{folder.parent} is not the same folder as on the supervisor's node"
         (folder / node).write_bytes(content)
     except OSError as error:
@@ -129,6 +165,14 @@ def _interface(question: ProbeQuestion, troubles: dict[str, str]) -> Interface |
     return choice.interface
 
 
+def _code(troubles: dict[str, str]) -> CodeIdentity | None:
+    try:
+        return code_identity()
+    except OSError as error:
+        troubles["code"] = f"{error.filename} cannot be read: {error.strerror}"
+        return None
+
+
 def _disk_free(troubles: dict[str, str]) -> dict[str, int]:
     free = {}
     for folder in (os.environ.get("TMPDIR") or "/tmp", SHM):
@@ -140,6 +184,6 @@ def _disk_free(troubles: dict[str, str]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    # At one go, or it mixes with other nodes' where Python's output is unbuffered.
-    sys.stdout.write(answer_text(sys.argv[1]) + "\n")
+    # At one go, or lines mix with other nodes' where Python's output is unbuffered.
+    sys.stdout.write(in_lines(node_name(os.environ), answer_text(sys.argv[1]).encode()))
     sys.stdout.flush()

@@ -11,6 +11,7 @@ from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.job import parse_job
 from kempner.cluster.slurm.node_step import run_on_nodes
+from kempner.cluster.slurm.task_output import whole_answers
 from kempner.run.output.logs import logger
 from kempner.supervisor.nodes import presence, probe, process_look
 from kempner.supervisor.nodes.blame import node_flags
@@ -57,8 +58,14 @@ def survey(
     answers where there is no srun: the start of the ranks says that better.
     """
     about = probe.question_text(question)
-    told = _ask(nodes, allocation, probe.__name__, about, SURVEY_WITHIN)
-    return [answer for line in told if (answer := probe.read_result(line))]
+    told = _ask(nodes, allocation, probe.__name__, about, survey_within(question))
+    return [answer for text in whole_answers(told) if (answer := probe.read_result(text))]
+
+
+def survey_within(question: ProbeQuestion) -> float:
+    """Seconds for the answers to a question, the site's own check among them."""
+    check = question.site_check
+    return SURVEY_WITHIN + (0.0 if check is None else check.seconds)
 
 
 def look(node: str, pids: Sequence[int], allocation: str | None) -> list[str]:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
 
+OUT_OF_MEMORY = "out of memory: the kernel killed it"
+"""Begins what is said of such a rank."""
+
 
 @dataclass(frozen=True)
 class RankExit:
@@ -17,7 +20,9 @@ class RankExit:
     None says that nobody saw it end: its connection broke off. `ended_by_us` says that the
     supervisor killed it, `sentence` is what the rank said last, or the launcher of one
     that is gone. `oom_kills` counts the out-of-memory kills in the job's control group on its node
-    by then, where its launcher sees that; else it is 0.
+    by then, where its launcher sees that; else it is 0. `asked` says that its launcher had passed a
+    signal on to it. `means` is what the exit of a program that knows nothing of kempner's codes
+    stands for, `final` that no restart can help: see `program_exit`.
     """
 
     rank: int
@@ -25,6 +30,14 @@ class RankExit:
     ended_by_us: bool = False
     sentence: str = ""
     oom_kills: int = 0
+    asked: bool = False
+    means: ExitCode | None = None
+    final: bool = False
+
+    @property
+    def code(self) -> int | None:
+        """What its exit stands for, as `ExitCode` has it where it has it; None as in `status`."""
+        return self.status if self.means is None else self.means
 
     @property
     def raised(self) -> str:
@@ -37,7 +50,8 @@ class Decision:
     """The supervisor's exit code, and a sentence for the person who reads it.
 
     `culprit` is the rank that failed first, if one did. Without the `bad_nodes` there are too few.
-    `environment` says that what surrounds the ranks is at fault: a node, or the network.
+    `environment` says that what surrounds the ranks is at fault: a node, or the network. `final`
+    says that the program has said so itself: no restart can help.
     """
 
     code: ExitCode
@@ -45,6 +59,7 @@ class Decision:
     culprit: int | None = None
     bad_nodes: tuple[str, ...] = ()
     environment: bool = False
+    final: bool = False
 
 
 def decide_outcome(
@@ -52,27 +67,29 @@ def decide_outcome(
 ) -> Decision:
     """Turn the ranks' exits, in the order in which they were heard of, into the run's outcome.
 
-    `stop_requested` is why the ranks were asked to stop, NONE if they were not.
+    `stop_requested` is why the ranks were asked to stop, NONE if they were not. Of a run that is to
+    continue at once, a rank that is lost meanwhile is a failure as any other.
     """
     causes = [e for e in exits if not _harmless(e, stop_requested)]
     if not exits:
         return Decision(ExitCode.CRASHED, "no rank was ever started")
-    if all(e.status == ExitCode.COMPLETED for e in exits):
+    if all(e.code == ExitCode.COMPLETED for e in exits):
         return Decision(ExitCode.COMPLETED, "completed")
     if causes:
         first = causes[0]
-        if stop_requested and _from_outside(first):
+        if stop_requested.ends_run and _from_outside(first):
             said = f"rank {first.rank} {describe_exit(first)} while it stopped"
             return Decision(ExitCode.STOPPED, said + _go_on(stop_requested), first.rank)
-        return Decision(_code(first), f"rank {first.rank} {describe_exit(first)}", first.rank)
-    if any(e.status == ExitCode.STOPPED for e in exits) or stop_requested:
+        said = f"rank {first.rank} {describe_exit(first)}"
+        return Decision(_code(first), said, first.rank, final=first.final)
+    if any(e.code == ExitCode.STOPPED for e in exits) or stop_requested:
         return Decision(ExitCode.STOPPED, "stopped" + _go_on(stop_requested) + _outstayed(exits))
     return Decision(ExitCode.PEERS_LOST, "every rank lost a peer; cause unknown")
 
 
 def failed(exit_: RankExit) -> bool:
     """Whether the other ranks cannot go on after this exit."""
-    return exit_.status not in (ExitCode.COMPLETED, ExitCode.STOPPED)
+    return exit_.code not in (ExitCode.COMPLETED, ExitCode.STOPPED)
 
 
 def is_lost(exit_: RankExit) -> bool:
@@ -98,6 +115,8 @@ def _describe_status(status: int | None) -> str:
 
 
 def _go_on(reason: StopReason) -> str:
+    if reason.changes_nodes:
+        return " to continue on " + ("more" if reason is StopReason.GROW else "fewer") + " nodes"
     return (f" ({reason.words})" if reason else "") + "; start again to continue"
 
 
@@ -116,7 +135,7 @@ def _harmless(exit_: RankExit, stop_requested: StopReason) -> bool:
     if exit_.status == -signal.SIGTERM and stop_requested:
         return True  # asked to stop before its interpreter could trap the signal
     follow = (ExitCode.COMPLETED, ExitCode.STOPPED, ExitCode.PEERS_LOST)
-    return exit_.status in follow or exit_.ended_by_us
+    return exit_.code in follow or exit_.ended_by_us
 
 
 def _from_outside(exit_: RankExit) -> bool:
@@ -125,4 +144,4 @@ def _from_outside(exit_: RankExit) -> bool:
 
 
 def _code(exit_: RankExit) -> ExitCode:
-    return next((code for code in ExitCode if code == exit_.status), ExitCode.CRASHED)
+    return next((code for code in ExitCode if code == exit_.code), ExitCode.CRASHED)

@@ -7,7 +7,8 @@ from itertools import takewhile
 from kempner.cluster.slurm.job import Event, JobState, classify
 from kempner.cluster.slurm.put_back import RequeueDecision
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.events.job import Requeued
+from kempner.run.record.events.attempt import ProgramAdvanced
+from kempner.run.record.events.job import NotRequeued, Requeued, Resubmitted
 from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.stop import PREEMPTED
@@ -59,16 +60,14 @@ def decide_requeue(
         return RequeueDecision(
             False, "the job was started again in the meantime: it continues there"
         )
-    if not job.may_requeue:
-        return RequeueDecision(
-            False, "the job was submitted with --no-requeue: submit it again to continue"
-        )
     if fruitless >= MAX_REQUEUES_WITHOUT_PROGRESS and job.times.preempt is None:
         return RequeueDecision(
             False,
             f"the job came back {fruitless} times without a new step: it is stopped too soon. "
             "Give it a longer --time or a shorter --signal, then submit it again",
         )
+    if not job.may_requeue:
+        return RequeueDecision(False, "the job was submitted with --no-requeue", refused=True)
     why = f"{PREEMPTED}: " if job.times.preempt is not None else ""
     where, bad = "", ", ".join(decision.bad_nodes)
     if bad and scarce:
@@ -82,9 +81,22 @@ def decide_requeue(
 def requeues_without_progress(history: RunHistory, job: str, step: int | None) -> int:
     """How many of the last requeues of `job`, in a row, found the run at `step`, where it is.
 
-    Those of an earlier job do not count: somebody has submitted it again, and hopes for better. Nor
-    does a preemption, which the run can do nothing about.
+    A job that was submitted again by its supervisor is the same job. Those of any other one do not
+    count: somebody has submitted it again, and hopes for better. Nor does a preemption, which the
+    run can do nothing about. Of a program that does not say what it saves only those count after
+    which it did not get on (`policy.program_progress`).
     """
-    mine = [event for event in history.events(Requeued) if event.job == job]
-    requeues = [event for event in mine if not event.preempted]
-    return sum(1 for _ in takewhile(lambda event: event.step == step, reversed(requeues)))
+    chain, steps, submitted = {job}, list[int | None](), False
+    kinds = (Requeued, NotRequeued, Resubmitted, ProgramAdvanced)
+    for event in reversed(history.events(*kinds)):
+        if isinstance(event, ProgramAdvanced):
+            break
+        if isinstance(event, Resubmitted):
+            submitted = event.as_job in chain
+            chain |= {event.job} if submitted else set()
+        elif isinstance(event, NotRequeued):
+            steps += [event.step] if submitted else []
+            submitted = False
+        elif isinstance(event, Requeued) and event.job in chain and not event.preempted:
+            steps.append(event.step)
+    return sum(1 for _ in takewhile(lambda before: before == step, steps))

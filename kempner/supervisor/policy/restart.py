@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.events.attempt import AttemptFailed, RunGivenUp
+from kempner.run.record.events.attempt import AttemptFailed, ProgramAdvanced, RunGivenUp
 from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import Decision
 
@@ -76,6 +76,10 @@ def decide_restart(
     """
     if decision.code not in HEALED_BY_A_RESTART:
         return RestartDecision(False, decision.reason)
+    if decision.final:
+        return RestartDecision(
+            False, f"{decision.reason}, which program.fail_codes names: a restart would not help"
+        )
     here = f"at step {failure.step}" if failure.step else "before the first step"
     alike = [other for other in earlier if other.node_lost is failure.node_lost]
     fruitless = list(takewhile(lambda f: f.committed == failure.committed, reversed(alike)))
@@ -104,13 +108,13 @@ def as_it_worked_before(decision: Decision, worked: bool) -> Decision:
 
 
 def failures(history: RunHistory) -> list[Failure]:
-    """The failures since the run was last given up, without those of storage: see
-    `storage_restart`.
+    """The failures since the run was last given up, or a program that does not report got further
+    than ever; without those of storage: see `storage_restart`.
     """
     found: list[Failure] = []
-    for event in history.events(AttemptFailed, RunGivenUp):
-        if isinstance(event, RunGivenUp):
-            found.clear()  # a person has looked, and starts again
+    for event in history.events(AttemptFailed, RunGivenUp, ProgramAdvanced):
+        if not isinstance(event, AttemptFailed):
+            found.clear()  # a person has looked, and starts again; or it got further than before
         elif event.code != ExitCode.STORAGE_UNAVAILABLE:
             raised, lost = event.raised, event.node_lost
             found.append(Failure(event.step, event.committed, raised, lost, event.code))

@@ -45,12 +45,13 @@ def choose(
 ) -> tuple[str, ...]:
     """The nodes to do without: all suspects, or the `bad` ones alone, or none.
 
+    Suspects that it would not get anyway stay out: another run's may be of another cluster.
     `candidates` are the nodes on which the job could run, those that its user excludes left out;
     None if nobody knows. As many of them as are `needed` must be left, or Slurm would hold the job.
     """
     if candidates is None:
         return ()
-    for without in ({*bad, *suspect}, set(bad)):
+    for without in ({*bad, *set(suspect).intersection(candidates)}, set(bad)):
         if len(set(candidates) - without) >= needed:
             return tuple(sorted(without))
     return ()

@@ -105,6 +105,10 @@ class JobMonitor:
         self._note(state)
         return state
 
+    def last_known(self) -> JobState | None:
+        """As the controller last spoke of it while it ran; asked now if it never has."""
+        return self._running or self.state()
+
     def note_silence(self, error: SlurmError) -> None:
         """Slurm gave no answer; said once, if it goes on."""
         now = time.monotonic()

@@ -80,12 +80,18 @@ class JobView:
 
     def ends_within(self, seconds: float, times: RunTimes) -> bool:
         """Whether a stop has to begin within so many seconds (fewer in a short job), or by now."""
-        left = self.seconds_left(times.now())
+        left = self.seconds_to_train(times)
         if left is None or self._seen is None:
             return False
         limit = self._seen.state.times.limit
-        lead, _ = self._lead_and_margin(times, limit)
-        return left <= lead + (seconds if limit is None else min(seconds, MARGIN_SHARE * limit))
+        return left <= (seconds if limit is None else min(seconds, MARGIN_SHARE * limit))
+
+    def seconds_to_train(self, times: RunTimes) -> float | None:
+        """Until a stop has to begin; None without an end, or if it is not known."""
+        left = self.seconds_left(times.now())
+        if left is None or self._seen is None:
+            return None
+        return left - self._lead_and_margin(times, self._seen.state.times.limit)[0]
 
     def _lead_and_margin(self, times: RunTimes, limit: float | None) -> tuple[float, float]:
         margin = exit_margin(times.leaves, limit)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 
 import psutil
 
+from kempner.cluster.network.interfaces import choose
+from kempner.cluster.network.master import ExportedMaster, exported_master
+from kempner.cluster.network.netinfo import read_interfaces, route_address
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.allocation import Allocation, allocate
 from kempner.cluster.slurm.command import SlurmError, patiently
+from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.slurm.job import in_batch_script, job_id, parse_job
 from kempner.cluster.slurm.resources import Resources, Wanted, detect
+from kempner.cluster.slurm.shares import NodeShare
 from kempner.config.sections import Config
 from kempner.run.output.logs import logger
+from kempner.run.output.redact import redacted
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 
@@ -76,10 +83,26 @@ def enter(
             hosts=section.hosts,
             spare=config.supervise.spare_nodes,
             per_task=per_task,
+            shares=_shares(job, within),
         )
     except (SlurmError, ValueError) as error:
         raise UsageError(str(error)) from error
+    asked = here.get("SLURM_NTASKS_PER_NODE", "1")
+    if not per_task and asked != "1":
+        logger().warning(
+            f"--ntasks-per-node={asked} is ignored: one torchrun per node starts "
+            f"{allocation.tasks_per_node} ranks there; submit with --ntasks-per-node=1"
+        )
     return allocation, resources
+
+
+def _shares(job: str, within: float) -> Mapping[str, NodeShare]:
+    """What the job has of each node; nothing where Slurm does not say, as of a single node."""
+    try:
+        return scontrol.job_shares(job, within)
+    except SlurmError as error:
+        logger().warning("Slurm does not say what the job has of each node", reason=str(error))
+        return {}
 
 
 def introduction(
@@ -88,19 +111,66 @@ def introduction(
     run: RunDirectory,
     arguments: Sequence[str],
     restarts: int,
+    meeting: Sequence[str] = (),
 ) -> str:
-    """What the job's output begins with, where people look first; each number with its source."""
+    """What the job's output begins with, where people look first; each number with its source, and
+    nothing that is secret. `meeting` is as from `meeting_place`."""
     return "\n".join(
         [
             f"job {allocation.job}: {len(allocation.nodes)} nodes ({_shorten(allocation.nodes)}), "
-            f"{allocation.size} ranks, {allocation.tasks_per_node} per node",
+            f"{allocation.size} ranks, {_per_node(allocation)} per node",
             f"a node has: GPUs {resources.gpus}, CPUs {resources.cpus}, "
             f"memory {resources.memory_mb} MiB",
-            f"configuration: {shlex.join(arguments)}",
+            f"configuration: {shlex.join(redacted(arguments))}",
+            *meeting,
             f"{RUN_LINE}{run.path.absolute()}",
             f"Restart cnt: {restarts}",
         ]
     )
+
+
+def meeting_place(allocation: Allocation, config: Config, environ: Mapping[str, str]) -> list[str]:
+    """Where the ranks will meet, and over which interface where this process is on their node.
+
+    Warns of an exported address that is ignored. Raises `UsageError` if a port is none.
+    """
+    try:
+        said = exported_master(environ, allocation.nodes)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if said.warning:
+        logger().warning(said.warning)
+    lines = [f"master: {_master(said, allocation.nodes[0])}"]
+    node = node_name(environ)
+    if node in allocation.nodes:
+        lines += [f"network: {used} on {node}" for used in _interface(allocation, config, environ)]
+    return lines
+
+
+def _master(said: ExportedMaster, first: str) -> str:
+    given = {"MASTER_ADDR": said.address, "MASTER_PORT": said.port}
+    names = ", ".join(name for name, value in given.items() if value is not None)
+    port = f":{said.port}" if said.port else ", on a port that is chosen at each start"
+    place = f"{said.address or first}{port}"
+    return f"{place} ({names} of the environment)" if names else place
+
+
+def _interface(allocation: Allocation, config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    """What this node's ranks will bind to, if that can be told; they say why not themselves."""
+    with suppress(ValueError):
+        choice = choose(
+            read_interfaces(),
+            on_one_node=len(allocation.nodes) == 1,
+            configured=config.distributed.interface,
+            environ=environ,
+            route_address=route_address(allocation.nodes[-1]),
+        )
+        if choice.interface is not None:
+            yield f"{choice.interface.name} ({choice.interface.address.partition('/')[0]})"
+
+
+def _per_node(allocation: Allocation) -> str:
+    return ", ".join(dict.fromkeys(str(allocation.ranks_on(node)) for node in allocation.nodes))
 
 
 def is_batch_script(environ: Mapping[str, str]) -> bool:

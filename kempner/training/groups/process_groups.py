@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,13 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine.visible_gpus import own_part
 from kempner.cluster.network.interfaces import Choice, choose
+from kempner.cluster.network.master import ExportedMaster, exported_master, given_port
 from kempner.cluster.network.netinfo import read_interfaces, route_address
 from kempner.cluster.network.ports import job_salt
 from kempner.cluster.slurm.scontrol import hostnames
 from kempner.cluster.world import World
 from kempner.config.sections import Config
 from kempner.model.spec.mesh import MeshDegrees, check_tensor_groups, resolve_mesh
+from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import UsageError
 from kempner.training.groups.rendezvous import agree_on_network, meet
@@ -82,11 +85,19 @@ class Ranks:
             self.store.wait([_goodbye(rank) for rank in range(1, self.world.size)], _FAREWELL)
 
 
+def add_variables(config: Config) -> None:
+    """Add what is configured for NCCL and CUDA to the environment, before either is used."""
+    os.environ |= config.distributed.environment(os.environ)
+
+
 def choose_device(world: World) -> torch.device:
     """The GPU of this local rank (or the only visible one), or the CPU.
 
-    Raises `UsageError` if the node has fewer GPUs than ranks.
+    Before CUDA is used for the first time. Raises `UsageError` if the node has fewer GPUs than
+    ranks.
     """
+    if (own := own_part(os.environ, world.local_rank)) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = own
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible == 0:
         return torch.device("cpu")
@@ -115,6 +126,9 @@ def connect(world: World, config: Config) -> Ranks:
     store = _rendezvous(world, address, timeout)
     if not world.on_one_node:
         agree_on_network(store, world, platform.node(), choice.interface)
+        if world.rank == 0:
+            over = "" if choice.interface is None else f" over {choice.interface.name}"
+            say(f"the ranks meet at {address}:{os.environ['MASTER_PORT']}{over}")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -178,8 +192,16 @@ def _master_address(world: World) -> str:
     if world.size == 1:
         return "localhost"
     if world.launcher == "srun":
-        return hostnames(os.environ["SLURM_STEP_NODELIST"])[0]
+        nodes = hostnames(os.environ["SLURM_STEP_NODELIST"])
+        return _exported_master(nodes).address or nodes[0]
     return os.environ["MASTER_ADDR"]
+
+
+def _exported_master(nodes: Sequence[str] = ()) -> ExportedMaster:
+    try:
+        return exported_master(os.environ, nodes)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _rendezvous(world: World, address: str, timeout: timedelta) -> Store:
@@ -192,7 +214,9 @@ def _rendezvous(world: World, address: str, timeout: timedelta) -> Store:
         nonce = os.environ.get("KEMPNER_ATTEMPT_NONCE", "")
         # The agents of some nodes may belong to another step.
         salt = job_salt(os.environ if world.launcher == "srun" else {}, nonce)
-        store = meet(world, address, salt, timeout)
+        of_srun = world.launcher == "srun"  # an agent sets MASTER_PORT, the user's or not
+        port = _exported_master().port if of_srun else given_port(os.environ)
+        store = meet(world, address, salt, timeout, port)
         # For whatever else reads torch's variables, and instead of a login shell's.
         os.environ |= world.environment()
         os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(store.port)}
@@ -227,8 +251,6 @@ def _prepare_environment(world: World, config: Config, address: str) -> Choice:
     if choice.warning:
         logger().warning(choice.warning)
     os.environ.update(choice.environment(os.environ))
-    for name, value in settings.nccl.environment().items():
-        os.environ.setdefault(name, value)
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     return choice
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 from kempner.cluster.network.interfaces import Interface, disagreement
 from kempner.cluster.network.port_discovery import announce, find
@@ -17,21 +17,24 @@ from kempner.run.process.exit_codes import PeersLostError, UsageError
 _LAST_WORD = timedelta(seconds=30)
 
 
-def meet(world: World, address: str, salt: str, timeout: timedelta) -> TCPStore:
+def meet(
+    world: World, address: str, salt: str, timeout: timedelta, given: int | None = None
+) -> TCPStore:
     """This launch's store, hosted by rank 0 on the host `address`; blocks until it is there.
 
-    `salt` must be the same on all ranks of a launch and differ from every other launch's. Raises
-    `PeersLostError` after `timeout`, `OSError` on rank 0 if all its ports are taken.
+    `salt` must be the same on all ranks of a launch and differ from every other launch's; `given`
+    is the port if that is the user's choice. Raises `PeersLostError` after `timeout`, `OSError` on
+    rank 0 if all its ports are taken.
     """
     if world.rank > 0:
         try:
-            port = find(address, salt, timeout.total_seconds())
-        except TimeoutError as error:
+            port = given or find(address, salt, timeout.total_seconds())
+            return TCPStore(
+                address, port, world.size, is_master=False, timeout=timeout, wait_for_workers=False
+            )
+        except (TimeoutError, DistNetworkError) as error:
             raise PeersLostError(f"rank {world.rank}: {error}") from error
-        return TCPStore(
-            address, port, world.size, is_master=False, timeout=timeout, wait_for_workers=False
-        )
-    listener = claim(candidates(f"{salt}:store"))
+    listener = claim(candidates(f"{salt}:store") if given is None else [given])
     port = listener.getsockname()[1]
     store = TCPStore(
         address,
@@ -42,7 +45,8 @@ def meet(world: World, address: str, salt: str, timeout: timedelta) -> TCPStore:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    announce(salt, port)
+    if given is None:
+        announce(salt, port)
     return store
 
 

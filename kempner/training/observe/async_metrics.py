@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,13 @@ class _Pending:
     rate: float
     numbers: Tensor
     arrived: torch.cuda.Event | None
+
+    def read(self) -> Numbers:
+        """Wait for it."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        loss, norm = self.numbers.tolist()
+        return Numbers(self.train_state, loss, norm, self.rate)
 
 
 class AsyncMetrics:
@@ -43,13 +50,15 @@ class AsyncMetrics:
         """What has arrived; with `everything`, the newest step is waited for, too."""
         while self._pending:
             oldest = self._pending[0]
-            if oldest.arrived is not None:
-                if len(self._pending) == 1 and not everything:
-                    return
-                oldest.arrived.synchronize()
+            if oldest.arrived is not None and len(self._pending) == 1 and not everything:
+                return
             self._pending.popleft()
-            loss, norm = oldest.numbers.tolist()
-            yield Numbers(oldest.train_state, loss, norm, oldest.rate)
+            yield oldest.read()
+
+    def unseen(self) -> Callable[[], list[Numbers]]:
+        """What has not been told yet, for whoever waits for it, on any thread."""
+        pending = list(self._pending)
+        return lambda: [one.read() for one in pending]
 
     def forget(self) -> None:
         """What is still on its way concerns steps that do not count any more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -81,6 +81,10 @@ class StepMetrics:
             ):
                 self._log(numbers)
             yield numbers
+
+    def unseen(self) -> Callable[[], list[Numbers]]:
+        """What has not arrived yet, for whoever waits for it, on any thread."""
+        return self._echo.unseen()
 
     def evaluated(self, train_state: TrainState, loss: float) -> None:
         """Take note of a held-out loss."""

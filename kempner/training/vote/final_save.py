@@ -7,13 +7,14 @@ import time
 from typing import Protocol
 
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.store.save_failures import SaveFailures
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import CheckpointWriteError, ExitCode
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.stop import Completed, Stopped
+from kempner.run.record.save_times import Durations
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.policy.final_save import (
     Action,
@@ -33,12 +34,49 @@ LAST_TRIES = 2
 """
 
 
+class Saver(Protocol):
+    """Who saves a loop's state: kempner, or what has another library save. See those for more."""
+
+    committed_step: int | None
+    durations: Durations
+
+    @property
+    def failures(self) -> SaveFailures:
+        """The saves that failed since the last commit."""
+
+    @property
+    def superseded(self) -> bool:
+        """Whether a newer attempt owns the run."""
+
+    @property
+    def in_flight(self) -> tuple[int, float] | None:
+        """The step of the save under way and its age in seconds, or None."""
+
+    def save(self, train_state: TrainState, counted: int | None = None) -> None:
+        """Save the state as of `train_state`."""
+
+    def poll(self) -> None:
+        """Take note of a save that has ended."""
+
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait for the save in flight."""
+
+    def join(self) -> None:
+        """Wait for it; raise `SupersededError` if a newer attempt owns the run."""
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for what is under way."""
+
+
 class StoppableLoop(Protocol):
     """What is about to leave: a loop of ours, or of the user's."""
 
     ranks: Ranks
     shutdown: ShutdownHandler
-    checkpoints: CheckpointManager
+
+    @property
+    def checkpoints(self) -> Saver:
+        """Who saves its state."""
 
     @property
     def vote_group(self) -> VoteGroup:
@@ -86,7 +124,7 @@ def finish(run: StoppableLoop, agreed: VoteResult) -> tuple[ExitCode, str]:
     return ExitCode.STOPPED, f"stopped after step {step}{why}; start again to continue"
 
 
-def vote_to_go_on(shutdown: ShutdownHandler, checkpoints: CheckpointManager) -> Vote:
+def vote_to_go_on(shutdown: ShutdownHandler, checkpoints: Saver) -> Vote:
     """What a rank wants at this moment, as far as stops and saves decide it."""
     checkpoints.poll()
     failures, now = checkpoints.failures, time.monotonic()
@@ -107,7 +145,7 @@ def _say_how_it_ends(run: StoppableLoop, event: Completed | Stopped) -> None:
 
 
 def refuse_to_go_on_unsaved(
-    checkpoints: CheckpointManager, agreed: VoteResult, max_failures: int, patience: float
+    checkpoints: Saver, agreed: VoteResult, max_failures: int, patience: float
 ) -> None:
     """Raise `CheckpointWriteError`, on all ranks alike, when saves keep failing.
 

@@ -6,6 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from kempner.cluster.slurm.command import step_environment
+from kempner.config.sections import SuperviseSection
+from kempner.supervisor.launchers.surroundings import Surroundings
+
 _BINDINGS = ("SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_MEM_BIND")
 
 
@@ -45,3 +49,13 @@ def _place(topology: Path) -> tuple[int, int]:
     except (OSError, ValueError):
         return 0, 0
     return package, core
+
+
+def why_no_agents(
+    section: SuperviseSection, environ: Mapping[str, str], surroundings: Surroundings
+) -> str:
+    """Why the ranks of a job must be tasks of srun; empty if agents can fork them."""
+    if section.ports is not None and len(section.ports) < 2:
+        return "supervise.control_ports has only one port"
+    bound = surroundings.binding or binding_asked_for(step_environment(environ))
+    return f"{bound} binds them, which only srun can do" if bound else ""

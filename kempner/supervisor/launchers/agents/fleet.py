@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import TypeAlias
 
 from kempner.run.control.protocol import Secret
 from kempner.run.output.logs import logger
@@ -16,12 +17,22 @@ from kempner.supervisor.launchers.agents.messages import (
     Answer,
     Beat,
     Cleared,
+    Departs,
     Ended,
+    Here,
     KillRanks,
+    Leave,
     Question,
     ToAgent,
 )
 from kempner.supervisor.launchers.agents.server import AgentNews, AgentServer, Came, Went
+
+SILENT = 6.0
+"""Seconds without a sign of life after which an agent is not waited for."""
+
+NO_OTHERS = "this run takes no nodes of other jobs (supervise.grow=false)"
+
+FleetNews: TypeAlias = Came | Ended | Departs
 
 _LOOK = 0.2
 """Seconds between two looks whether an agent can still be expected to answer."""
@@ -43,23 +54,33 @@ class AgentSeen:
     hung_up: bool = False
     cleared: int = 0
 
+    @property
+    def well(self) -> bool:
+        """Whether it has been heard of just now."""
+        return self.linked and time.monotonic() - self.heard_at < SILENT
+
 
 class Fleet:
-    """Talks to the agents of some nodes. `ended` is called for each rank that has ended, from the
-    server's thread."""
+    """Talks to the agents of some nodes. `hear` is called with all that an agent says but signs of
+    life and answers, from the server's thread; `refusal` says why one of another job cannot join.
+    """
 
     def __init__(
-        self, listener: socket.socket, nodes: int, ended: Callable[[str, Ended], None]
+        self,
+        listener: socket.socket,
+        nodes: int,
+        hear: Callable[[str, FleetNews], None],
+        refusal: Callable[[Here], str] = lambda here: NO_OTHERS,
     ) -> None:
         self.secret = Secret.new()
-        self._ended = ended
+        self._tell_of = hear
         self._changed = threading.Condition()
         self._seen: dict[str, AgentSeen] = {}
         self._standing: dict[str, list[ToAgent]] = defaultdict(list)
         self._pending: dict[int, Mapping[str, Question]] = {}
         self._answers: dict[int, dict[str, Answer]] = {}
         self._numbers = count(1)
-        self._server = AgentServer(listener, self.secret, nodes, self._hear)
+        self._server = AgentServer(listener, self.secret, nodes, self._hear, refusal)
 
     @property
     def port(self) -> int:
@@ -77,6 +98,10 @@ class Fleet:
                 self._standing[node].clear()  # who comes later need not start anything first
             self._standing[node].append(message)
         self._server.tell(node, message)
+
+    def dismiss(self, node: str) -> None:
+        """Send the agent of a node away, if there is one."""
+        self._server.tell(node, Leave())
 
     def forget_orders(self) -> None:
         """What was ordered is done."""
@@ -127,8 +152,8 @@ class Fleet:
         with self._changed:
             orders = self._take_in(node, news)
             self._changed.notify_all()
-        if isinstance(news, Ended):
-            self._ended(node, news)
+        if isinstance(news, Came | Ended | Departs):
+            self._tell_of(node, news)
         return orders
 
     def _take_in(self, node: str, news: AgentNews) -> list[ToAgent]:
@@ -155,6 +180,8 @@ class Fleet:
         seen = AgentSeen(news.step, news.task, news.pid)
         if before is not None and before.pid == news.pid and before.step == news.step:
             seen.cleared = before.cleared
+        elif news.joins is not None:
+            self._standing[node].clear()  # it was told to the agent before, which is gone
         self._seen[node] = seen
         logger().info("agent connected", node=node, step=news.step, pid=news.pid)
         asked = [questions[node] for questions in self._pending.values() if node in questions]

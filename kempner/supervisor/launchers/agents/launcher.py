@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
+from pathlib import Path
 
-from kempner.cluster.network.ports import free_port
+from kempner.checkpoint.slots.pour import Offer, Poured
+from kempner.cluster.network.master import choose_master
 from kempner.cluster.slurm.allocation import Allocation
-from kempner.cluster.slurm.command import SlurmError, step_environment
+from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.config.sections import SuperviseSection
 from kempner.run.control.launch_env import Launch, without_token
@@ -23,69 +24,38 @@ from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.helper_thread import start_thread
 from kempner.supervisor.control.auth import listen
 from kempner.supervisor.launchers.agents import node_agent
-from kempner.supervisor.launchers.agents.affinity import binding_asked_for
-from kempner.supervisor.launchers.agents.fleet import Fleet
+from kempner.supervisor.launchers.agents.fleet import NO_OTHERS, Fleet, FleetNews
 from kempner.supervisor.launchers.agents.messages import (
-    ADDRESS,
-    PORT,
-    STEP,
-    TOKEN,
     Answer,
     Ended,
+    Here,
     KillRanks,
     Question,
     StartRanks,
     StopRanks,
     seal,
 )
+from kempner.supervisor.launchers.agents.patience import (
+    ANSWER_WITHIN,
+    AWAY,
+    CLEARED_WITHIN,
+    COME_WITHIN,
+    DEAF_AFTER,
+    END_WITHIN,
+    GIVEN_UP_WITHIN,
+    HUNG_UP,
+    LOST_WITHIN,
+    SURVEYS,
+)
 from kempner.supervisor.launchers.agents.ranks_away import RanksAway
-from kempner.supervisor.launchers.agents.step import AgentStep
+from kempner.supervisor.launchers.agents.slots_away import SlotsAway
+from kempner.supervisor.launchers.agents.step import AgentStep, agent_environment
 from kempner.supervisor.launchers.base import CannotRestart, Program
 from kempner.supervisor.launchers.srun import DEAF, SrunLauncher
+from kempner.supervisor.launchers.surroundings import Surroundings
 from kempner.supervisor.nodes import srun_probe
 from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult, question_text, read_result
 from kempner.supervisor.policy.outcome import RankExit
-
-COME_WITHIN = 30.0
-"""Seconds within which an agent connects: it starts in one."""
-
-ANSWER_WITHIN = 3.0
-"""Seconds that agents get to say that they are there, before Slurm is asked about their nodes."""
-
-CLEARED_WITHIN = 15.0
-"""Seconds within which an agent has ended what is left of an attempt."""
-
-SURVEYS = 2
-"""Times that nodes are asked how they are: agents may have died unnoticed, or with a step that
-Slurm aborted because one node of it is gone."""
-
-DEAF_AFTER = 4.0
-"""Seconds without the end of ranks that were to be killed after which their agent is killed."""
-
-GIVEN_UP_WITHIN = 10.0
-"""Seconds for an agent that was killed, and for all that Slurm kills with it, to be gone."""
-
-HUNG_UP = 3.0
-"""Seconds after the end of an agent's process, seen by its link, in which srun may say how."""
-
-AWAY = 45.0
-"""Seconds after which an agent is not expected back whose link broke off in any other way: one that
-has no ranks has left by then."""
-
-SILENT = 6.0
-"""Seconds without a sign of life after which an agent is not waited for."""
-
-END_WITHIN, LOST_WITHIN = 10.0, 1.0
-"""Seconds for srun to end when all agents have been sent away; one that waits for a node that is
-gone is left behind."""
-
-
-def why_no_agents(section: SuperviseSection, environ: Mapping[str, str]) -> str:
-    """Why the ranks of a job must be tasks of srun; empty if agents can fork them."""
-    if section.ports is not None and len(section.ports) < 2:
-        return "supervise.control_ports has only one port"
-    bound = binding_asked_for(step_environment(environ))
-    return f"{bound} binds them, which only srun can do" if bound else ""
 
 
 class AgentLauncher(SrunLauncher):
@@ -96,10 +66,16 @@ class AgentLauncher(SrunLauncher):
     same one a second time, those of all further attempts, too.
     """
 
-    def __init__(self, allocation: Allocation, section: SuperviseSection) -> None:
-        super().__init__(allocation, section)
+    def __init__(
+        self,
+        allocation: Allocation,
+        section: SuperviseSection,
+        surroundings: Surroundings | None = None,
+    ) -> None:
+        super().__init__(allocation, section, surroundings)
         self._steps: list[AgentStep] = []
         self._ranks = RanksAway()
+        self._slots = SlotsAway(self._ask_for_slots)
         self._program: Program | None = None
         self._fleet: Fleet | None = None
         self._attempt = 0
@@ -114,7 +90,7 @@ class AgentLauncher(SrunLauncher):
             return
         if self._fleet is None:
             listener = listen(self.address, self._section.ports)
-            self._fleet = Fleet(listener, len(self.nodes), self._hear_end)
+            self._fleet = Fleet(listener, len(self.nodes), self._hear, self._refusal)
         self._have_agents()
 
     def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
@@ -123,30 +99,24 @@ class AgentLauncher(SrunLauncher):
         if not self._by_srun and not self._agents.wait_until(self._all_came, self._time_to_come()):
             self._do_without()
         if self._by_srun:
-            super().start(launch, program, post)
+            self._start_by_srun(launch, program, post)
             return
         allocation, self._attempt, self._killed_at = self._allocation, launch.attempt.number, None
-        tasks, job = allocation.tasks_per_node, allocation.job if allocation.batch else None
+        job = allocation.job if allocation.batch else None
         variables = without_token(replace(launch, job=job).environment())
-        master = (allocation.nodes[0], free_port("", salt=launch.attempt.nonce))
-        places = {
-            node: range(i * tasks, (i + 1) * tasks) for i, node in enumerate(allocation.nodes)
-        }
-        self._ranks.begin(places, post)
-        for node, ranks in places.items():
+        buddies = self._slots.pair(allocation.nodes, launch.buddy)
+        master = choose_master(os.environ, allocation.nodes, launch.attempt.nonce)
+        self._ranks.begin(allocation.places(), post)
+        for node, ranks in allocation.places().items():
             sealed = seal(self._agents.secret, launch.control.secret.token)
-            self._agents.order(
-                node,
-                StartRanks(
-                    self._attempt,
-                    variables,
-                    sealed,
-                    ranks.start,
-                    tasks,
-                    allocation.size,
-                    master,
-                ),
-            )
+            which = ranks.start, len(ranks), allocation.size
+            told = variables | buddies.get(node, {})
+            self._agents.order(node, StartRanks(self._attempt, told, sealed, *which, master))
+
+    def _start_by_srun(
+        self, launch: Launch, program: Program, post: Callable[[RankExit], None]
+    ) -> None:
+        super().start(launch, program, post)
 
     def ask_to_stop(self) -> None:
         """Have the agents signal each rank."""
@@ -208,6 +178,21 @@ class AgentLauncher(SrunLauncher):
         self._agents.forget_orders()
         return unable
 
+    def offers(self, nonce: str) -> Sequence[Offer]:
+        """What the agents that one hears of hold, once each has ended what is left of its ranks."""
+        if self._by_srun:
+            return ()
+        nodes = self._allocation.nodes
+        settled = lambda node: self._has_cleared(node) or not self._is_well(node)  # noqa: E731
+        if not self._agents.wait_until(lambda: all(map(settled, nodes)), CLEARED_WITHIN):
+            logger().warning("a rank is still there, so its steps in memory are not salvaged")
+            return ()
+        return self._slots.offers(list(filter(self._has_cleared, nodes)), nonce)
+
+    def pour(self, nonce: str, step: int, folder: Path) -> Sequence[Poured]:
+        """Each agent writes what it holds."""
+        return self._slots.pour(nonce, step, folder)
+
     def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
         """By the node's agent, if it answers."""
         if not self._by_srun and self._is_well(node):
@@ -215,6 +200,15 @@ class AgentLauncher(SrunLauncher):
             if told := self._agents.ask(asked, ANSWER_WITHIN, self._is_gone):
                 return told[node].seen
         return super().look(node, pids)
+
+    def ask_idle(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
+        """By the nodes' agents, which are there since the ranks were started."""
+        if self._by_srun:
+            return super().ask_idle(question)
+        asked = dict.fromkeys(self.idle.nodes, Question(about=question_text(question)))
+        within = srun_probe.survey_within(question)
+        answers = self._agents.ask(asked, within, lambda node: not self._is_well(node))
+        return [v for answer in answers.values() if (v := read_result(answer.vitals)) is not None]
 
     def close(self) -> None:
         """Send the agents away, and wait for srun."""
@@ -228,7 +222,12 @@ class AgentLauncher(SrunLauncher):
 
     def _all_came(self) -> bool:
         """Whether each node that is used has an agent, or Slurm cannot start one just now."""
-        return self.waits() or all(map(self._has_come, self._allocation.nodes))
+        return self.waits() or not self._not_come()
+
+    def _not_come(self) -> set[str]:
+        """Nodes of the job that are used, and have no agent yet."""
+        used = set(self._allocation.nodes) & set(self._own_nodes)
+        return {node for node in used if not self._has_come(node)}
 
     def _has_come(self, node: str) -> bool:
         seen = self._agents.seen(node)
@@ -239,7 +238,7 @@ class AgentLauncher(SrunLauncher):
     def _do_without(self) -> None:
         """Have srun start the ranks: this once, if only some agents do not connect, for the first
         time."""
-        missing = {node for node in self._allocation.nodes if not self._has_come(node)}
+        missing = self._not_come()
         logger().warning(
             "agents do not connect, so the ranks are not forked", nodes=sorted(missing)
         )
@@ -253,7 +252,7 @@ class AgentLauncher(SrunLauncher):
     def _time_to_come(self) -> float:
         """Seconds that agents still get to connect; those of a step that has ended get none."""
         began = max((step.began for step in self._steps if step.alive), default=-inf)
-        return max(0.0, began + COME_WITHIN - time.monotonic())
+        return max(0.0, began + COME_WITHIN + self._around.delay - time.monotonic())
 
     @property
     def _agents(self) -> Fleet:
@@ -265,23 +264,18 @@ class AgentLauncher(SrunLauncher):
 
         Those that had one are not held up by those that may be gone.
         """
-        missing = [node for node in self.nodes if self._is_gone(node)]
+        missing = [node for node in self._own_nodes if self._is_gone(node)]
         known = [node for node in missing if self._agents.seen(node) is not None]
         for group in (known, [node for node in missing if node not in known]):
-            if group:
-                self._start_agents(group)
+            for nodes in self._allocation.steps(group):
+                self._start_agents(nodes)
 
     def _start_agents(self, nodes: Sequence[str]) -> None:
         assert self._program is not None
         step = AgentStep(len(self._steps), nodes, self._hear_task_end)
-        environ = step_environment(os.environ) | {
-            ADDRESS: self.address,
-            PORT: str(self._agents.port),
-            TOKEN: self._agents.secret.token,
-            STEP: str(step.number),
-        }
-        environ.pop("TORCHELASTIC_RUN_ID", None)
-        agent = [sys.executable, "-m", node_agent.__name__, node_agent.program_text(self._program)]
+        where = self.address, self._agents.port, self._agents.secret.token
+        environ = agent_environment(*where, step.number)
+        agent = [*self._around.run(node_agent.__name__), node_agent.program_text(self._program)]
         command = [*self._step("kempner-agents", nodes, 1), "--no-kill", *DEAF, *agent]
         self._steps.append(step)
         self._starts += 1
@@ -298,7 +292,8 @@ class AgentLauncher(SrunLauncher):
         for _ in range(SURVEYS):
             self._have_agents()
             asked = dict.fromkeys(left, Question(about=about))
-            answers |= self._agents.ask(asked, srun_probe.SURVEY_WITHIN, self._is_gone)
+            within = srun_probe.survey_within(question) + self._around.delay
+            answers |= self._agents.ask(asked, within, self._is_gone)
             left = [node for node in nodes if node not in answers]
             for node in left:
                 if not self._is_gone(node) and not self._is_well(node):
@@ -321,6 +316,11 @@ class AgentLauncher(SrunLauncher):
             return answers
         return super()._present(accused, stuck)
 
+    def _ask_for_slots(self, texts: Mapping[str, str], patient: bool) -> dict[str, str]:
+        asked = {node: Question(slots=text) for node, text in texts.items()}
+        answers = self._agents.ask(asked, inf if patient else ANSWER_WITHIN, self._is_gone)
+        return {node: answer.slots for node, answer in answers.items()}
+
     def _see_it_end(self, patience: float) -> None:
         """Agents that have cleared up stay."""
         if self._by_srun:
@@ -329,7 +329,7 @@ class AgentLauncher(SrunLauncher):
     def _is_well(self, node: str) -> bool:
         """Whether a node's agent has been heard of just now."""
         seen = self._agents.seen(node)
-        return seen is not None and seen.linked and time.monotonic() - seen.heard_at < SILENT
+        return seen is not None and seen.well
 
     def _has_cleared(self, node: str) -> bool:
         seen = self._agents.seen(node)
@@ -378,11 +378,15 @@ class AgentLauncher(SrunLauncher):
             end = partial(srun_probe.kill, node, seen.pid, self._outside)
             start_thread("end agent", end)
 
-    def _hear_end(self, node: str, end: Ended) -> None:
+    def _hear(self, node: str, news: FleetNews) -> None:
         """A rank has ended, by its agent's word."""
-        if end.attempt == self._attempt:
-            told = RankExit(end.rank, end.status, end.killed, end.sentence, end.oom_kills)
-            self._ranks.end(told)
+        if isinstance(news, Ended) and news.attempt == self._attempt:
+            how = (news.sent == "kill", news.sentence, news.oom_kills, news.sent == "stop")
+            self._ranks.end(RankExit(news.rank, news.status, *how))
+
+    def _refusal(self, here: Here) -> str:
+        """Why an agent of another job cannot join."""
+        return NO_OTHERS
 
     def _hear_task_end(self, step: AgentStep, task: int, status: int) -> None:
         """An agent has ended, by srun's word; what it has started dies with it."""

@@ -33,13 +33,14 @@ AGAIN = 0.2
 
 
 class AgentLink:
-    """Talks to the supervisor from a thread; `hear` is called from it with each message.
+    """Talks to the supervisor from a thread; `hear` is called from it with each message, `here` for
+    what is said first.
 
     What is numbered is sent again over each new connection, until it is confirmed.
     """
 
     def __init__(
-        self, launch: Launch, task: int, here: Here, hear: Callable[[ToAgent], None]
+        self, launch: Launch, task: int, here: Callable[[], Here], hear: Callable[[ToAgent], None]
     ) -> None:
         self._launch, self._task, self._here, self._hear = launch, task, here, hear
         self._lock = threading.Lock()
@@ -102,7 +103,7 @@ class AgentLink:
         wire.trust()
         with self._lock:
             self._unsent = deque(self._unheard)
-        wire.send_line(encode(self._here))
+        wire.send_line(encode(self._here()))
         self._connected = True
         with selectors.DefaultSelector() as selector:
             selector.register(self._alarm, selectors.EVENT_READ)

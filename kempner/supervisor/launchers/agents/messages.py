@@ -76,12 +76,14 @@ class KillRanks(_Message):
 @dataclass(frozen=True)
 class Question(_Message):
     """Supervisor to agent: how the node is, if `about` asks (`nodes.probe`), which of the processes
-    `pids` still run, and what can be seen of those in `look` (`nodes.process_look`)."""
+    `pids` still run, what can be seen of those in `look` (`nodes.process_look`), and what `slots`
+    asks for (`checkpoint.slots.requests`)."""
 
     number: Natural = 0
     about: Words = ""
     pids: tuple[Natural, ...] = ()
     look: tuple[Natural, ...] = ()
+    slots: Words = ""
     kind: Literal["question"] = "question"
 
 
@@ -95,17 +97,30 @@ class Confirmed(_Message):
 
 @dataclass(frozen=True)
 class Leave(_Message):
-    """Supervisor to agent: end, with all that you have started."""
+    """Supervisor to agent: end, with all that you have started. `refusal` is why it cannot join."""
 
+    refusal: Words = ""
     kind: Literal["leave"] = "leave"
 
 
 @dataclass(frozen=True)
+class Joins(_Message):
+    """What an agent of another job brings: room for so many `ranks`, for so many `seconds` (None:
+    without end). `job` is its Slurm id, empty outside of a job."""
+
+    job: Words
+    ranks: Natural
+    seconds: Annotated[float, Field(ge=0)] | None
+
+
+@dataclass(frozen=True)
 class Here(_Message):
-    """Agent to supervisor, first of all: whose agent it is, and its process."""
+    """Agent to supervisor, first of all: whose agent it is, its process, and what it brings if it
+    is not of the supervisor's job."""
 
     node: Name
     pid: Natural
+    joins: Joins | None = None
     kind: Literal["here"] = "here"
 
 
@@ -124,18 +139,20 @@ class Answer(_Message):
     vitals: Annotated[str, Field(max_length=LINE_LIMIT // 2)]
     left: tuple[Natural, ...]
     seen: tuple[Words, ...] = ()
+    slots: Annotated[str, Field(max_length=LINE_LIMIT // 2)] = ""
     kind: Literal["answer"] = "answer"
 
 
 @dataclass(frozen=True)
 class Ended(_Message):
-    """Agent to supervisor: how a rank ended, as in `policy.outcome.RankExit`."""
+    """Agent to supervisor: how a rank ended, as in `policy.outcome.RankExit`; `sent` is the
+    strongest signal that the agent had sent it by then."""
 
     number: Natural
     attempt: Natural
     rank: Natural
     status: int | None
-    killed: bool
+    sent: Literal["none", "stop", "kill"]
     sentence: Words
     oom_kills: Natural = 0
     kind: Literal["ended"] = "ended"
@@ -151,8 +168,18 @@ class Cleared(_Message):
     kind: Literal["cleared"] = "cleared"
 
 
+@dataclass(frozen=True)
+class Departs(_Message):
+    """Agent of another job to supervisor: it has to leave within so many seconds, and why."""
+
+    number: Natural
+    seconds: Annotated[float, Field(ge=0)]
+    reason: Words
+    kind: Literal["departs"] = "departs"
+
+
 ToAgent: TypeAlias = StartRanks | StopRanks | KillRanks | Question | Confirmed | Leave
-Numbered: TypeAlias = Ended | Cleared
+Numbered: TypeAlias = Ended | Cleared | Departs
 FromAgent: TypeAlias = Here | Beat | Answer | Numbered
 
 _TO_AGENT: TypeAdapter[ToAgent] = TypeAdapter(Annotated[ToAgent, Field(discriminator="kind")])

@@ -6,6 +6,9 @@ is the one task of a Slurm step on each node. It imports no torch, so that it al
 fork server does. Slurm signals only a step's direct children, so it passes stop signals on to the
 ranks. It outlives them: what is left of a step on a node dies with its task there. It ends when the
 supervisor says so, or when that is gone and no rank is left.
+
+One that `kempner join` has started in another job gets no stop signals for its ranks: it asks the
+supervisor to let it go, when its input says so.
 """
 
 from __future__ import annotations
@@ -18,20 +21,29 @@ from dataclasses import asdict
 from functools import partial
 from queue import Empty, SimpleQueue
 from signal import SIGKILL, SIGTERM
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
+from kempner.checkpoint.slots.copies import CopyHolder
+from kempner.checkpoint.slots.memory import LentSlots, SlotHolder
+from kempner.checkpoint.slots.requests import SlotKeeper, reply_text
 from kempner.cluster.machine.cgroup import memory_group
 from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.network.master import exported_master
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.world import OF_AGENT, World
-from kempner.run.control.launch_env import Control, Launch, with_token
-from kempner.run.control.protocol import Secret
+from kempner.run.control.launch_env import BUDDY, IN_MEMORY, Control, Launch, with_token
+from kempner.run.control.protocol import Secret, shorten
 from kempner.run.output import logs
+from kempner.run.output.console import say
 from kempner.run.output.logs import logger
+from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.helper_thread import start_thread
 from kempner.run.process.signals import Received, inbox
 from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers.agents.affinity import shares
+from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver
+from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender
+from kempner.supervisor.launchers.agents.joined.terms import Departure, JoinTerms, hear_departures
 from kempner.supervisor.launchers.agents.link import AgentLink
 from kempner.supervisor.launchers.agents.messages import (
     ADDRESS,
@@ -40,6 +52,7 @@ from kempner.supervisor.launchers.agents.messages import (
     TOKEN,
     Answer,
     Cleared,
+    Departs,
     Ended,
     Here,
     KillRanks,
@@ -69,18 +82,25 @@ ALONE = 30.0
 ALONE_CODE = 1
 """Exit code of an agent that has left unasked: srun tells of it, and it is replaced."""
 
-_Event: TypeAlias = ToAgent | Received
+REFUSED_CODE = int(ExitCode.USAGE)
+"""Exit code of an agent that cannot join, as it has said."""
+
+_Event: TypeAlias = ToAgent | Received | Departure
 
 
 class NodeAgent:
     """Acts on what the supervisor says, and on signals, in the main thread."""
 
-    def __init__(self, launch: Launch, task: int, program: Program) -> None:
-        self._program, self._secret = program, launch.control.secret
-        self._children = Children()
+    def __init__(
+        self, launch: Launch, task: int, program: Program, terms: JoinTerms | None = None
+    ) -> None:
+        self._program, self._secret, self._terms = program, launch.control.secret, terms
+        self._children, self._sender = Children(), CopySender(self._secret)
+        copies = CopyHolder()
+        receiver = CopyReceiver(copies, self._secret, launch.control.address)
+        self._slots = SlotKeeper(SlotHolder(), copies, receiver.listen)
         self._incoming: SimpleQueue[_Event] = SimpleQueue()
-        here = Here(node_name(os.environ), os.getpid())
-        self._link = AgentLink(launch, task, here, self._hear)
+        self._link = AgentLink(launch, task, self._here, self._hear)
         self._attempt = 0
         self._cleared = 0
 
@@ -89,6 +109,8 @@ class NodeAgent:
         self._link.start()
         self._children.prepare(self._program)
         inbox().react_with(self._incoming.put)
+        if self._terms is not None:
+            start_thread("departures", partial(hear_departures, self._hear_departure))
         while True:
             try:
                 event = self._incoming.get(timeout=LOOK)
@@ -98,8 +120,14 @@ class NodeAgent:
                     return self._leave(ALONE_CODE)
                 continue
             if isinstance(event, Leave):
-                return self._leave(0)
+                if event.refusal:
+                    say(f"kempner join: {event.refusal}", sys.stderr)
+                return self._leave(REFUSED_CODE if event.refusal else 0)
             self._act_on(event)
+
+    def _here(self) -> Here:
+        joins = None if self._terms is None else self._terms.now
+        return Here(node_name(os.environ), os.getpid(), joins)
 
     def _leave(self, code: int) -> int:
         self._children.kill()
@@ -113,10 +141,14 @@ class NodeAgent:
         else:
             self._incoming.put(message)
 
+    def _hear_departure(self, departure: Departure | None) -> None:
+        self._incoming.put(Leave() if departure is None else departure)
+
     def _answer(self, question: Question) -> None:
         left = tuple(pid for pid in question.pids if still_runs(pid))
         seen = tuple(map(of_process, question.look))
-        self._link.say(Answer(question.number, answer_text(question.about), left, seen))
+        told, slots = answer_text(question.about), reply_text(self._slots, question.slots)
+        self._link.say(Answer(question.number, told, left, seen, slots))
 
     def _act_on(self, event: _Event) -> None:
         match event:
@@ -128,6 +160,12 @@ class NodeAgent:
             case KillRanks(attempt) if attempt >= self._attempt and attempt > self._cleared:
                 self._attempt = self._cleared = attempt
                 self._clear(attempt)
+            case Departure() if self._link.alone_for() and not self._children.alive():
+                self._incoming.put(Leave())  # there is nobody to ask
+            case Departure(seconds, reason):
+                self._link.post(lambda number: Departs(number, seconds, shorten(reason)))
+            case Received() if self._terms is not None:
+                logger().info("a signal is left to `kempner join`")
             case Received(number) if number == SIGTERM:
                 self._children.ask_to_stop()
             case Received(number):
@@ -136,12 +174,22 @@ class NodeAgent:
     def _start(self, order: StartRanks) -> None:
         self._children.forget(GONE_WITHIN)
         self._children.prepare(self._program)
+        self._sender.end()
+        self._slots.copies.clear()
         common = self._environment(order)
+        ranks = range(order.first, order.first + order.count)
+        self._slots.own.keep_only(ranks if IN_MEMORY in common else ())
+        buddy, lent = common.pop(BUDDY, ""), dict[int, LentSlots]()
         post = partial(self._post, order.attempt)
         for local, cpus in enumerate(shares(os.sched_getaffinity(0), order.count)):
             world = World(order.first + local, order.size, local, order.count, "agent")
             environ = {**common, **world.environment(), **_as_task(world)}
+            environ |= _heartbeat(environ, world.rank)
+            if IN_MEMORY in common:
+                lent[world.rank] = self._slots.own.lend(world.rank, environ, bool(buddy))
             self._children.start(ChildRank(world.rank, environ, None, cpus), self._program, post)
+        if buddy:
+            self._sender.begin(Buddy.parse(buddy), lent)
 
     def _environment(self, order: StartRanks) -> dict[str, str]:
         """What all ranks here have in common."""
@@ -151,16 +199,18 @@ class NodeAgent:
             **os.environ,
             **with_token(order.variables, token),
             OF_AGENT: "1",
+            **exported_master(os.environ, ()).variables(),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
         }
 
     def _post(self, attempt: int, end: RankExit) -> None:
         kills = 0 if end.ended_by_us or end.status != -SIGKILL else _oom_kills()
+        sent: Literal["none", "stop", "kill"] = "stop" if end.asked else "none"
+        if end.ended_by_us:
+            sent = "kill"
         self._link.post(
-            lambda number: Ended(
-                number, attempt, end.rank, end.status, end.ended_by_us, end.sentence, kills
-            )
+            lambda number: Ended(number, attempt, end.rank, end.status, sent, end.sentence, kills)
         )
 
     def _clear(self, attempt: int) -> None:
@@ -182,6 +232,11 @@ def _oom_kills() -> int:
         return 0
 
 
+def _heartbeat(environ: Mapping[str, str], rank: int) -> dict[str, str]:
+    launch = Launch.from_environment(environ)
+    return {} if launch is None else launch.heartbeat(rank)
+
+
 def _as_task(world: World) -> dict[str, str]:
     """What Slurm's variables would say of a rank that was a task of its own."""
     return {
@@ -199,7 +254,9 @@ def program_text(program: Program) -> str:
 
 def _program(text: str) -> Program:
     told = json.loads(text)
-    return Program(tuple(told["command"]), bool(told["ours"]), tuple(told["modules"]))
+    command, modules = tuple(told["command"]), tuple(told["modules"])
+    python, pattern = str(told["python"]), str(told["pattern"])
+    return Program(command, bool(told["ours"]), modules, python, pattern)
 
 
 def _launch(environ: MutableMapping[str, str]) -> Launch:
@@ -214,14 +271,11 @@ def main(text: str, environ: MutableMapping[str, str]) -> None:
     inbox().install()
     logs.configure()
     raise_open_file_limit()
-    launch = _launch(environ)
-    code = NodeAgent(launch, _task(environ), _program(text)).run()
+    launch, terms = _launch(environ), JoinTerms.taken_from(environ)
+    task = int(environ["SLURM_PROCID"]) if terms is None else 0
+    code = NodeAgent(launch, task, _program(text), terms).run()
     sys.stdout.flush()
     os._exit(code)  # threads may still wait for ranks that are stuck
-
-
-def _task(environ: Mapping[str, str]) -> int:
-    return int(environ["SLURM_PROCID"])
 
 
 if __name__ == "__main__":

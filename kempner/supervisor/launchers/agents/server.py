@@ -29,6 +29,7 @@ from kempner.supervisor.launchers.agents.messages import (
     Confirmed,
     FromAgent,
     Here,
+    Joins,
     Leave,
     Numbered,
     ToAgent,
@@ -45,11 +46,13 @@ GOODBYE = 2.0
 
 @dataclass(frozen=True)
 class Came:
-    """An agent has connected, perhaps again: its step, its task there, its process."""
+    """An agent has connected, perhaps again: its step, its task there, its process; what it brings
+    if it is of another job."""
 
     step: int
     task: int
     pid: int
+    joins: Joins | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class _State:
 class AgentServer:
     """Listens to agents. `hear` is called from its thread with a node and what is new of it.
 
-    What `hear` returns for an agent that came is said to it first.
+    What `hear` returns for an agent that came is said to it first. `refusal` says why one of
+    another job cannot join, if so.
     """
 
     def __init__(
@@ -102,9 +106,11 @@ class AgentServer:
         secret: Secret,
         nodes: int,
         hear: Callable[[str, AgentNews], list[ToAgent]],
+        refusal: Callable[[Here], str],
     ) -> None:
         listener.setblocking(False)
-        self._listener, self._secret, self._size, self._hear = listener, secret, nodes, hear
+        self._listener, self._secret, self._size = listener, secret, nodes
+        self._hear, self._refusal = hear, refusal
         self._strangers = Strangers(nodes)
         self._agents: dict[str, _Agent] = {}
         self._numbers: dict[str, _Heard] = {}
@@ -251,6 +257,9 @@ class AgentServer:
             self._hear(agent.node, message)
 
     def _welcome(self, agent: _Agent, here: Here) -> None:
+        if here.joins is not None and (refusal := self._refusal(here)):
+            self._send(agent, Leave(refusal))
+            return
         if (older := self._agents.get(here.node)) is not None:
             if older.step > agent.step:  # it was given up, and has a successor
                 self._send(agent, Leave())
@@ -260,7 +269,7 @@ class AgentServer:
         self._agents[here.node] = agent
         if here.node not in self._numbers or self._numbers[here.node].pid != here.pid:
             self._numbers[here.node] = _Heard(here.pid)
-        for message in self._hear(here.node, Came(agent.step, agent.task, here.pid)):
+        for message in self._hear(here.node, Came(agent.step, agent.task, here.pid, here.joins)):
             self._send(agent, message)
 
     def _send(self, agent: _Agent, message: ToAgent) -> None:

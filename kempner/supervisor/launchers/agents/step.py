@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 import time
@@ -9,9 +10,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 
-from kempner.cluster.slurm.command import SlurmError, patiently, see_step_end, start_step
+from kempner.cluster.slurm.command import (
+    SlurmError,
+    patiently,
+    see_step_end,
+    start_step,
+    step_environment,
+)
 from kempner.run.output.logs import logger
 from kempner.run.process.helper_thread import start_thread
+from kempner.supervisor.launchers.agents.messages import ADDRESS, PORT, STEP, TOKEN
 from kempner.supervisor.launchers.srun_output import StepErrors
 
 
@@ -89,6 +97,14 @@ class AgentStep:
 
     def _hear_end(self, task: int, status: int) -> None:
         self._ended(self, task, status)
+
+
+def agent_environment(address: str, port: int, token: str, step: int) -> dict[str, str]:
+    """The variables of a step of agents: this process's own, and where they find it."""
+    where = {ADDRESS: address, PORT: str(port), TOKEN: token, STEP: str(step)}
+    environ = step_environment(os.environ) | where
+    environ.pop("TORCHELASTIC_RUN_ID", None)
+    return environ
 
 
 KILLED_WITHIN = 5.0

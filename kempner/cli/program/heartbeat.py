@@ -1,0 +1,41 @@
+"""`kempner heartbeat`: a program in any language says how far it is."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from kempner.run.control.program.heartbeat_file import HEARTBEAT_FILE, Heartbeat, path_in, write
+from kempner.run.process.exit_codes import UsageError
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `heartbeat` to `app`."""
+    app.command()(heartbeat)
+
+
+def heartbeat(
+    step: Annotated[
+        int | None, typer.Option(min=0, help="The last step that is done, since the run began.")
+    ] = None,
+    complete: Annotated[
+        bool, typer.Option("--complete", help="The run is complete: it is not requeued.")
+    ] = False,
+) -> None:
+    """Say from within a supervised program how far it is, so that a hang is noticed.
+
+    It is enough if one rank says so, every minute or so. `echo STEP > "$KEMPNER_HEARTBEAT_FILE"`
+    does the same. Outside of `kempner supervise` it does nothing.
+    """
+    if step is None and not complete:
+        raise UsageError("say something: --step N, --complete, or both")
+    if (path := path_in(os.environ)) is None:
+        return
+    try:
+        write(path, Heartbeat(step, complete))
+    except OSError as error:
+        # Whatever calls this, perhaps under `set -e`, must not fail for want of it.
+        reason = f"{HEARTBEAT_FILE}={path} cannot be written: {error.strerror}"
+        typer.echo(f"kempner: {reason}", err=True)

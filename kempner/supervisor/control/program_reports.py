@@ -1,0 +1,174 @@
+"""What is known of ranks that do not report: from their heartbeat files, and the program's own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kempner.config.program import ProgramSection
+from kempner.run.control.program.heartbeat_file import LONGEST, Heartbeat, parse
+from kempner.run.control.protocol import Phase, Report
+from kempner.run.output.logs import logger
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.helper_thread import helper_thread
+from kempner.run.record.run_dir import RunDirectory
+from kempner.supervisor.control.events import LastReport
+from kempner.supervisor.policy.outcome import RankExit, failed
+from kempner.supervisor.policy.program_exit import interpret
+
+EVERY = 1.0
+"""Seconds between two looks at the files."""
+
+FRESH_WITHIN = 2.0
+"""Seconds that somebody waits who needs to know what the files say now: storage may hang."""
+
+
+@dataclass(frozen=True)
+class FileSeen:
+    """A file at the last look: when it was `changed`, what it said, and how often it has moved."""
+
+    changed: int
+    said: Heartbeat | None
+    moves: int = 0
+
+    def after(self, changed: int, said: Heartbeat | None) -> FileSeen:
+        """What it is at the next look. What makes no sense is a move, and leaves the step."""
+        if changed == self.changed:
+            return self
+        known = self.said if said is None else said
+        if known is not None and self.said is not None:
+            known = replace(known, complete=known.complete or self.said.complete)
+        return FileSeen(changed, known, self.moves + 1)
+
+    def report(self) -> Report:
+        """As a rank would report it; a move without a step shows as another try."""
+        step = None if self.said is None else self.said.step
+        phase = Phase.STEP if self.moves else Phase.START
+        return Report(step or 0, phase, 0.0, 0.0, tries=0 if step is not None else self.moves)
+
+
+class ProgramReports:
+    """Looks at the files of one attempt of `size` ranks from a thread of its own: storage may hang.
+
+    The program's own file says where rank 0 is, as long as that does not say it itself. Where the
+    program is to show its progress, rank 0 counts as starting until anything moves.
+    """
+
+    def __init__(
+        self, run: RunDirectory, attempt: int, size: int, section: ProgramSection | None
+    ) -> None:
+        self._files = {run.heartbeat(attempt, rank): rank for rank in range(size)}
+        self._folder, self._section = run.attempt(attempt), section
+        self._seen: dict[int, FileSeen] = {}
+        self._of_program: FileSeen | None = None
+        self._over: set[int] = set()
+        self._asked, self._looks = threading.Event(), threading.Condition()
+        self._begun = self._done = 0
+        self._closed = section is None
+
+    def start(self) -> None:
+        """Begin to look. Of a program's file from before only changes count."""
+        if self._closed:
+            return
+        if (path := self._program_file) is not None and (found := _look_at(path)) is not None:
+            self._of_program = FileSeen(found[0], None)
+        helper_thread(self._serve, "program").start()
+
+    def close(self) -> None:
+        """Look for a last time."""
+        self.refresh()
+        self._closed = True
+        self._asked.set()
+
+    def refresh(self) -> None:
+        """Have looked at all files once more, or have waited long enough for it."""
+        if self._closed:
+            return
+        with self._looks:
+            wanted = self._begun + 1
+            self._asked.set()
+            self._looks.wait_for(lambda: self._done >= wanted, FRESH_WITHIN)
+
+    def interpret(self, end: RankExit, *, look: bool) -> RankExit:
+        """How a rank ended that does not report, with what that means; `look` at the files once
+        more before that is a failure."""
+        if self._section is None:
+            return end
+        told = interpret(end, self._section, self.complete)
+        if look and failed(told):
+            self.refresh()
+            told = interpret(end, self._section, self.complete)
+        if told.code == ExitCode.COMPLETED:
+            self._over.add(end.rank)  # it moves no more, and does not hang
+        return told
+
+    @property
+    def complete(self) -> bool:
+        """Whether a rank has said that the run is complete."""
+        return any(seen.said is not None and seen.said.complete for seen in self._all())
+
+    @property
+    def furthest_step(self) -> int | None:
+        """The furthest step that was told; None if none was."""
+        told = (seen.said.step for seen in self._all() if seen.said is not None)
+        return max((step for step in told if step is not None), default=None)
+
+    def reports(self) -> Mapping[int, LastReport]:
+        """Where the ranks are, as far as they say so; none of those that are done."""
+        now = time.monotonic()
+        seen = dict(self._seen)
+        if self._of_program is not None and self._of_program.moves:
+            seen.setdefault(0, self._of_program)
+        if not seen and self._section is not None and self._section.tells_progress:
+            seen[0] = FileSeen(0, None)
+        return {
+            rank: LastReport(file.report(), now)
+            for rank, file in sorted(seen.items())
+            if rank not in self._over
+        }
+
+    def _all(self) -> list[FileSeen]:
+        return [*self._seen.values(), *([self._of_program] if self._of_program else [])]
+
+    @property
+    def _program_file(self) -> Path | None:
+        named = None if self._section is None else self._section.progress_file
+        return None if named is None else Path(named)
+
+    def _serve(self) -> None:
+        while not self._closed:
+            self._asked.wait(EVERY)
+            self._asked.clear()
+            with self._looks:
+                self._begun += 1
+            try:
+                self._look()
+            except OSError as error:
+                logger().info("cannot look for heartbeats", error=error.strerror)
+            with self._looks:
+                self._done = self._begun
+                self._looks.notify_all()
+
+    def _look(self) -> None:
+        for path in self._folder.iterdir():
+            rank = self._files.get(path)
+            if rank is not None and (found := _look_at(path)) is not None:
+                before = self._seen.get(rank, FileSeen(-1, None))
+                self._seen[rank] = before.after(*found)
+        named = self._program_file
+        if named is not None and (found := _look_at(named)) is not None:
+            self._of_program = (self._of_program or FileSeen(-1, None)).after(*found)
+
+
+def _look_at(path: Path) -> tuple[int, Heartbeat | None] | None:
+    """When a file was changed, and what it says; None if it is not there, or cannot be read now."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(LONGEST + 1)
+        said = parse(head.decode(errors="replace")) if len(head) <= LONGEST else None
+        return path.stat().st_mtime_ns, said
+    except OSError:
+        return None

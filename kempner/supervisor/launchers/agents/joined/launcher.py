@@ -1,0 +1,219 @@
+"""Pool launcher: ranks on the nodes of a Slurm job, and on those of others that have joined."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kempner.cluster.slurm.allocation import Allocation, avoid
+from kempner.config.sections import SuperviseSection
+from kempner.run.control.launch_env import Launch
+from kempner.run.output.logs import logger
+from kempner.supervisor.launchers.agents import node_agent
+from kempner.supervisor.launchers.agents.fleet import FleetNews
+from kempner.supervisor.launchers.agents.joined.invitation import Invitation
+from kempner.supervisor.launchers.agents.joined.roster import JoinedNodes
+from kempner.supervisor.launchers.agents.launcher import AgentLauncher
+from kempner.supervisor.launchers.agents.messages import Departs, Here
+from kempner.supervisor.launchers.agents.server import Came
+from kempner.supervisor.launchers.base import CannotRestart, Idle, JoinedNode, Program
+from kempner.supervisor.launchers.surroundings import Surroundings
+from kempner.supervisor.policy.outcome import RankExit
+
+AWAY, HUNG_UP = 15.0, 1.0
+"""Seconds after which an agent of another job whose link is over is not waited for; where its
+process has ended, as a rule. One that lives connects at once, and can join again later."""
+
+LEFT = "it has left the run"
+
+
+class PoolLauncher(AgentLauncher):
+    """Takes in nodes of other jobs, which come and go as their own jobs do.
+
+    Slurm knows nothing of them in this job: what srun would do, their agents do, or nobody. They
+    get ranks at the next start. `fits` says with how many ranks the program can be started.
+    """
+
+    def __init__(
+        self,
+        allocation: Allocation,
+        section: SuperviseSection,
+        surroundings: Surroundings | None = None,
+        fits: Callable[[int], bool] = lambda size: True,
+    ) -> None:
+        super().__init__(allocation, section, surroundings)
+        self._joined, self._fits = JoinedNodes(), fits
+        self._invited: tuple[Path, Invitation] | None = None
+
+    def invite(self, invitation: Path) -> None:
+        """Write the invitation. Without it nobody can join, and all else goes on."""
+        if self._by_srun or self._program is None:
+            return
+        program, token = node_agent.program_text(self._program), self._agents.secret.token
+        folder = str(Path.cwd())
+        content = Invitation(self.address, self._agents.port, token, program, folder)
+        try:
+            content.write(invitation)
+            self._invited = invitation, content
+        except OSError as error:
+            logger().warning("no other job can join this run", reason=error.strerror)
+
+    def close(self) -> None:
+        """As `AgentLauncher`; nobody is invited any more."""
+        invited, self._invited = self._invited, None
+        super().close()
+        if invited is not None:
+            path, content = invited
+            try:
+                content.withdraw(path)
+            except OSError as error:
+                logger().warning("the invitation is still there", reason=error.strerror)
+
+    @property
+    def joined(self) -> Mapping[str, JoinedNode]:
+        """All that ever joined."""
+        return self._joined.all()
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """The nodes of the ranks, and those in reserve."""
+        return (*super().nodes, *self._waiting())
+
+    @property
+    def idle(self) -> Idle:
+        """Nodes to which the ranks could grow: spare ones of the job, if they have fewer of these
+        than at first, and those that wait."""
+        used = self._allocation.nodes
+        missing = self._at_first - len(self._of_job(used))
+        at_most = self._most(max(0, missing) + len(self._there()), len(self._of_job(used)))
+        if at_most <= len(used):
+            return Idle()
+        left_out = [n for n in self._allocation.spare if missing > 0 or n in self._joined]
+        return Idle((*left_out, *self._waiting()), at_most - len(used))
+
+    def _without_suspects(self, suspects: Collection[str]) -> Allocation:
+        """As many of the job's own nodes as at first, and rank 0 on the first of them; then those
+        that have joined."""
+        now, there = self._allocation, self._there()
+        sound = [node for node in there if node not in suspects]
+        own = replace(now, nodes=self._of_job(now.nodes), spare=self._of_job(now.spare))
+        own = avoid(own, suspects, max(0, self._least - len(sound)), self._at_first)
+        added = self._most(len(sound), len(own.nodes)) - len(own.nodes)
+        rest = [node for node in there if node not in sound[:added]]
+        return replace(own, nodes=(*own.nodes, *sound[:added]), spare=(*own.spare, *rest))
+
+    def _most(self, others: int, own: int) -> int:
+        """The most nodes that can be used, of so many `own` ones and at most so many others."""
+        counts = range(own + others, own, -1)
+        return next((count for count in counts if self._allows(count)), own)
+
+    def _of_job(self, nodes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(node for node in nodes if node not in self._joined)
+
+    def prepare_again(
+        self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]
+    ) -> CannotRestart | None:
+        """As `AgentLauncher`; those that want to leave are let go."""
+        unable = super().prepare_again(lost, stuck)
+        for node, joined in self.joined.items():
+            if joined.leaves_by is not None:
+                self._agents.dismiss(node)
+        return unable
+
+    def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
+        """By the node's agent, if it answers; nobody else can look at a node of another job."""
+        return () if node in self._joined and not self._is_well(node) else super().look(node, pids)
+
+    @property
+    def _own_nodes(self) -> Sequence[str]:
+        return self._of_job(self.nodes)
+
+    @property
+    def _least(self) -> int:
+        used = len(self._allocation.nodes)
+        return min(used, self._section.min_nodes or self._at_first)
+
+    def _allows(self, nodes: int) -> bool:
+        """Whether the program can be started on so many nodes; those of the job it was made for."""
+        return nodes <= self._at_first or self._fits(nodes * self._allocation.tasks_per_node)
+
+    def _there(self) -> list[str]:
+        """The nodes of other jobs that could have ranks."""
+        if self._by_srun:
+            return []
+        stay = (node for node, joined in self.joined.items() if joined.leaves_by is None)
+        return [node for node in stay if self._is_well(node)]
+
+    def _waiting(self) -> list[str]:
+        known = {*self._allocation.nodes, *self._allocation.spare}
+        return [node for node in self._there() if node not in known]
+
+    def _refusal(self, here: Here) -> str:
+        allocation, joins = self._allocation, here.joins
+        if here.node in self._own_nodes:
+            return f"{here.node} belongs to job {allocation.job}, which trains there already"
+        if allocation.uneven:
+            return f"the nodes of job {allocation.job} have different numbers of GPUs"
+        if joins is not None and joins.ranks < allocation.tasks_per_node:
+            needed, room = allocation.tasks_per_node, joins.ranks
+            return f"a node needs room for {needed} ranks, and {here.node} has it for {room}"
+        return ""
+
+    def _hear(self, node: str, news: FleetNews) -> None:
+        if isinstance(news, Came) and news.joins is not None:
+            if self._joined.come(node, news.pid, news.joins):
+                self._ranks.lose(node, None, self._was_killed())  # with the agent before
+        elif isinstance(news, Departs):
+            self._joined.depart(node, news)
+            if node not in self._allocation.nodes:
+                self._agents.dismiss(node)
+        else:
+            super()._hear(node, news)
+
+    def _start_by_srun(
+        self, launch: Launch, program: Program, post: Callable[[RankExit], None]
+    ) -> None:
+        """Without those that have joined; if that changes the ranks, they are all lost, and start
+        again as fewer."""
+        before, own = self._allocation, set(self._own_nodes)
+        self._allocation = replace(before, nodes=tuple(n for n in before.nodes if n in own))
+        if self._allocation.nodes == before.nodes:
+            super()._start_by_srun(launch, program, post)
+            return
+        for rank in range(before.size):
+            post(RankExit(rank, None))
+
+    def _lost_nodes(
+        self, accused: Collection[str], stuck: Mapping[str, Sequence[int]]
+    ) -> dict[str, str]:
+        """As `SrunLauncher`; of the others, those that are not there, whatever the reason."""
+        own = set(self._own_nodes)
+        found = super()._lost_nodes(
+            own & set(accused), {node: pids for node, pids in stuck.items() if node in own}
+        )
+        there, allocation = set(self._there()) - stuck.keys(), self._allocation
+        others = (n for n in (*allocation.nodes, *allocation.spare) if n in self._joined)
+        return found | {node: LEFT for node in others if node not in there}
+
+    def _is_gone(self, node: str) -> bool:
+        if node not in self._joined:
+            return super()._is_gone(node)
+        seen = self._agents.seen(node)
+        if seen is None or seen.linked:
+            return seen is None
+        return time.monotonic() - seen.went_at > (HUNG_UP if seen.hung_up else AWAY)
+
+    def _be_rid_of(self, node: str) -> None:
+        if node not in self._joined:
+            super()._be_rid_of(node)
+
+    def _give_up(self, node: str) -> None:
+        """An agent of another job is sent away, and not waited for; whatever it still runs has no
+        part in the run any more."""
+        if node in self._joined:
+            self._agents.dismiss(node)
+            self._ranks.lose(node, None, self._was_killed())
+        else:
+            super()._give_up(node)

@@ -1,0 +1,33 @@
+"""What has been heard of a stop in an attempt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kempner.run.process.signals import Received
+from kempner.run.process.stop_reason import StopReason
+from kempner.run.record.events.stop import StopRequested
+from kempner.supervisor.policy.stop import StandingStop
+
+
+@dataclass
+class StopSoFar:
+    """What has been heard of a stop.
+
+    `standing` is what the ranks were told, None until they are asked to stop; `said` is why they
+    stop by their own words. `unrecorded` is what the ledger does not tell yet, and since when.
+    """
+
+    signals: list[Received] = field(default_factory=list)
+    standing: StandingStop | None = None
+    said: StopReason = StopReason.NONE
+    unrecorded: tuple[StopRequested, float] | None = None
+
+    @property
+    def reason(self) -> StopReason:
+        """Why the ranks were asked to stop, or said that they do; NONE if nobody asked them."""
+        if self.standing is None:
+            return StopReason.NONE
+        if self.standing.reason is StopReason.PEER_STOPPED and self.said:
+            return self.said  # they know why that one was asked
+        return max(self.standing.reason, self.said)

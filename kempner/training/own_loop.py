@@ -1,0 +1,97 @@
+"""A loop that kempner does not write itself, step by step: vote, save, leave.
+
+`survive` and the integrations drive it:
+
+    loop.begin()
+    while more to do:
+        loop.begin_step(); ...; agreed = loop.end_step(step)
+        if loop.save_is_due(agreed, ...): loop.save(agreed)
+        if agreed.stop: break
+    code = loop.leave(agreed)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kempner.checkpoint.format.train_state import TrainState
+from kempner.config.sections import CheckpointSection
+from kempner.run.control.protocol import Phase
+from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.retry import storage_waits
+from kempner.run.record.events.base import LedgerEvent
+from kempner.training.session import Session
+from kempner.training.vote.final_save import (
+    Saver,
+    finish,
+    refuse_to_go_on_unsaved,
+    vote_to_go_on,
+)
+from kempner.training.vote.vote import Ballot, Vote, VoteGroup, VoteResult
+
+
+class OwnLoop:
+    """Where such a loop stands. Every method is called on every rank, in the same order."""
+
+    suspicious = False
+    """Always False: only the loop itself could judge its losses."""
+
+    def __init__(
+        self, session: Session, checkpoints: Saver, train_state: TrainState | None
+    ) -> None:
+        self.session, self.checkpoints = session, checkpoints
+        self.ranks, self.shutdown = session.ranks, session.shutdown
+        self.vote_group = VoteGroup(session.ranks.votes)
+        self.train_state = train_state or TrainState()
+        """How many steps are done."""
+        self._ballot: Ballot | None = None
+
+    def begin(self) -> None:
+        """Training goes on from here."""
+        self.session.tell_ready(self.train_state.step)
+
+    @property
+    def voting(self) -> bool:
+        """Whether a step has begun that has not ended."""
+        return self._ballot is not None
+
+    def begin_step(self) -> None:
+        """Open the vote, which is under way while the step computes."""
+        self._ballot = self.vote_group.open(self.vote())
+
+    def end_step(self, step: int) -> VoteResult:
+        """`step` steps are done. Returns what all ranks are to do; the same on each."""
+        ballot = self._ballot or self.vote_group.open(self.vote())
+        with self.session.progress.waiting("the vote"):
+            agreed = ballot.close()
+        self._ballot = None
+        self.train_state = replace(self.train_state, step=step, cursor=step)
+        self.session.progress.made(step)
+        limits = CheckpointSection().max_failures, storage_waits().patience
+        refuse_to_go_on_unsaved(self.checkpoints, agreed, *limits)
+        return agreed
+
+    def save_is_due(self, agreed: VoteResult, on_interval: bool) -> bool:
+        """Whether to save now: as the loop itself would, but for saves that have failed."""
+        due = agreed.save_again if agreed.failed_saves else on_interval
+        return due and not agreed.stop
+
+    def save(self, agreed: VoteResult) -> None:
+        """Save the state as of this step."""
+        with self.session.progress.during(Phase.SAVE):
+            self.checkpoints.save(self.train_state, agreed.failed_saves)
+
+    def leave(self, agreed: VoteResult) -> ExitCode:
+        """Commit what can be, and part from the other ranks; how the loop has ended."""
+        self.session.progress.phase = Phase.SAVE
+        code, words = finish(self, agreed)
+        self.session.end(code, words)
+        return code
+
+    def vote(self) -> Vote:
+        """This rank's vote at this moment."""
+        return vote_to_go_on(self.shutdown, self.checkpoints)
+
+    def record(self, event: LedgerEvent) -> None:
+        """Record an event in the run's ledger."""
+        self.session.record(event)

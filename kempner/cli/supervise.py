@@ -177,7 +177,13 @@ def _in_a_job(
     from kempner.supervisor.launchers.surroundings import Surroundings
     from kempner.supervisor.launchers.torchrun import TorchrunLauncher
     from kempner.supervisor.slurm.job_monitor import JobMonitor
-    from kempner.supervisor.slurm.setup import enter, find_job, introduction, meeting_place
+    from kempner.supervisor.slurm.setup import (
+        addresses_of_ranks,
+        enter,
+        find_job,
+        introduction,
+        meeting_place,
+    )
     from kempner.supervisor.slurm.surroundings_check import check_surroundings
 
     per_task = chosen is LauncherName.SRUN
@@ -202,6 +208,9 @@ def _in_a_job(
     step = launcher(allocation, config.supervise, around)
     if launcher is AgentLauncher and config.supervise.grow and not (command or around.contained):
         step = PoolLauncher(allocation, config.supervise, around, partial(_fits, config))
+    elif launcher is TorchrunLauncher:
+        addresses = addresses_of_ranks(allocation, config, os.environ)
+        step = TorchrunLauncher(allocation, config.supervise, around, addresses)
     refuse_absent_ranks(config.resilience.faults, step.size)
     resolve_mesh(config, step.size)
     restarts = restart_count(os.environ)

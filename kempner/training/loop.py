@@ -353,7 +353,7 @@ def finish_run(run: Training, agreed: VoteResult) -> ExitCode:
         secure_last_step(run)
         raise run.tools.data.failure or PeersLostError("another rank has no data to go on with")
     code, words = finish(run, agreed)
-    run.tools.step_metrics.say(words)
+    run.tools.step_metrics.end(words, completed=code is ExitCode.COMPLETED)
     run.tools.step_metrics.close()
     run.progress.phase = Phase.EXIT
     run.ranks.final_barrier()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kempner.cluster.network.ports import free_port
 
@@ -50,13 +51,20 @@ def exported_master(environ: Mapping[str, str], nodes: Sequence[str]) -> Exporte
     return ExportedMaster(address, port)
 
 
-def choose_master(environ: Mapping[str, str], nodes: Sequence[str], salt: str) -> tuple[str, int]:
+def choose_master(
+    environ: Mapping[str, str],
+    nodes: Sequence[str],
+    salt: str,
+    addresses: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[str, int]:
     """Address and port for ranks on these nodes, the first of which has rank 0.
 
-    Raises `ValueError` as `exported_master`, `OSError` if no port is free.
+    `addresses` are those of nodes, by name, where that is known better. Raises `ValueError` as
+    `exported_master`, `OSError` if no port is free.
     """
     said = exported_master(environ, nodes)
-    return said.address or nodes[0], said.port or free_port("", salt=salt)
+    address = said.address or addresses.get(nodes[0], nodes[0])
+    return address, said.port or free_port("", salt=salt)
 
 
 def given_port(environ: Mapping[str, str]) -> int | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from kempner.cluster.network.master import choose_master
+from kempner.cluster.slurm.allocation import Allocation
+from kempner.config.sections import SuperviseSection
 from kempner.run.control.launch_env import Launch
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.srun import DEAF, SrunLauncher
+from kempner.supervisor.launchers.surroundings import Surroundings
 from kempner.supervisor.policy.outcome import RankExit
 
 _HOSTS = (
@@ -24,7 +28,20 @@ class TorchrunLauncher(SrunLauncher):
 
     torchrun kills its children 30 seconds after it is signalled. It is therefore started to ignore
     SIGTERM, and the ranks are asked to stop by the control channel alone.
+
+    `addresses` are those of nodes on the network that the ranks use, as far as they are known:
+    there the torchruns meet, too.
     """
+
+    def __init__(
+        self,
+        allocation: Allocation,
+        section: SuperviseSection,
+        surroundings: Surroundings | None = None,
+        addresses: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(allocation, section, surroundings)
+        self._addresses = addresses
 
     def ask_to_stop(self) -> None:
         """Nothing: a signal would reach torchrun only."""
@@ -37,7 +54,7 @@ class TorchrunLauncher(SrunLauncher):
 
     def _rank(self, launch: Launch, program: Program) -> list[str]:
         nodes = self._allocation.nodes
-        address, port = choose_master(os.environ, nodes, launch.attempt.nonce)
+        address, port = choose_master(os.environ, nodes, launch.attempt.nonce, self._addresses)
         hosts = ["sh", "-c", _HOSTS, nodes[0]]
         torchrun = self._around.run("torch.distributed.run")
         options = [

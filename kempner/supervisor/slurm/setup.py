@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 import psutil
 
-from kempner.cluster.network.interfaces import choose
+from kempner.cluster.network.interfaces import Interface, choose
 from kempner.cluster.network.master import ExportedMaster, exported_master
 from kempner.cluster.network.netinfo import read_interfaces, route_address
 from kempner.cluster.slurm import scontrol
@@ -141,10 +140,18 @@ def meeting_place(allocation: Allocation, config: Config, environ: Mapping[str, 
     if said.warning:
         logger().warning(said.warning)
     lines = [f"master: {_master(said, allocation.nodes[0])}"]
-    node = node_name(environ)
-    if node in allocation.nodes:
-        lines += [f"network: {used} on {node}" for used in _interface(allocation, config, environ)]
+    if (used := _interface(allocation, config, environ)) is not None:
+        lines.append(f"network: {used.name} ({_address(used)}) on {node_name(environ)}")
     return lines
+
+
+def addresses_of_ranks(
+    allocation: Allocation, config: Config, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """By node, the address on the network that its ranks use: of this node, if it has ranks and
+    others have, too. The name of a node often leads to another network."""
+    used = _interface(allocation, config, environ) if len(allocation.nodes) > 1 else None
+    return {} if used is None else {node_name(environ): _address(used)}
 
 
 def _master(said: ExportedMaster, first: str) -> str:
@@ -155,18 +162,27 @@ def _master(said: ExportedMaster, first: str) -> str:
     return f"{place} ({names} of the environment)" if names else place
 
 
-def _interface(allocation: Allocation, config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    """What this node's ranks will bind to, if that can be told; they say why not themselves."""
-    with suppress(ValueError):
-        choice = choose(
+def _interface(
+    allocation: Allocation, config: Config, environ: Mapping[str, str]
+) -> Interface | None:
+    """What this node's ranks will bind to, if it has any, and that can be told; if it cannot, they
+    say why themselves."""
+    if node_name(environ) not in allocation.nodes:
+        return None
+    try:
+        return choose(
             read_interfaces(),
             on_one_node=len(allocation.nodes) == 1,
             configured=config.distributed.interface,
             environ=environ,
             route_address=route_address(allocation.nodes[-1]),
-        )
-        if choice.interface is not None:
-            yield f"{choice.interface.name} ({choice.interface.address.partition('/')[0]})"
+        ).interface
+    except ValueError:
+        return None
+
+
+def _address(interface: Interface) -> str:
+    return interface.address.partition("/")[0]
 
 
 def _per_node(allocation: Allocation) -> str:

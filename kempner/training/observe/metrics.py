@@ -41,13 +41,14 @@ class StepMetrics:
         self._samples = JsonlWriter(run.samples(rank)) if log_samples else None
         self._peak, self._flops_per_token = flops_per_second_at_peak, flops_per_token
         self._display, self._echo = display, AsyncMetrics()
-        self._logged_at, self._logged_tokens = time.monotonic(), 0
+        self._logged = time.monotonic(), 0
         self._saving = 0.0
+        self._losses: dict[str, float] = {}
 
     def start(self, train_state: TrainState) -> None:
         """Count time and tokens from here; what came before does not count."""
         self._echo.forget()
-        self._logged_at, self._logged_tokens = time.monotonic(), train_state.tokens
+        self._logged = time.monotonic(), train_state.tokens
 
     def record(
         self,
@@ -75,6 +76,7 @@ class StepMetrics:
         losses, to the bit: a sum over ranks is made in one place and handed to all.
         """
         for numbers in self._echo.arrivals(everything):
+            self._losses["loss"] = numbers.loss
             if (
                 self._rank == 0
                 and numbers.train_state.step % self._config.metrics.log_interval == 0
@@ -88,6 +90,7 @@ class StepMetrics:
 
     def evaluated(self, train_state: TrainState, loss: float) -> None:
         """Take note of a held-out loss."""
+        self._losses["held-out loss"] = loss
         if self._rank == 0:
             self._write(train_state.step, eval_loss=_finite(loss))
             self._display.say(f"step {train_state.step}: held-out loss {loss:.4f}")
@@ -96,14 +99,20 @@ class StepMetrics:
         """Tell whoever watches."""
         self._display.say(sentence)
 
+    def end(self, sentence: str, completed: bool) -> None:
+        """Tell whoever watches how it ends, and of a run that has completed the last losses."""
+        told = ", ".join(f"{name} {loss:.4f}" for name, loss in self._losses.items())
+        self.say(f"{sentence}: {told}" if told and completed else sentence)
+
     def close(self) -> None:
         """Give the terminal back."""
         self._display.close()
 
     def _log(self, made: Numbers) -> None:
         train_state, now = made.train_state, time.monotonic()
-        speed = (train_state.tokens - self._logged_tokens) / max(now - self._logged_at, 1e-9)
-        self._logged_at, self._logged_tokens = now, train_state.tokens
+        before, tokens = self._logged
+        speed = (train_state.tokens - tokens) / max(now - before, 1e-9)
+        self._logged = now, train_state.tokens
         mfu = speed * self._flops_per_token / self._peak if self._peak else None
         saving, self._saving = self._saving, 0.0
         self._write(

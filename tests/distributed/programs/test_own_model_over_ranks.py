@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -58,3 +59,49 @@ def test_another_model_or_none_is_said_in_a_sentence(run: Run) -> None:
     assert gone.wait() == 2
     assert "there is no module own_modle in the working directory" in gone.output()
     assert "Traceback" not in gone.output()
+
+
+NOTES_ITS_ENVIRONMENT = """
+import json, os
+from pathlib import Path
+
+import own_model
+
+
+def build(options, vocab_size):
+    Path(f"environment-{os.environ['RANK']}").write_text(json.dumps(dict(os.environ)))
+    return own_model.build(options, vocab_size)
+"""
+
+
+@pytest.mark.usefixtures("with_own_model")
+def test_what_is_configured_for_nccl_and_cuda_is_there_when_a_model_is_built(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside what is exported, which stays."""
+    folder = run.folder.parent
+    (folder / "noting.py").write_text(NOTES_ITS_ENVIRONMENT)
+    monkeypatch.setenv("NCCL_BUFFSIZE", "8388608")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    run.overrides = ["--model.factory=noting:build", *OWN[1:]]
+    run.complete(
+        2,
+        "--train.max_steps=1",
+        *("--distributed.nccl.ib_disable=false", "--distributed.nccl.ib_gid_index=3"),
+        *("--distributed.nccl.buffsize=4194304", "--distributed.avoid_record_streams=true"),
+        *("--distributed.cuda_device_max_connections=1", "--distributed.expandable_segments=true"),
+    )
+    for rank in range(2):
+        seen = json.loads((folder / f"environment-{rank}").read_text())
+        assert {name: seen.get(name) for name in EXPECTED} == EXPECTED
+        assert "NCCL_NET_GDR_LEVEL" not in seen
+
+
+EXPECTED = {
+    "NCCL_IB_DISABLE": "0",
+    "NCCL_IB_GID_INDEX": "3",
+    "NCCL_BUFFSIZE": "8388608",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True",
+}

@@ -72,3 +72,17 @@ def test_hangs_elsewhere_are_healed(
     heal(run, faults, *evaluation)
     reference.complete(3, *OPTIONS)
     assert run.steps() == reference.steps()
+
+
+def test_a_collective_fails_after_the_time_that_is_configured(run: Run) -> None:
+    """Long before the supervisor takes that for a hang. All ranks are started again."""
+    patience = ("--resilience.hang_timeout_min=300", "--resilience.hang_timeout_max=300")
+    job = run.supervise(
+        2, "--distributed.timeout=4", *patience, KEMPNER_FAULTS="stop rank 1 at step 15 attempt 1"
+    )
+    assert job.wait() == 0, job.output()
+    failed, completed = run.events("attempt_ended")
+    assert failed["exits"] == {"0": 76, "1": -9}
+    assert completed["code"] == 0
+    assert "Timed out waiting 4000ms" in job.output()
+    assert not run.events("hang")

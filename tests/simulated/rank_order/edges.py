@@ -175,6 +175,8 @@ class Metrics:
 
     def say(self, sentence: str) -> None: ...
 
+    def end(self, sentence: str, completed: bool) -> None: ...
+
     def unseen(self) -> Callable[[], list[Numbers]]:
         pending = list(self._pending)
         return lambda: pending

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
+from drilling import note
 from harness import Run, wait_until
 from submitting import TINY_OF_7B, Project, assert_like
 
@@ -62,3 +65,40 @@ def test_a_warned_job_comes_back_and_goes_on(project: Project, reference: Run) -
     assert resumed["step"] == requeued["step"]
     reference.complete(2)
     assert_like(project.run, reference)
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(1200)
+def test_eight_nodes_of_four_ranks_each_are_warned_and_lose_a_rank(project: Project) -> None:
+    """`make test` has both with fewer ranks: tests/slurm/stops and tests/slurm/faults."""
+    steps, batch = 40, 32
+    job = project.train(
+        f"--train.max_steps={steps}",
+        f"--train.global_batch_size={batch}",
+        *("--train.micro_batch_size=1", "--checkpoint.interval=5"),
+        nodes=8,
+        options=("--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=2"),
+    )
+    project.reach(job, 8, deadline=400)
+    project.warn(job)
+    project.wait_until(job, lambda: project.events("requeued"), "the requeue", 200)
+    project.attempt(job, 2)
+    (requeued,) = project.events("requeued")
+    project.reach(job, requeued["step"] + 7, deadline=400)
+    os.kill(project.ranks("node5")[1], signal.SIGKILL)
+    project.end(job, deadline=600)
+    assert [e["ranks"] for e in project.events("attempt_started")] == [32, 32, 32]
+    (stopped,) = project.events("stopped")
+    assert stopped["lost_steps"] == 0
+    failed = project.events("attempt_failed")
+    assert [event["node"] for event in failed] == ["node5"]
+    taken = [sample for step in project.run.samples().values() for sample in step]
+    assert sorted(taken) == list(range(batch * steps))
+    made = max(line["step"] for line in project.run.metrics() if line["attempt"] == 2)
+    begun = [event["time"] for event in project.events("ready_to_train")]
+    starts = [event["time"] for event in project.events("attempt_started")]
+    note(
+        "eight nodes of four ranks",
+        steps_made_again=made - failed[0]["committed"],
+        seconds_to_first_step=[round(b - s, 1) for s, b in zip(starts, begun, strict=True)],
+    )

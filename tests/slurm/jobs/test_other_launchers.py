@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import psutil
 import pytest
 from harness import Run, drills, wait_until
 from submitting import LONG, Project
@@ -32,9 +35,22 @@ def stopped_at(project: Project) -> int:
     return int(str(stopped["step"]))
 
 
+def meet_at(project: Project) -> str:
+    """The address with which torchrun on node2 was told to meet the other, and has."""
+    pids = project.cluster.machines["node2"].processes()
+    words = [word for pid in pids for word in psutil.Process(pid).cmdline()]
+    (endpoint,) = {word for word in words if word.startswith("--rdzv-endpoint=")}
+    address, _, port = endpoint.partition("=")[2].partition(":")
+    connected = project.cluster.run("node2", "ss", "-Htn").stdout
+    assert re.search(rf"{re.escape(address)}\]?:{port}$", connected, re.M), connected
+    return address
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_warned_job_comes_back(project: Project, undisturbed: Run, script: str) -> None:
     job = start(project, script, *LONG)
+    if script == "torchrun.sh":
+        assert meet_at(project) == project.cluster.address("node1", "ib0")
     project.cluster.run("login1", "scancel", "--batch", "--signal=TERM", job)
     wait_until(lambda: project.cluster.job(job)["Restarts"] == "1", "the job is requeued", 60)
     project.end(job)

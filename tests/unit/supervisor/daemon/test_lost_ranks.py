@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from following import Hands, feed, follow, let
 from harness import Clock
 
-from kempner.cluster.slurm.job import parse_job
+from kempner.cluster.slurm import scontrol
+from kempner.cluster.slurm.command import SlurmSilentError
+from kempner.cluster.slurm.job import JobState, parse_job
 from kempner.config.sections import Config
 from kempner.run.control.client import ALONE, RETRY
 from kempner.run.control.handshake import PATIENCE
 from kempner.run.control.protocol import Outcome, Phase, Report, Stop
 from kempner.run.control.transport import UNACKNOWLEDGED
+from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
+from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.control.events import Connected, Disconnected, Heard, LastReport
 from kempner.supervisor.control.rank_roster import AWAY, RECONNECT
 from kempner.supervisor.control.server import TICK
 from kempner.supervisor.policy.outcome import RankExit, decide_outcome
+from kempner.supervisor.policy.restart import Failure
+from kempner.supervisor.recovery import restart_or_finish
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen
 
 
@@ -90,3 +99,54 @@ def test_who_is_cut_off_for_15_seconds_is_back_before_it_is_given_up() -> None:
     connect = PATIENCE + RETRY[1]
     assert 15 + connect < AWAY
     assert UNACKNOWLEDGED + ALONE + connect + TICK < AWAY
+
+
+IN_BATCH = parse_job({"JobId": "7", "JobState": "RUNNING", "Requeue": "1", "BatchFlag": "1"})
+TRAINED = Failure(step=31, committed=30)
+NO_NETWORK = "the nodes would not all use the same network"
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+def test_ranks_that_fail_before_slurm_has_said_anything_come_back_without_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: int
+) -> None:
+    """It has said what the job is like in an earlier attempt, or is asked."""
+    asked: list[str] = []
+
+    def job_state(job: str, within: float = 0.0) -> JobState:
+        asked.append(job)
+        if len(asked) != answers:
+            raise SlurmSilentError("no answer")
+        return IN_BATCH
+
+    monkeypatch.setattr(scontrol, "job_state", job_state)
+    job, hands = JobMonitor("7", batch=True), Hands()
+    if answers == 1:
+        job.state(within=0.0)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.record(NodeSuspected("node2", "it has no interface on the network of the others"), 4)
+    follower = follow(hands, 2, Config(), ledger, job)
+    feed(follower, RankExit(1, int(ExitCode.USAGE), sentence=NO_NETWORK))
+    assert follower.job.at_first is None
+    decision = decide_outcome(follower.ends)
+    end = restart_or_finish(_context(tmp_path, ledger, job), follower, decision, [TRAINED])
+    assert end is not None
+    assert end.bad_nodes == ("node2",)
+
+
+def _context(folder: Path, ledger: Ledger, job: JobMonitor) -> Any:
+    launcher = SimpleNamespace(
+        nodes=("node1", "node2"),
+        joined={},
+        unavoidable=lambda suspects: [n for n in ("node1", "node2") if n in suspects],
+        prepare_again=lambda lost, stuck: None,
+    )
+    return SimpleNamespace(
+        config=Config(),
+        history=RunHistory.read(folder / "ledger.jsonl"),
+        job=job,
+        launcher=launcher,
+        ledger=ledger,
+        lease=SimpleNamespace(lost=False, check=lambda: None),
+        signals=SimpleNamespace(received=[]),
+    )

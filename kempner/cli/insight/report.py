@@ -51,7 +51,8 @@ def report(
 def _line(data: RunData) -> str:
     found = data.report
     many = count(len(found.interruptions), "interruption")
-    return f"{found.name}: {found.training.state}, goodput {share(found.time.goodput)}, {many}"
+    goodput = "unknown" if found.time.goodput is None else share(found.time.goodput)
+    return f"{found.name}: {found.training.state}, goodput {goodput}, {many}"
 
 
 def _write(path: Path, content: str) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.attempt import (
     AttemptEnded,
     AttemptFailed,
     AttemptStarted,
+    ProgramAdvanced,
     RankReady,
     Restarting,
     RunGivenUp,
@@ -109,7 +111,13 @@ class AttemptFacts:
         known += [e.event.step for e in self.all(Stopped)]
         known += [e.event.step for e in self.all(Completed)]
         known += [e.event.step - 1 for e in self.all(AttemptFailed)]
+        known += [e.event.step for e in self.all(ProgramAdvanced) if e.event.step is not None]
         return max(known)
+
+    @property
+    def of_stranger(self) -> bool:
+        """Whether it is a program that did not say when it began with its first step."""
+        return self.started.own_program and self.ready_at is None
 
     @property
     def in_order(self) -> bool:
@@ -126,8 +134,10 @@ class AttemptFacts:
 
     @property
     def completed(self) -> bool:
-        """Whether the run's last step was made and saved."""
-        return self.first(Completed) is not None
+        """Whether the run's last step was made and saved, or so its own program's exit says."""
+        ended = self.last(AttemptEnded)
+        by_exit = ended is not None and ended.event.code == ExitCode.COMPLETED
+        return self.first(Completed) is not None or (by_exit and self.started.own_program)
 
     @property
     def stop_reason(self) -> StopReason:

@@ -165,6 +165,7 @@ def _time_spent(attempts: Sequence[AttemptFacts], timeline: Timeline) -> TimeSpe
     seconds = timeline.seconds()
     wall, train = timeline.end - timeline.begin, float(seconds[Category.TRAIN])
     held = sum(float(seconds[c]) for c in Category if c.holds_machines)
+    told = not timeline.of_stranger
     ready = [e.event.device for a in attempts for e in a.all(RankReady)]
     machines = Machines(
         ranks=max(a.started.ranks for a in attempts),
@@ -175,8 +176,8 @@ def _time_spent(attempts: Sequence[AttemptFacts], timeline: Timeline) -> TimeSpe
         begin=timeline.begin,
         end=timeline.end,
         machines=machines,
-        goodput=train / wall if wall else None,
-        while_held=train / held if held else None,
+        goodput=train / wall if told and wall else None,
+        while_held=train / held if told and held else None,
         seconds={c.key: float(seconds[c]) for c in Category},
         gpu_hours=_gpu_hours(timeline),
     )

@@ -59,6 +59,11 @@ class Timeline:
     attempts: tuple[AttemptTime, ...]
 
     @property
+    def of_stranger(self) -> bool:
+        """Whether nobody can say what of it was training: its program does not tell."""
+        return all(time.facts.of_stranger for time in self.attempts)
+
+    @property
     def pieces(self) -> Pieces:
         """All of them, by time."""
         return Pieces.chain([p for a in self.attempts for p in (a.body, a.tail, a.gap)])
@@ -82,9 +87,12 @@ def account(attempts: Sequence[AttemptFacts], series: StepSeries) -> Timeline:
     )
     done: list[AttemptTime] = []
     front = 0
+    stranger = all(facts.of_stranger for facts in attempts)
+    unready = Category.UNACCOUNTED if stranger else Category.START
     for place, facts in enumerate(attempts):
         following = attempts[place + 1] if place + 1 < len(attempts) else None
-        time = _account_attempt(facts, series.of_attempt(facts.number), following, front, usual)
+        own = series.of_attempt(facts.number)
+        time = _account_attempt(facts, own, following, front, usual, unready)
         front = max(front, time.front)
         done.append(time)
     end = max(time.gap.end[-1] if len(time.gap.end) else time.facts.end for time in done)
@@ -97,12 +105,15 @@ def _account_attempt(
     following: AttemptFacts | None,
     front: int,
     usual: _Usual,
+    unready: Category,
 ) -> AttemptTime:
+    """`unready` is what the time is of an attempt that does not say when its steps begin."""
     end = facts.end if following is None else min(facts.end, following.begin)
     ready = facts.ready_at
     if ready is None or ready > end:
-        tail = Pieces.of(_never_ready(facts, end))
-        body, reached, again, unit = Pieces.of(()), front, 0, float("nan")
+        tail = Pieces.of(_never_ready(facts, end, unready))
+        reached = front if unready is Category.START else max(front, facts.known_step)
+        body, again, unit = Pieces.of(()), 0, float("nan")
     else:
         inside = (series.time > ready) & (series.time <= end)
         times = np.concatenate(([ready], series.time[inside]))
@@ -136,19 +147,21 @@ def _with_storage(
     return [(begin, end - waited, category), (end - waited, end, Category.STORAGE)]
 
 
-def _never_ready(facts: AttemptFacts, end: float) -> list[tuple[float, float, Category]]:
-    """An attempt that ended before its first step."""
+def _never_ready(
+    facts: AttemptFacts, end: float, what: Category
+) -> list[tuple[float, float, Category]]:
+    """An attempt that has not said that it began with a step; `what` it was until it ended."""
     if (hang := facts.hang()) is not None:
         found = min(hang.time, end)
         since = max(facts.begin, found - (hang.event.seconds or 0.0))
         return [
-            *_with_storage(facts, facts.begin, since, Category.START),
+            *_with_storage(facts, facts.begin, since, what),
             (since, found, Category.HUNG),
             (found, end, Category.STOP),
         ]
     failed = facts.failed_at
     left = end if failed is None else min(failed, end)
-    return [*_with_storage(facts, facts.begin, left, Category.START), (left, end, Category.STOP)]
+    return [*_with_storage(facts, facts.begin, left, what), (left, end, Category.STOP)]
 
 
 def _steps(

@@ -126,9 +126,6 @@ def _not_owned(facts: RunFacts, last: AttemptFacts) -> Doing:
 def _ended(last: AttemptFacts) -> Doing:
     """The last attempt is over, in order or not."""
     ended = last.last(AttemptEnded)
-    by_program = last.started.own_program or not last.stop_reason
-    if by_program and ended is not None and ended.event.code == ExitCode.COMPLETED:
-        return Doing(Activity.DONE)  # a program that does not say so otherwise
     if last.in_order and last.stop_reason and not _failed(ended):
         return Doing(Activity.STOPPED, last.stop_reason.words)
     if last.stopped:
@@ -144,8 +141,6 @@ def _failed(ended: Entry[AttemptEnded] | None) -> bool:
 def _between(last: AttemptFacts) -> Doing:
     """The last attempt is over, and its supervisor is still there."""
     doing = _ended(last)
-    if doing.activity is Activity.DONE:
-        return doing
     if doing.activity is Activity.STOPPED and not last.stop_reason.changes_nodes:
         where = "its job goes back into the queue" if last.requeued_at else "every rank has left"
         return Doing(Activity.STOPPING, f"{doing.reason}; {where}" if doing.reason else where)

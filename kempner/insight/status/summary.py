@@ -173,6 +173,8 @@ def summarise(facts: RunFacts) -> Status:
     attempts = attempts_of(facts.history, {})
     last = attempts[-1] if attempts else None
     progress = measure(facts.metrics.lines, facts.metrics.total_steps)
+    if progress.step is None:
+        progress = replace(progress, step=_told_step(facts, attempts))
     doing = decide(facts, attempts)
     still = _stands_still(facts, progress, last) if doing.activity in _BETWEEN_STEPS else ""
     if still:
@@ -202,6 +204,12 @@ def _attempt(last: AttemptFacts) -> AttemptStatus:
         last.started.nodes or "",
         "" if ready is None else ready.event.device,
     )
+
+
+def _told_step(facts: RunFacts, attempts: Sequence[AttemptFacts]) -> int | None:
+    """How far a program is that writes no metrics, if it says so."""
+    told = [place.step for place in facts.live.ranks] + [a.known_step for a in attempts]
+    return max(told, default=0) or None
 
 
 def _ends(attempts: Sequence[AttemptFacts], live: bool) -> tuple[EndOfAttempt, ...]:

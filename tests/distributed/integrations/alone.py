@@ -28,6 +28,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, str]]] = {
     "TRL SFTTrainer": ("own_trainer.py", {"TRAINER": "SFTTrainer"}),
     "Lightning Trainer": ("own_lightning.py", {}),
     "Accelerate": ("own_accelerate.py", {}),
+    "torchtitan": ("own_titan.py", {}),
 }
 EPOCH, STEPS = 12, 36
 

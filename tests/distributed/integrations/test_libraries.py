@@ -32,12 +32,14 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Program:
-    """One of the programs in `own`, and what is set for it; `steps` are its optimizer steps."""
+    """One of the programs in `own`, what is set for it, and `options` of its supervisor; `steps`
+    are its optimizer steps."""
 
     script: str
     steps: int
     settings: dict[str, str] = field(default_factory=dict)
     ranks: int = 2
+    options: tuple[str, ...] = ()
 
     @property
     def run(self) -> Path:
@@ -56,7 +58,7 @@ class Program:
         codes: list[int] = []
         while not codes or (codes[-1] == ExitCode.STOPPED and len(codes) < 8):
             log = folder / f"start-{len(codes)}.out"
-            command = [*KEMPNER, "supervise", f"--nproc={self.ranks}", "--"]
+            command = [*KEMPNER, "supervise", f"--nproc={self.ranks}", *self.options, "--"]
             command += [sys.executable, str(OWN / self.script)]
             with open(log, "wb") as out:
                 process = warm.start(command, self.environment(troubles), out, folder)
@@ -160,6 +162,31 @@ def test_three_stops_and_a_kill_change_no_bit_and_no_sample(
     made_again = {step for step, n in struck.made.items() if len(n) > plain.micro_batches[step]}
     assert len(made_again) <= 5 + 1  # those since the last commit
     assert seen == Counter(dict.fromkeys(range(96), 3))
+
+
+def test_torchtitan_stops_and_restarts_as_exactly_as_it_resumes(tmp_path: Path) -> None:
+    """By its own checkpoints, every five steps: kempner knows its program by what it prints."""
+    options = ("--program.progress_pattern=step: +([0-9]+) ",)
+    program = Program("own_titan.py", 36, {"ACCUMULATION": "4"}, options=options)
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    assert program.until_done(undisturbed) == [0], outputs(undisturbed)
+    codes = program.until_done(disturbed, "warn@14 warn@19 kill@27.1 warn@33")
+    assert codes == [75] * 3 + [0], outputs(disturbed)
+
+    ledger = list(read_lines(disturbed / program.run / "ledger.jsonl"))
+    assert len([line for line in ledger if line["event"] == "restarting"]) == 1
+    advanced = [line["step"] for line in ledger if line["event"] == "program_advanced"]
+    assert advanced[-1] == 36
+    seen: Counter[int] = Counter()
+    for rank in range(program.ranks):
+        plain, struck = Notes.read(undisturbed, rank), Notes.read(disturbed, rank)
+        assert struck.last(plain.micro_batches) == plain.last(plain.micro_batches)
+        ours, theirs = (torch.load(f / f"final-{rank}.pt") for f in (disturbed, undisturbed))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        made_again = sum(map(len, struck.made.values())) // 4 - program.steps
+        assert 0 < made_again <= 4 * (5 + 1)  # those since its last checkpoint, each time
+        seen.update(sample for noted in plain.made.values() for ids, _ in noted for sample in ids)
+    assert seen == Counter(dict.fromkeys(range(96), 6))
 
 
 def outputs(folder: Path) -> str:

@@ -87,7 +87,7 @@ def story(report: RunReport) -> str:
     told = [
         f"{state} after {duration(report.time.wall)} on {who}: "
         f"step {report.training.step:,}{total}.",
-        f"<b>{share(report.time.goodput)}</b> of the wall time trained.",
+        _trained(report),
     ]
     many = len(report.interruptions)
     if many:
@@ -108,6 +108,12 @@ def story(report: RunReport) -> str:
     else:
         told.append("Nothing interrupted it.")
     return " ".join(told)
+
+
+def _trained(report: RunReport) -> str:
+    if report.time.goodput is None:
+        return "How much of the wall time trained is not known: its program does not say."
+    return f"<b>{share(report.time.goodput)}</b> of the wall time trained."
 
 
 def _run(run: RunData, plots: Sequence[Plot] | None) -> str:

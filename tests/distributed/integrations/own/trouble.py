@@ -1,8 +1,9 @@
 """What the programs of these tests share: notes of what they trained on, and trouble on demand.
 
 TROUBLE is a list such as `stop@13 kill@40.1`: in step 13 rank 0 and the workers of its loader get
-SIGTERM, as all processes of a Slurm step do; in step 40 rank 1 is killed. Each happens once in the
-life of a run, however often the step is made.
+SIGTERM, as all processes of a Slurm step do; in step 40 rank 1 is killed. `warn@13` is a SIGTERM to
+who has started rank 0, as Slurm's warning is. Each happens once in the life of a run, however often
+the step is made.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ def strike(step: int) -> None:
             done.touch()
             if kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "warn":
+                os.kill(os.getppid(), signal.SIGTERM)
+                return
             mine = [*psutil.Process().children(recursive=True), psutil.Process()]
             # Not from here: a worker's own rank may end it.
             subprocess.run(["kill", "-TERM", *(str(process.pid) for process in mine)], check=True)

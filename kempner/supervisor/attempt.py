@@ -337,6 +337,8 @@ class AttemptFollower:
 
     def _heed_the_job(self) -> None:
         """Ask for a stop when the job's end is near, or Slurm is about to end it."""
+        if (warning := self.job.warning(self.times)) is not None:
+            logger().warning(warning)
         order = self.job.stop_order(self.times, self.signals)
         if order is not None:
             self.ask_to_stop(order)

@@ -198,6 +198,13 @@ def show_partition(name: str, within: float = SHORTLY) -> dict[str, str]:
     return _ask(["scontrol", "show", "partition", name, "-o"], read, within)
 
 
+def preemption_grace(fields: Mapping[str, str]) -> float | None:
+    """Seconds that a partition grants its jobs when others preempt them; None if none do."""
+    if fields.get("PreemptMode", "OFF") in ("OFF", ""):
+        return None
+    return float(fields.get("GraceTime", "0"))
+
+
 def accounting_answers(within: float = SHORTLY) -> None:
     """Ask the accounting for something that is always there. Raises `SlurmError`."""
     _tell(["sacct", "-X", "-n", "-P", "--format=JobID"], within)

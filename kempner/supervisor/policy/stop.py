@@ -165,3 +165,28 @@ def stop_lead(
         return UNMEASURED_LEAD if limit is None else min(UNMEASURED_LEAD, UNMEASURED_SHARE * limit)
     lead = 2 * longest_gap + 2 * save + SLACK + margin
     return lead if limit is None else min(lead, LARGEST_SHARE * limit)
+
+
+def warn_of_slow_saves(
+    durations: Durations, preemption: float | None, lead: float, limit: float | None
+) -> str | None:
+    """What a run is warned of whose saves take too long for what its job may leave them.
+
+    In seconds: `preemption` is what a preemption leaves, None if there is none; `lead` how long
+    before the job's end a stop begins, as from `stop_lead`; `limit` its whole time, None without.
+    """
+    save = durations.quantile(0.95)
+    if save is None:
+        return None
+    if preemption is not None and save > preemption:
+        return (
+            f"a save takes up to {save:.0f} s, and a preemption leaves {preemption:.0f} s: it "
+            "would cost the steps since the last checkpoint; lower checkpoint.interval, or write "
+            "to faster storage (checkpoint.dir)"
+        )
+    if limit is not None and lead >= LARGEST_SHARE * limit and 2 * save > lead:
+        return (
+            f"a stop may wait for two saves of up to {save:.0f} s, and half of the job's time is "
+            f"{lead:.0f} s: ask for more time (--time), or write to faster storage (checkpoint.dir)"
+        )
+    return None

@@ -46,13 +46,15 @@ class JobSeen:
     """What the controller said of the job just now.
 
     `seconds_left` is the time until its end, None without one; `kill_wait` is KillWait in seconds;
-    `asked_at` is when it was asked (`time.monotonic`, seconds).
+    `asked_at` is when it was asked (`time.monotonic`, seconds); `grace` the partition's GraceTime
+    in seconds, None if its jobs are not preempted, and where Slurm has not said.
     """
 
     state: JobState
     seconds_left: float | None
     kill_wait: float
     asked_at: float = inf
+    grace: float | None = None
 
 
 @dataclass
@@ -75,6 +77,7 @@ class JobMonitor:
         self._nodes: int | None = None
         self._running: JobState | None = None
         self._settings, self._settings_due = USUAL, 0.0
+        self._grace: float | None = None
         self._post: Callable[[JobSeen], None] | None = None
 
     def watch(self, post: Callable[[JobSeen], None]) -> None:
@@ -199,10 +202,11 @@ class JobMonitor:
         asked_at, state = time.monotonic(), self.state(within=0.0)
         if state is None:
             return False
-        self._learn_settings(within=0.0)
+        if self._learn_settings(within=0.0):
+            self._grace = _grace_of(state.nodes.partition)
         if self._post is not None:
             left, kill_wait = self.seconds_left(state), self._settings.kill_wait
-            self._post(JobSeen(state, left, kill_wait, asked_at))
+            self._post(JobSeen(state, left, kill_wait, asked_at, self._grace))
         return True
 
     def _note(self, state: JobState) -> None:
@@ -212,14 +216,24 @@ class JobMonitor:
         self._nodes = self._nodes or state.nodes.count
         self._running = state if state.running else self._running
 
-    def _learn_settings(self, within: float) -> None:
-        """Ask for the cluster's settings and clock, unless they were just asked for."""
+    def _learn_settings(self, within: float) -> bool:
+        """Ask for the cluster's settings and clock, unless they were just asked for; whether they
+        are new."""
         if time.monotonic() < self._settings_due:
-            return
+            return False
         try:
             self._settings = scontrol.cluster_settings(within)
         except SlurmError as error:
             logger().info("cannot ask Slurm about its settings", reason=str(error))
-            return
+            return False
         told = self._settings.ahead is not None
         self._settings_due = time.monotonic() + (SETTINGS_EVERY if told else LOOK_EVERY)
+        return True
+
+
+def _grace_of(partition: str) -> float | None:
+    try:
+        return scontrol.preemption_grace(scontrol.show_partition(partition, within=0.0))
+    except SlurmError as error:
+        logger().info("cannot ask Slurm about the partition", reason=str(error))
+        return None

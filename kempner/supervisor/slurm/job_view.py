@@ -14,6 +14,7 @@ from kempner.supervisor.policy.stop import (
     decide_stop,
     exit_margin,
     stop_lead,
+    warn_of_slow_saves,
 )
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen
 
@@ -30,6 +31,7 @@ class JobView:
         """The job as it was when the attempt began, if Slurm has said so yet."""
         self._seen: JobSeen | None = None
         self._ends_at: float | None = None
+        self._warned = False
 
     @property
     def id(self) -> str | None:
@@ -77,6 +79,17 @@ class JobView:
             margin=margin,
             warned=any(s.at <= asked_at and self._may_warn(s) for s in signals),
         )
+
+    def warning(self, times: RunTimes) -> str | None:
+        """What there is to say, once an attempt, of saves that take too long for this job."""
+        if self._warned or self._seen is None:
+            return None
+        job, grace = self._seen.state, self._seen.grace
+        left = None if grace is None else grace + self._seen.kill_wait
+        lead, _ = self._lead_and_margin(times, job.times.limit)
+        said = warn_of_slow_saves(times.saves, left, lead, job.times.limit)
+        self._warned = said is not None
+        return said
 
     def ends_within(self, seconds: float, times: RunTimes) -> bool:
         """Whether a stop has to begin within so many seconds (fewer in a short job), or by now."""

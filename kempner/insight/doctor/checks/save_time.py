@@ -110,7 +110,7 @@ def check_grace(slurm: SlurmFacts, save: SaveTime) -> Outcome:
     partition = slurm.partition
     if partition is None:
         return skipped(slurm.no_partition or "no partition is known")
-    if not partition.preempted:
+    if partition.grace is None:
         return passed(f"jobs of partition {partition.name} are not preempted")
     if save.seconds is None:
         return skipped(f"not compared: {save.sentence}")

@@ -19,13 +19,12 @@ from kempner.insight.doctor.facts.plan import Plan, parse_limit, read_plan
 
 @dataclass(frozen=True)
 class Partition:
-    """`grace` and `longest` are in seconds, `longest` None without a limit; `preempted` is whether
-    its jobs give way to others."""
+    """`grace` and `longest` are in seconds: `grace` None if its jobs give way to no others,
+    `longest` without a limit."""
 
     name: str
-    grace: float
+    grace: float | None
     longest: float | None
-    preempted: bool
     up: bool = True
 
 
@@ -81,9 +80,8 @@ def read_partition(fields: Mapping[str, str]) -> Partition:
     """What `scontrol show partition` shows. Raises `ValueError` with a sentence."""
     return Partition(
         name=fields["PartitionName"],
-        grace=float(fields.get("GraceTime", "0")),
+        grace=scontrol.preemption_grace(fields),
         longest=parse_limit(fields.get("MaxTime", "UNLIMITED")),
-        preempted=fields.get("PreemptMode", "OFF") not in ("OFF", ""),
         up=fields.get("State", "UP") == "UP",
     )
 

@@ -223,8 +223,8 @@ def test_requeue(job: JobFacts, resubmit: bool, level: str) -> None:
         (SlurmFacts(no_partition="there is no gpus"), "fail"),
         (SlurmFacts(), "skipped"),
         (None, "skipped"),
-        (SlurmFacts(partition=Partition("gpu", 0.0, None, False)), "pass"),
-        (SlurmFacts(partition=Partition("gpu", 0.0, 3600.0, False)), "fail"),
+        (SlurmFacts(partition=Partition("gpu", None, None)), "pass"),
+        (SlurmFacts(partition=Partition("gpu", None, 3600.0)), "fail"),
     ],
 )
 def test_partitions(slurm: SlurmFacts | None, level: str) -> None:

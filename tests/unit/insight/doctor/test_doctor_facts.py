@@ -89,7 +89,7 @@ def test_forms_of_a_time_limit(text: str, seconds: float | None) -> None:
 
 def test_a_partition_as_scontrol_shows_it() -> None:
     found = read_partition(node_fields(PARTITION))
-    assert found == Partition("gpu", grace=60.0, longest=172_800.0, preempted=True, up=True)
+    assert found == Partition("gpu", grace=60.0, longest=172_800.0, up=True)
 
 
 def test_gpus_of_old_and_new_drivers() -> None:

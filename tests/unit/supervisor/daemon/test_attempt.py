@@ -25,6 +25,7 @@ from kempner.run.control.protocol import (
 from kempner.run.process.signals import Received
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.ledger import Ledger, read_lines
+from kempner.run.record.save_times import SaveSeconds
 from kempner.supervisor.attempt import EXIT_GRACE, EXPLAINED_WITHIN, AttemptFollower
 from kempner.supervisor.control.events import Connected, Disconnected, Heard, LastReport
 from kempner.supervisor.control.rank_roster import JOIN, RECONNECT
@@ -171,6 +172,22 @@ def test_a_ctrl_c_at_a_terminal_is_no_warning_of_slurm(
     follower.enforce()
     reasons = [message.reason for message in hands.told if isinstance(message, Stop)]
     assert reasons == [StopReason.INTERRUPT, StopReason.TIME_LIMIT][:told]
+
+
+def test_saves_that_a_preemption_leaves_no_time_for_are_warned_of_once(
+    hands: Hands, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = JobMonitor("7", batch=True, arguments=[])
+    follower = follow(hands, 1, Config(), Ledger(tmp_path / "ledger.jsonl"), job)
+    running = parse_job({"JobId": "7", "JobState": "RUNNING"})
+    feed(follower, JobSeen(running, None, kill_wait=30.0, grace=10.0))
+    warnings = []
+    for seconds in (39.0, 41.0, 42.0):
+        follower.times.saved(SaveSeconds(0.0, seconds, 0.0))
+        follower.enforce()
+        said = capfd.readouterr().err
+        warnings.append("a save takes up to 41 s, and a preemption leaves 40 s" in said)
+    assert warnings == [False, True, False]
 
 
 def test_what_slurm_says_a_moment_after_the_signal_is_told_as_well(

@@ -28,6 +28,7 @@ from kempner.supervisor.policy.stop import (
     renew,
     stop_lead,
     time_to_abandon,
+    warn_of_slow_saves,
 )
 
 RUNNING = JobState(
@@ -145,6 +146,26 @@ def test_the_lead_is_what_a_stop_takes_or_a_share_of_a_short_job(
     durations: Durations, gap: float | None, limit: float | None, lead: float
 ) -> None:
     assert stop_lead(durations, gap, limit, margin=12.0) == lead
+
+
+@pytest.mark.parametrize(
+    ("save", "preemption", "limit", "said"),
+    [
+        (None, 30.0, 600.0, None),
+        (29.0, 30.0, None, None),
+        (31.0, 30.0, None, "a save takes up to 31 s, and a preemption leaves 30 s"),
+        (31.0, None, 86_400.0, None),
+        (149.0, None, 600.0, None),
+        (151.0, 600.0, 600.0, "two saves of up to 151 s, and half of the job's time is 300 s"),
+    ],
+)
+def test_a_run_is_warned_of_saves_that_its_job_leaves_no_time_for(
+    save: float | None, preemption: float | None, limit: float | None, said: str | None
+) -> None:
+    durations = Durations() if save is None else Durations((SaveSeconds(0.0, save, 0.0),))
+    lead = stop_lead(durations, 0.5, limit, margin=15.0)
+    found = warn_of_slow_saves(durations, preemption, lead, limit)
+    assert found == said if said is None else said in str(found)
 
 
 @pytest.mark.parametrize(

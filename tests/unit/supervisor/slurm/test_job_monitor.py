@@ -59,11 +59,15 @@ def seen(monitor: JobMonitor) -> JobSeen:
         monitor.close()
 
 
-def test_the_time_left_is_by_the_controllers_clock(ends: Ends) -> None:
+def test_the_time_left_is_by_the_controllers_clock(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends(600.0)
+    partition = {"PreemptMode": "REQUEUE", "GraceTime": "20"}
+    monkeypatch.setattr(scontrol, "show_partition", lambda name, within: partition)
     monitor = JobMonitor("7", batch=True)
     told = seen(monitor)
-    assert told.kill_wait == 45.0
+    assert (told.kill_wait, told.grace) == (45.0, 20.0)
     assert told.seconds_left == pytest.approx(600.0, abs=20.0)
     assert monitor.try_until() - time.monotonic() == pytest.approx(600.0 + LATE, abs=20.0)
 

@@ -161,7 +161,8 @@ def train(run: Training) -> ExitCode:
     while (run.train_state.step < last or not run.health.sound) and not agreed.stop:
         step = run.train_state.step + 1
         run.tools.profiler.begin(step)
-        batch = run.tools.data.take(give_up=run.shutdown.should_shutdown)
+        with run.progress.held_up_by_data():
+            batch = run.tools.data.take(give_up=run.shutdown.should_shutdown)
         ballot = run.vote_group.open(run.vote(void=batch is None))
         if batch is None and (agreed := ballot.close()).all_void:
             break  # nobody waits in the step for anybody: a stop need not wait for its end
@@ -199,8 +200,8 @@ def train(run: Training) -> ExitCode:
         run.state.train_state = advance(run, batch)
         run.progress.made(step)
         run.tools.profiler.end(step)
-        saving = run.progress.take_saving()
-        run.tools.step_metrics.record(run.train_state, loss, norm, rate, batch.positions, saving)
+        held_up = run.progress.take_held_up()
+        run.tools.step_metrics.record(run.train_state, loss, norm, rate, batch.positions, held_up)
         due = save_is_due(run, agreed)
         take_note(run, everything=due or is_last_step(run, agreed))
         if due:

@@ -105,7 +105,16 @@ def speed(progress: Progress) -> str:
         said.append(f"MFU {progress.pace.mfu:.1%}")
     if progress.pace.seconds_per_step is not None:
         said.append(f"{duration(progress.pace.seconds_per_step)} a step")
+    for what, part in progress.pace.waited.items():
+        if part >= _WORTH_TELLING:
+            said.append(f"{part:.0%} waiting for {_WAITED.get(what, what)}")
     return ", ".join(said)
+
+
+_WORTH_TELLING = 0.05
+"""Share of the time of steps that goes into waiting, from which on it is told."""
+
+_WAITED = {"others": "other ranks"}
 
 
 def time_left(status: Status, done_at: float) -> str:

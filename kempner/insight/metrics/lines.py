@@ -20,6 +20,8 @@ _NAMES = {
     "tokens_per_second": "train/tokens_per_second",
     "mfu": "train/mfu",
     "save_seconds": "train/save_seconds",
+    "data_seconds": "train/data_seconds",
+    "wait_seconds": "train/wait_seconds",
     "eval_loss": "eval/loss",
 }
 """Fields of a line, and what they are called where people look at them."""

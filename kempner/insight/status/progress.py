@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any, TypeGuard
@@ -17,7 +17,8 @@ class Pace:
     """How fast the last steps of the last attempt were made; what is not known is None.
 
     `mfu` is the model FLOPs utilization (0 to 1), and `logged_every` the seconds from one logged
-    step to the next: medians, the others are means. `seconds_left` is until the last step.
+    step to the next: medians, the others are means. `seconds_left` is until the last step. `waited`
+    has the shares (0 to 1) of their time that rank 0 waited, for `data`, `others` and `saves`.
     """
 
     tokens_per_second: float | None = None
@@ -25,6 +26,7 @@ class Pace:
     seconds_per_step: float | None = None
     seconds_left: float | None = None
     logged_every: float | None = None
+    waited: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> Progress:
         seconds_per_step=each,
         seconds_left=left,
         logged_every=_usual_gap(recent),
+        waited=_waited(recent[1:], seconds) if seconds else {},
     )
     return Progress(
         step=int(last["step"]),
@@ -79,6 +82,19 @@ def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> Progress:
 def curve(lines: Iterable[Mapping[str, Any]], key: str) -> list[float]:
     """The values of a number in the lines, oldest first."""
     return [line[key] for line in lines if _is_number(line.get(key)) and "loss" in line]
+
+
+_WAITS = {"data": "data_seconds", "others": "wait_seconds", "saves": "save_seconds"}
+
+
+def _waited(lines: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
+    """Shares of so many `seconds`, in which the lines were written."""
+    found = {}
+    for name, key in _WAITS.items():
+        told = [line[key] for line in lines if _is_number(line.get(key))]
+        if told:
+            found[name] = round(min(1.0, sum(told) / seconds), 4)
+    return found
 
 
 def _usual_gap(lines: Sequence[Mapping[str, Any]]) -> float | None:

@@ -137,6 +137,7 @@ class Status:
             "mfu": progress.pace.mfu,
             "seconds_per_step": progress.pace.seconds_per_step,
             "seconds_left": progress.pace.seconds_left,
+            "waited": dict(progress.pace.waited),
             "done_at": outlook.done_at,
             "done_before_job_ends": outlook.fits,
             "attempt": None if self.attempt is None else vars(self.attempt),

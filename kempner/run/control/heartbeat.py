@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kempner.run.control.protocol import Phase, Report, shorten
@@ -40,6 +41,18 @@ def describe_places(reports: Mapping[int, Report]) -> str:
     return json.dumps(ranks)
 
 
+@dataclass(frozen=True)
+class HeldUp:
+    """Seconds in which steps did not go on: for saves, for data, and for other ranks."""
+
+    saves: float = 0.0
+    data: float = 0.0
+    ranks: float = 0.0
+
+    def __add__(self, other: HeldUp) -> HeldUp:
+        return HeldUp(self.saves + other.saves, self.data + other.data, self.ranks + other.ranks)
+
+
 class Progress:
     """The last step that is done, the phase under way, and the time spent waiting for others."""
 
@@ -49,7 +62,7 @@ class Progress:
         """Seconds from the start of this process's line to each phase that was entered."""
         self._started = time.monotonic()
         self._waited = self._elsewhere = 0.0
-        self._saving = 0.0
+        self._saving = self._reading = self._told = 0.0
         self._waiting_for = ""
         # One value, replaced as a whole: the thread that reads it must not see half of a step.
         self._done = (0, 0.0, 0.0)
@@ -90,10 +103,11 @@ class Progress:
         self._saving += took if phase is Phase.SAVE else 0.0
         self.phase = before
 
-    def take_saving(self) -> float:
-        """Seconds for which saves have held up training since this was asked for."""
-        saving, self._saving = self._saving, 0.0
-        return saving
+    def take_held_up(self) -> HeldUp:
+        """What held up the steps since this was asked for, evaluations left out."""
+        held_up = HeldUp(self._saving, self._reading, self._waited - self._told)
+        self._saving, self._reading, self._told = 0.0, 0.0, self._waited
+        return held_up
 
     @contextmanager
     def held_up_by_save(self) -> Iterator[None]:
@@ -101,6 +115,13 @@ class Progress:
         since = time.monotonic()
         yield
         self._saving += time.monotonic() - since
+
+    @contextmanager
+    def held_up_by_data(self) -> Iterator[None]:
+        """In this block of a step it waits for its samples."""
+        since = time.monotonic()
+        yield
+        self._reading += time.monotonic() - since
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:

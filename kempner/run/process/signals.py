@@ -26,6 +26,7 @@ from typing import NoReturn
 
 from kempner.run.output.console import leave, say
 from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.signal_stack import make_room_for_signals
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -102,6 +103,7 @@ class SignalInbox:
         self._before = _Before(handlers, wakeup, writer)
         if sys.__stderr__ is not None:
             faulthandler.register(signal.SIGQUIT, file=sys.__stderr__, all_threads=True)
+        make_room_for_signals()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def uninstall(self) -> None:

@@ -21,10 +21,10 @@ from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.joining.agent import Agent, AgentEnded
 from kempner.supervisor.joining.invitation_watch import InvitationSeen, InvitationWatch
+from kempner.supervisor.joining.stop_times import StopTimes
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.joined.invitation import Invitation
 from kempner.supervisor.launchers.agents.joined.terms import Departure, JoinTerms
-from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.requeue import decide_requeue
 from kempner.supervisor.policy.stop import StandingStop, StopOrder
@@ -70,7 +70,7 @@ class Joiner:
         self._run, self._ranks, self._job, self._signals = run, ranks, job, signals
         self._patience = patience
         self._incoming: SimpleQueue[_Event] = SimpleQueue()
-        self._view, self._times = JobView(job), self._measured()
+        self._view, self._stop_times = JobView(job), StopTimes(run)
         self._invitation: Invitation | None = None
         self._agent: Agent | None = None
         self._leaving: StandingStop | None = None
@@ -123,7 +123,9 @@ class Joiner:
                 if self._job is not None:
                     self._job.look()  # it knows why
             case JobSeen():
-                self._view.take_in(event, self._times.now())
+                times = self._stop_times.times
+                self._view.take_in(event, times.now())
+                self._stop_times.update(self._view.seconds_left(times.now()))
             case InvitationSeen(invitation):
                 self._invitation = invitation
                 if self._agent is not None and invitation not in (None, self._agent.invitation):
@@ -155,7 +157,7 @@ class Joiner:
         invitation = self._invitation
         if self._agent is not None or invitation is None:
             return
-        left = self._view.seconds_to_train(self._times)
+        left = self._view.seconds_to_train(self._stop_times.times)
         until = None if left is None else time.monotonic() + left
         job = "" if self._job is None else self._job.id
         say(f"joining {self._run.path} at {invitation.address}:{invitation.port}")
@@ -164,7 +166,7 @@ class Joiner:
     def _leave_in_time(self) -> None:
         """Ask to be let go when the end of this job is near, or somebody has asked for it."""
         signals = self._signals.received
-        order = self._view.stop_order(self._times, signals)
+        order = self._view.stop_order(self._stop_times.times, signals)
         if order is None and signals:
             silent_for = time.monotonic() - signals[0].at
             if self._job is None or silent_for > EXPLAINED_WITHIN:
@@ -200,11 +202,3 @@ class Joiner:
             logger().info("the ledger cannot be read now", reason=error.strerror)
             return False
         return bool(ended) and ended[-1].code == ExitCode.COMPLETED
-
-    def _measured(self) -> RunTimes:
-        """How long a stop of the run takes."""
-        try:
-            return RunTimes.from_history(RunHistory.read(self._run.ledger), 0)
-        except OSError as error:
-            logger().info("the ledger cannot be read now", reason=error.strerror)
-            return RunTimes()

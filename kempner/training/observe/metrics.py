@@ -12,6 +12,7 @@ from torch import Tensor
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.config.sections import Config
 from kempner.model.spec.hardware import peak_flops_of
+from kempner.run.control.heartbeat import HeldUp
 from kempner.run.record.jsonl import JsonlWriter
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.observe.async_metrics import AsyncMetrics
@@ -42,7 +43,7 @@ class StepMetrics:
         self._peak, self._flops_per_token = flops_per_second_at_peak, flops_per_token
         self._display, self._echo = display, AsyncMetrics()
         self._logged = time.monotonic(), 0
-        self._saving = 0.0
+        self._held_up = HeldUp()
         self._losses: dict[str, float] = {}
 
     def start(self, train_state: TrainState) -> None:
@@ -57,13 +58,13 @@ class StepMetrics:
         norm: Tensor,
         rate: float,
         positions: Sequence[int],
-        saving: float = 0.0,
+        held_up: HeldUp,
     ) -> None:
         """Take note of a step that was asked for, and of the positions that this rank took.
 
-        `saving` is for how many seconds saves have held up training since the step before.
+        `held_up` is what has held up this rank since the step before.
         """
-        self._saving += saving
+        self._held_up += held_up
         if self._samples is not None:
             place = {"step": train_state.step, "attempt": self._attempt, "rank": self._rank}
             self._samples.append({**place, "samples": list(positions)})
@@ -114,7 +115,7 @@ class StepMetrics:
         speed = (train_state.tokens - tokens) / max(now - before, 1e-9)
         self._logged = now, train_state.tokens
         mfu = speed * self._flops_per_token / self._peak if self._peak else None
-        saving, self._saving = self._saving, 0.0
+        held_up, self._held_up = self._held_up, HeldUp()
         self._write(
             train_state.step,
             loss=_finite(made.loss),
@@ -123,7 +124,9 @@ class StepMetrics:
             tokens=train_state.tokens,
             tokens_per_second=round(speed, 1),
             mfu=round(mfu, 4) if mfu is not None else None,
-            save_seconds=round(saving, 4),
+            save_seconds=round(held_up.saves, 4),
+            data_seconds=round(held_up.data, 4),
+            wait_seconds=round(held_up.ranks, 4),
         )
         self._display.step(train_state.step, made.loss, speed)
 

@@ -174,6 +174,14 @@ def step(number: int, **fields: object) -> dict[str, object]:
             [step(10), step(30), {"step": 30, "eval_loss": 1.5}],
             {"step": 30, "eval_loss": 1.5, "tokens_per_second": 50.0, "seconds_left": 120.0},
         ),
+        (  # What the first of them waited was before it.
+            [
+                step(10, data_seconds=9.0, wait_seconds=9.0, save_seconds=9.0),
+                step(20, data_seconds=5.0, wait_seconds=0.0),
+                step(30, data_seconds=7.0, wait_seconds=2.0),
+            ],
+            {"waited": {"data": 0.3, "others": 0.05}, "seconds_left": 120.0},
+        ),
         ([step(10), step(30, loss=None)], {"step": 30, "loss": None, "seconds_left": 120.0}),
         ([step(30), step(30)], {"step": 30, "seconds_left": None}),
         ([{"loss": 1.0}, {"loss": 1.0, "step": "x"}], {"step": None}),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kempner.run.control import heartbeat
-from kempner.run.control.heartbeat import Progress
+from kempner.run.control.heartbeat import HeldUp, Progress
 from kempner.run.control.outbox import Outbox
 from kempner.run.control.protocol import (
     LINE_LIMIT,
@@ -248,13 +248,19 @@ def test_progress_tells_work_from_waiting_and_phases_end(clock: Clock) -> None:
     assert place.reached == {Phase.COMPILE: 0.0, Phase.STEP: 5.0}
 
 
-def test_progress_tells_how_long_saves_held_up_training(clock: Clock) -> None:
+def test_progress_tells_what_held_up_the_steps(clock: Clock) -> None:
     place = Progress()
-    with place.during(Phase.EVAL):
+    with place.during(Phase.EVAL), place.waiting("a sum"):
         clock.now += 9
+    with place.held_up_by_data():
+        clock.now += 4
+    with place.waiting("the vote"):
+        clock.now += 5
     with place.during(Phase.SAVE):
         clock.now += 2
     with place.held_up_by_save():
         clock.now += 1
-    assert place.take_saving() == 3
-    assert place.take_saving() == 0
+    assert place.take_held_up() == HeldUp(saves=3, data=4, ranks=5)
+    with place.waiting("the vote"):
+        clock.now += 1
+    assert place.take_held_up() == HeldUp(ranks=1)

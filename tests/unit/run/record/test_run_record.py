@@ -231,6 +231,27 @@ def test_every_stop_signal_is_kept_while_the_main_thread_is_busy() -> None:
     assert sorted(ast.literal_eval(_let_go_on(process))) == sorted(names)
 
 
+_ALL_AT_ONCE = """
+import gc, os, signal
+from kempner.run.process.signals import STOP_SIGNALS, inbox
+inbox().install()
+others = range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
+for number in others: signal.signal(number, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, *others])
+for number in (*STOP_SIGNALS, *others): os.kill(os.getpid(), number)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [*STOP_SIGNALS, *others])
+gc.collect()
+"""
+
+
+def test_signals_that_come_all_at_once_leave_the_memory_alone() -> None:
+    """The kernel stacks them up, on a stack that has an end."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ALL_AT_ONCE], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_signal_blocked_by_the_launcher_is_delivered_on_install() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:

@@ -21,6 +21,7 @@ _MODULES = {
     "prepare": ("prepare",),
     "download": ("checkpoint.download",),
     "plan": ("insight.plan",),
+    "experts": ("insight.experts",),
     "train": ("train",),
     "supervise": ("supervise",),
     "join": ("program.join",),

@@ -30,10 +30,13 @@ class InvitationWatch:
         self._path, self._post = path, post
         self._seen: Invitation | None = None
 
-    def start(self) -> None:
-        """Look now, and from then on from a thread. Raises `UsageError` for somebody else's."""
+    def start(self) -> Invitation | None:
+        """What there is now; what changes is posted from a thread. Raises `UsageError` for somebody
+        else's."""
         self._look_once()
+        found = self._seen
         keep_running("invitation", self._look)
+        return found
 
     def _look(self) -> None:
         """For as long as this process lives."""

@@ -84,7 +84,9 @@ class Joiner:
         self._signals.react_with(self._incoming.put)
         if self._job is not None:
             self._job.watch(self._incoming.put)
-        InvitationWatch(self._run.invitation, self._incoming.put).start()
+        self._invitation = InvitationWatch(self._run.invitation, self._incoming.put).start()
+        if self._invitation is None and self._is_complete():
+            return self._is_over()
         try:
             return self._follow()
         finally:
@@ -141,8 +143,7 @@ class Joiner:
             return ExitCode.USAGE
         now = time.monotonic()
         if code == 0 and self._is_complete():
-            say(OVER)
-            return ExitCode.COMPLETED
+            return self._is_over()
         if code == 0 or now - agent.began > WORKED:
             self._alone_since = now
         if code == 0 and self._invitation == agent.invitation:
@@ -182,6 +183,8 @@ class Joiner:
 
     def _part(self, order: StandingStop) -> ExitCode:
         """The agent was let go: put the job back into the queue, to join again, if that is due."""
+        if self._is_complete():
+            return self._is_over()
         job, decision = self._job, Decision(ExitCode.STOPPED, order.sentence)
         if job is not None and job.batch:
             job.close()
@@ -192,6 +195,10 @@ class Joiner:
 
     def _decide(self, decision: Decision, state: JobState) -> RequeueDecision:
         return decide_requeue(decision, self._view.at_first, state, True, fruitless=0)
+
+    def _is_over(self) -> ExitCode:
+        say(OVER)
+        return ExitCode.COMPLETED
 
     def _is_complete(self) -> bool:
         """Whether the run has made all its steps. Raises `GaveUpError` if it was given up."""

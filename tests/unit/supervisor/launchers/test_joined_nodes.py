@@ -15,7 +15,13 @@ from harness import KEMPNER, wait_until
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
 from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.record.events.attempt import AttemptEnded
+from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.events.health import PhaseDurationsLearned, PhaseTimes
+from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
+from kempner.run.record.save_times import SaveSeconds
+from kempner.supervisor.joining.stop_times import StopTimes
 from kempner.supervisor.launchers import srun
 from kempner.supervisor.launchers.agents.joined.invitation import Invitation
 from kempner.supervisor.launchers.agents.joined.launcher import PoolLauncher
@@ -195,3 +201,34 @@ def test_a_stop_ends_it_at_once_where_nobody_answers(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == ExitCode.STOPPED
         assert time.monotonic() - began < 25  # not the 30 s that it might have
+
+
+def test_one_that_comes_back_when_the_run_is_complete_is_done(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody is left to say so: its job would wait, and go back into the queue, for ever."""
+    ledger = Ledger(RunDirectory(tmp_path).ledger)
+    ledger.record(AttemptEnded(0, "completed", None, {"0": 0}), 1)
+    with join(tmp_path) as process:
+        assert process.wait(60) == ExitCode.COMPLETED
+    assert capfd.readouterr().out == "the run is complete\n"
+
+
+def test_what_a_stop_takes_is_read_again_each_time_that_half_of_the_time_is_over(
+    tmp_path: Path,
+) -> None:
+    run = RunDirectory(tmp_path)
+    known, ledger = StopTimes(run), Ledger(run.ledger)
+
+    def after(seconds: float | None) -> tuple[float | None, float | None]:
+        known.update(seconds)
+        return known.times.phases.quantile(0.95), known.times.saves.quantile(0.95)
+
+    assert after(1000.0) == (None, None)
+    ledger.record(PhaseDurationsLearned(2, {"step": PhaseTimes(4.0, 1.0, 30)}), 1)
+    ledger.record(CheckpointCommitted.of(9, 100, SaveSeconds(1.0, 10.0, 1.0)), 1)
+    assert after(501.0) == (None, None)
+    assert after(500.0) == (5.0, 12.0)  # whatever the number of ranks
+    ledger.record(PhaseDurationsLearned(3, {"step": PhaseTimes(6.0, 1.0, 30)}), 2)
+    assert after(300.0) == (5.0, 12.0)
+    assert after(250.0) == (7.0, 12.0)

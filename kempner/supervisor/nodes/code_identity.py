@@ -1,4 +1,4 @@
-"""Which code a node runs: a hash of kempner's own files, and the version of its Python."""
+"""Which code a node runs: a hash of kempner's own files, the versions of its Python and torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[2]
@@ -17,13 +18,16 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class CodeIdentity:
-    """`python` is a version, `code` is a hash of kempner's files, hexadecimal."""
+    """`python` and `torch` are versions, that of torch empty where there is none; `code` is a hash
+    of kempner's files, hexadecimal."""
 
     python: str
     code: str
+    torch: str = ""
 
     def __str__(self) -> str:
-        return f"kempner's code {self.code[:_SHOWN]} on Python {self.python}"
+        torch = f", torch {self.torch}" if self.torch else ""
+        return f"kempner's code {self.code[:_SHOWN]} on Python {self.python}{torch}"
 
 
 def code_identity(package: Path = _PACKAGE) -> CodeIdentity:
@@ -33,7 +37,15 @@ def code_identity(package: Path = _PACKAGE) -> CodeIdentity:
         content = path.read_bytes()
         total.update(f"{path.relative_to(package)}\0{len(content)}\0".encode())
         total.update(content)
-    return CodeIdentity(platform.python_version(), total.hexdigest())
+    return CodeIdentity(platform.python_version(), total.hexdigest(), _torch())
+
+
+def _torch() -> str:
+    """As it is installed: importing it would take seconds."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
 
 
 def other_code(found: Mapping[str, CodeIdentity], first: str) -> dict[str, str]:

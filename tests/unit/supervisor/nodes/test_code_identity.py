@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 import kempner
 from kempner.supervisor.nodes.code_identity import CodeIdentity, code_identity, other_code
 
-A, B, C = (CodeIdentity("3.11.2", digit * 64) for digit in "abc")
+A, B, C = (CodeIdentity("3.11.2", digit * 64, "2.13.0") for digit in "abc")
+OLD = CodeIdentity("3.11.2", "a" * 64, "2.9.1")
 
 
 def test_any_change_of_a_file_is_seen_and_its_place_is_not(tmp_path: Path) -> None:
@@ -18,6 +20,7 @@ def test_any_change_of_a_file_is_seen_and_its_place_is_not(tmp_path: Path) -> No
     shutil.copytree(Path(kempner.__file__).parent, package)
     same = code_identity(package)
     assert same == code_identity()
+    assert same.torch == version("torch")
     (package / "added.py").touch()
     added = code_identity(package)
     (package / "added.py").rename(package / "moved.py")
@@ -36,6 +39,7 @@ def test_any_change_of_a_file_is_seen_and_its_place_is_not(tmp_path: Path) -> No
         ({}, {}),
         ({"node1": A, "node2": B, "node3": B}, {"node1": (A, B)}),
         ({"node1": A, "node2": B}, {"node2": (B, A)}),
+        ({"node1": A, "node2": OLD, "node3": A}, {"node2": (OLD, A)}),
         ({"node1": A, "node2": B, "node3": C}, {"node2": (B, A), "node3": (C, A)}),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -74,8 +76,13 @@ class Trace:
     """Each with its rank."""
 
 
+def held(world: int) -> dict[str, str]:
+    """For the environment of a run that is to be traced: its ranks wait for that, each stopped."""
+    return {"KEMPNER_FAULTS": ";".join(f"stop rank {rank} in load" for rank in range(world))}
+
+
 def trace(run: Run, job: Job, world: int) -> Trace:
-    """Trace a run to its end, which must be a good one."""
+    """Trace a run that was started `held` to its end, which must be a good one."""
     calls: list[tuple[Call, int]] = []
     here = str(run.record.path)
 
@@ -83,7 +90,12 @@ def trace(run: Run, job: Job, world: int) -> Trace:
         if call.path.startswith(here):
             calls.append((call, rank))
 
+    pids = ranks(run, job, world, "")
+    stopped = lambda: all(psutil.Process(p).status() == psutil.STATUS_STOPPED for p in pids)  # noqa: E731
+    wait_until(stopped, "the ranks to stand still", job=job)
     tracer = attach(run, job, world, left=keep, said="")
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
     assert job.wait(120) == 0, job.output()
     tracer.join()
     return Trace(run, calls)

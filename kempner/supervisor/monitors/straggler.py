@@ -109,8 +109,11 @@ class StragglerMonitor:
         return ()
 
     def _judge(self, found: Mapping[int, Effort]) -> Sequence[_Found]:
+        step = median(effort.step for effort in found.values())
+        if step <= 0:
+            return ()  # a program that says how far it is, and not how long it works
         straggler = find_straggler(found, self._section.straggler_share)
-        slow = self._find_slow_down(median(effort.step for effort in found.values()))
+        slow = self._find_slow_down(step)
         was_late, was_slow = self._straggler.state, self._slow.state
         late = self._straggler.changes_to(straggler.rank if straggler else None)
         slower = self._slow.changes_to(True if slow else None)

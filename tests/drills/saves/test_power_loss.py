@@ -17,7 +17,7 @@ from random import Random
 
 import pytest
 from disk import Disk, Tree, digest, look, put
-from drill import SMALLEST, Trace, reported, resume_each, trace
+from drill import SMALLEST, Trace, held, reported, resume_each, trace
 from drilling import ALL, SEED, note
 from harness import Run, drills
 from planted_bugs import BUGS
@@ -44,7 +44,7 @@ SAVES = ("--train.max_steps=24", *OFTEN)
 def traced(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Trace:
     """A run of two ranks and four saves, two of which let an older one go."""
     run = Run(tmp_path_factory.mktemp("traced") / "run", corpus)
-    return trace(run, run.supervise(2, *SAVES), 2)
+    return trace(run, run.supervise(2, *SAVES, **held(2)), 2)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def test_every_state_that_a_power_loss_may_leave_holds_what_was_reported(
 @pytest.mark.parametrize("bug", [*sorted(BUGS)[:1], *drills(*sorted(BUGS)[1:])])
 def test_a_planted_bug_is_caught(run: Run, tmp_path: Path, bug: str) -> None:
     program = [sys.executable, str(Path(__file__).with_name("planted_bugs.py")), bug, "train"]
-    job = run.start([*AS_A_GRANDCHILD, *program], "--train.max_steps=12", *OFTEN)
+    job = run.start([*AS_A_GRANDCHILD, *program], "--train.max_steps=12", *OFTEN, **held(1))
     found = violations(trace(run, job, 1), STATES_WITH_A_BUG, tmp_path / "crashed")
     note(
         "power loss, planted bug",

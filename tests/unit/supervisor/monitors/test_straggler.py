@@ -129,6 +129,14 @@ def test_one_long_pause_is_neither() -> None:
         assert watched(watch, ranks, 1.0, lambda rank: 12.0 if rank == 1 else 0.5) == []
 
 
+def test_ranks_that_do_not_say_how_long_they_work_are_left_alone() -> None:
+    """As those of somebody else's program, of which only the step is known."""
+    ranks, watch = Ranks(2), StragglerMonitor(SECTION, None)
+    for _ in ranks.train(4 * SPAN, lambda rank: 1.0):
+        ranks.worked = ranks.waited = [0.0, 0.0]
+        assert watch.check(ranks.snapshot()) == ()
+
+
 def test_other_phases_and_rollbacks_begin_anew() -> None:
     ranks, watch = Ranks(2), StragglerMonitor(SECTION, None)
     assert watched(watch, ranks, SPAN - 1, lambda rank: 1.0) == []

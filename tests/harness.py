@@ -167,6 +167,10 @@ class Clock:
         return self.now
 
 
+MISTAKE = "and is not asked again"
+"""What kempner says of a mistake of its own that ends no run, and a test."""
+
+
 @dataclass
 class Job:
     """A process of ours and what it prints."""
@@ -182,10 +186,13 @@ class Job:
 
     def wait(self, deadline: float = 120.0) -> int:
         try:
-            return self.process.wait(deadline)
+            code = self.process.wait(deadline)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGQUIT)
             raise AssertionError(f"still there after {deadline} s\n{self.output()}") from None
+        said = self.output()
+        assert MISTAKE not in said, said
+        return code
 
 
 def rank_processes(job: Job) -> dict[int, psutil.Process]:

@@ -32,7 +32,7 @@ from kempner.supervisor.control.events import Connected, Disconnected, Heard, Ne
 from kempner.supervisor.control.rank_roster import RankRoster
 from kempner.supervisor.control.server import ControlServer
 from kempner.supervisor.launchers.base import Launcher
-from kempner.supervisor.monitors.base import Monitors, Snapshot, Surroundings
+from kempner.supervisor.monitors.base import Adviser, Monitors, Snapshot, Surroundings
 from kempner.supervisor.monitors.findings import Hang
 from kempner.supervisor.monitors.hang_detector import HangDetector
 from kempner.supervisor.monitors.hang_evidence import NODES_ANSWER, HangEvidence
@@ -100,8 +100,10 @@ class AttemptFollower:
         self._monitors = Monitors(
             times.phases,
             HangDetector(resilience, now, roster.must_report),
-            StragglerMonitor(resilience, None if usual_step is None else usual_step.median),
-            MemoryMonitor(resilience),
+            Adviser(
+                StragglerMonitor(resilience, None if usual_step is None else usual_step.median)
+            ),
+            Adviser(MemoryMonitor(resilience)),
         )
         self._evidence = HangEvidence(attempt.number, channel.tell, ledger, launcher.look)
         self._reporter = Reporter(attempt.number, ledger, resilience.straggler_is_suspect)

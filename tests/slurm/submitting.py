@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Run, wait_until
+from harness import MISTAKE, ROOT, Run, wait_until
 from lab import Cluster
 
 TINY_OF_7B = [
@@ -115,7 +115,9 @@ class Project:
         wanted = states or ("COMPLETED",)
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
         ended = self.cluster.wait_for(job, *over, deadline=deadline)
-        assert ended in wanted, f"{ended}\n{self.log(job)}"
+        said = self.log(job)
+        assert ended in wanted, f"{ended}\n{said}"
+        assert MISTAKE not in said, said
         return ended
 
     def warn(self, job: str) -> None:

@@ -8,6 +8,7 @@ from math import inf
 from typing import Protocol, Self
 
 from kempner.run.control.protocol import Phase, Report, Usage
+from kempner.run.output.logs import logger
 from kempner.supervisor.control.events import Connected, LastReport
 from kempner.supervisor.monitors.findings import Finding
 from kempner.supervisor.monitors.phase_durations import PhaseDurations
@@ -100,3 +101,25 @@ class Monitors:
     def check(self, snapshot: Snapshot) -> Sequence[Finding]:
         """What each of them finds, in their order."""
         return [finding for monitor in self._monitors for finding in monitor.check(snapshot)]
+
+
+class Adviser:
+    """Asks a monitor whose opinion is only told: if it fails, it is told so, and not asked again.
+
+    A mistake in what nobody acts on must not end a run.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor: Monitor | None = monitor
+
+    def check(self, snapshot: Snapshot) -> Sequence[Finding]:
+        """What the monitor finds."""
+        if self._monitor is None:
+            return ()
+        try:
+            return self._monitor.check(snapshot)
+        except Exception:  # noqa: BLE001 - whatever it is, the run is worth more
+            name = type(self._monitor).__name__
+            logger().error(f"{name} has failed, and is not asked again", exc_info=True)
+            self._monitor = None
+            return ()

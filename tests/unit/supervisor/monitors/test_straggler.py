@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,8 @@ from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.events.health import SlowDownFound, StragglerFound
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.control.events import Connected
-from kempner.supervisor.monitors.base import Snapshot
-from kempner.supervisor.monitors.findings import Recovery, Remark, SlowDown, Straggler
+from kempner.supervisor.monitors.base import Adviser, Monitors, Snapshot
+from kempner.supervisor.monitors.findings import Finding, Recovery, Remark, SlowDown, Straggler
 from kempner.supervisor.monitors.reporter import Reporter
 from kempner.supervisor.monitors.straggler import (
     SPAN,
@@ -135,6 +135,19 @@ def test_ranks_that_do_not_say_how_long_they_work_are_left_alone() -> None:
     for _ in ranks.train(4 * SPAN, lambda rank: 1.0):
         ranks.worked = ranks.waited = [0.0, 0.0]
         assert watch.check(ranks.snapshot()) == ()
+
+
+def test_an_adviser_that_fails_is_told_of_once_and_ends_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class Mistaken:
+        def check(self, snapshot: Snapshot) -> Sequence[Finding]:
+            raise ZeroDivisionError
+
+    advisers, ranks = Monitors(Adviser(Mistaken())), Ranks(2)
+    for _ in range(2):
+        assert advisers.check(ranks.snapshot()) == []
+    assert capfd.readouterr().err.count("Mistaken has failed, and is not asked again") == 1
 
 
 def test_other_phases_and_rollbacks_begin_anew() -> None:

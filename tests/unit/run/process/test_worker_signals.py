@@ -59,6 +59,11 @@ def test_a_worker_ends_with_its_parents_sigterm_alone(name: str) -> None:
         mine.send(word)
         assert mine.recv() == word
         subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
-    worker.terminate()
-    worker.join()
+
+    def gone() -> bool:
+        worker.terminate()  # again: one that comes while another is pending is none
+        worker.join(0.1)
+        return not worker.is_alive()
+
+    wait_until(gone, "its end")
     assert worker.exitcode == 0

@@ -25,7 +25,7 @@ from kempner.run.record.ledger import read_lines
 OWN = Path(__file__).with_name("own")
 
 pytestmark = [
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.cold("a program of the user's is started by its command, as users do"),
 ]
 

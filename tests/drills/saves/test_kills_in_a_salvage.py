@@ -21,7 +21,7 @@ from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.run.record.run_dir import RunDirectory
 
 pytestmark = [
-    pytest.mark.timeout(3000 if ALL else 200),
+    pytest.mark.timeout(3000 if ALL else 400),
     pytest.mark.skipif(not supported(), reason="the tracer knows the system calls of x86_64 only"),
 ]
 

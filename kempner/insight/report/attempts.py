@@ -134,10 +134,11 @@ class AttemptFacts:
 
     @property
     def completed(self) -> bool:
-        """Whether the run's last step was made and saved, or so its own program's exit says."""
+        """Whether the run's last step was made and saved; if nobody says it, the exit does."""
         ended = self.last(AttemptEnded)
         by_exit = ended is not None and ended.event.code == ExitCode.COMPLETED
-        return self.first(Completed) is not None or (by_exit and self.started.own_program)
+        said = self.started.own_program or not self.stop_reason
+        return self.first(Completed) is not None or (by_exit and said)
 
     @property
     def stop_reason(self) -> StopReason:

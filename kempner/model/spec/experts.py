@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kempner.model.spec.communication_choice import USED
+
 WEIGHT_BYTES = 2
 """Of a parameter in bfloat16."""
 
@@ -17,9 +19,6 @@ gradient in bfloat16 beside float32 master weights and moments are as much."""
 
 GATHERED_LAYERS = 2
 """Layers that are whole at a time where the state is sharded: one in use, one on its way."""
-
-USABLE = 0.9
-"""Share of a GPU's memory that tensors may fill."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def divide_experts(model: ExpertModel, world: int) -> list[Division]:
 
 def fits(needed: int, memory: int) -> bool:
     """Whether so many bytes fit on a GPU with so much memory."""
-    return needed <= USABLE * memory
+    return needed <= USED * memory
 
 
 def _division(model: ExpertModel, world: int, ep: int) -> Division:

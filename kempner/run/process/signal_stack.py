@@ -1,9 +1,8 @@
 """Room for the signals that come at once.
 
-`faulthandler` has the main thread handle signals on a stack of their own, with room for about four
-of them (CPython 3.11; two where the processor has AMX, whose registers alone are 8 KiB). Signals
-that come together are handled one inside the other, and the next one would overwrite the memory
-below that stack.
+`faulthandler` has the main thread handle signals on a stack of their own (CPython 3.11). Signals
+that come together are handled one inside the other, and there is not room for many: five at once
+have overwritten the memory below that stack.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import mmap
 import os
 
 SIZE = 1 << 20
-"""Bytes: 64 signals, each with all registers of the largest processors."""
+"""Bytes: 16 KiB for each of 64 signals."""
 
 
 class _Stack(ctypes.Structure):

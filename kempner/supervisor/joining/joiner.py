@@ -183,8 +183,6 @@ class Joiner:
 
     def _part(self, order: StandingStop) -> ExitCode:
         """The agent was let go: put the job back into the queue, to join again, if that is due."""
-        if self._is_complete():
-            return self._is_over()
         job, decision = self._job, Decision(ExitCode.STOPPED, order.sentence)
         if job is not None and job.batch:
             job.close()

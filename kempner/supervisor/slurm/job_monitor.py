@@ -47,7 +47,7 @@ class JobSeen:
 
     `seconds_left` is the time until its end, None without one; `kill_wait` is KillWait in seconds;
     `asked_at` is when it was asked (`time.monotonic`, seconds); `grace` the partition's GraceTime
-    in seconds, None if its jobs are not preempted, and where Slurm has not said.
+    in seconds, infinite if its jobs are not preempted, None as long as Slurm has not said.
     """
 
     state: JobState
@@ -202,11 +202,12 @@ class JobMonitor:
         asked_at, state = time.monotonic(), self.state(within=0.0)
         if state is None:
             return False
-        if self._learn_settings(within=0.0):
-            self._grace = _grace_of(state.nodes.partition)
+        self._learn_settings(within=0.0)
         if self._post is not None:
             left, kill_wait = self.seconds_left(state), self._settings.kill_wait
             self._post(JobSeen(state, left, kill_wait, asked_at, self._grace))
+        if self._grace is None:  # for the next time: nothing waits for a warning
+            self._grace = _grace_of(state.nodes.partition)
         return True
 
     def _note(self, state: JobState) -> None:
@@ -216,24 +217,23 @@ class JobMonitor:
         self._nodes = self._nodes or state.nodes.count
         self._running = state if state.running else self._running
 
-    def _learn_settings(self, within: float) -> bool:
-        """Ask for the cluster's settings and clock, unless they were just asked for; whether they
-        are new."""
+    def _learn_settings(self, within: float) -> None:
+        """Ask for the cluster's settings and clock, unless they were just asked for."""
         if time.monotonic() < self._settings_due:
-            return False
+            return
         try:
             self._settings = scontrol.cluster_settings(within)
         except SlurmError as error:
             logger().info("cannot ask Slurm about its settings", reason=str(error))
-            return False
+            return
         told = self._settings.ahead is not None
         self._settings_due = time.monotonic() + (SETTINGS_EVERY if told else LOOK_EVERY)
-        return True
 
 
 def _grace_of(partition: str) -> float | None:
     try:
-        return scontrol.preemption_grace(scontrol.show_partition(partition, within=0.0))
-    except SlurmError as error:
+        grace = scontrol.preemption_grace(scontrol.show_partition(partition, within=0.0))
+        return inf if grace is None else grace
+    except (SlurmError, ValueError) as error:
         logger().info("cannot ask Slurm about the partition", reason=str(error))
         return None

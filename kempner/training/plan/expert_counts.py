@@ -28,7 +28,8 @@ def count_experts(path: Path) -> ExpertModel:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"{file} is not JSON: {error}") from error
-    experts = next((content[n] for n in _NUMBER_OF_EXPERTS if content.get(n)), None)
+    numbers = [content.get(n) for n in _NUMBER_OF_EXPERTS] if isinstance(content, dict) else []
+    experts = next((number for number in numbers if number), None)
     if experts is None:
         raise UsageError(f"{file} describes no mixture of experts; use `kempner plan` for others")
     try:
@@ -38,7 +39,7 @@ def count_experts(path: Path) -> ExpertModel:
             "the parameters are counted by transformers: pip install 'kempner[transformers]'"
         ) from error
     try:
-        config = AutoConfig.from_pretrained(file.parent if path.is_dir() else file)
+        config = AutoConfig.from_pretrained(file, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (KeyError, ValueError, OSError) as error:

@@ -51,6 +51,12 @@ DEEPSEEK = {
 }
 """A small one, in which the first layer has no experts, and the others have one that is shared."""
 
+OWN_CODE: dict[str, object] = {
+    "model_type": "nobody",
+    "num_experts": 4,
+    "auto_map": {"AutoConfig": "its_code.Config", "AutoModelForCausalLM": "its_code.Model"},
+}
+
 
 def run(folder: Path, content: dict[str, object] | str, *arguments: object) -> int | str | None:
     text = content if isinstance(content, str) else json.dumps(content)
@@ -92,8 +98,10 @@ def test_the_degrees_divide_the_experts_and_the_ranks() -> None:
     ("content", "arguments", "code", "said"),
     [
         ({"model_type": "llama"}, (), 2, "describes no mixture of experts"),
+        ("[]", (), 2, "describes no mixture of experts"),
         ("{", (), 2, "is not JSON"),
         ({"model_type": "nobody", "num_experts": 4}, (), 2, "transformers does not know"),
+        (OWN_CODE, (), 2, "transformers does not know"),  # and nobody is asked whether to run it
         (MINIMAX_M2, ("--gpu", "H1"), 2, "no figures are known of the GPU H1"),
     ],
 )

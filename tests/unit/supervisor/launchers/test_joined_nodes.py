@@ -222,6 +222,8 @@ def test_what_a_stop_takes_is_read_again_each_time_that_half_of_the_time_is_over
 
     def after(seconds: float | None) -> tuple[float | None, float | None]:
         known.update(seconds)
+        if known._reader is not None:
+            known._reader.join()
         return known.times.phases.quantile(0.95), known.times.saves.quantile(0.95)
 
     assert after(1000.0) == (None, None)

@@ -2,14 +2,20 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# What is in .venv: the package; and what its tests and pages need.
+INSTALLED := .venv/.installed
 READY := .venv/.ready
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+UV := build/uv/bin/uv --no-python-downloads
+# The first release of each, which is the strictest; 3.11.2 is Debian 12's.
+LOCKED_PYTHONS := 3.11.0 3.11.2 3.12.0 3.13.0 3.14.0
 SHARED_OUT := --dist=loadfile --no-loadscope-reorder --durations=8
 
-.PHONY: install demo test test-slurm test-rest drills planted walk lint docs clean
+.PHONY: install demo lock resolve test test-slurm test-rest drills planted walk lint docs clean
 
 install: $(READY)
 
-demo: $(READY)
+demo: $(INSTALLED)
 	$(BIN)/python scripts/demo/corpus.py data/demo/text
 	$(BIN)/kempner prepare --out data/demo/train data/demo/text/train
 	$(BIN)/kempner prepare --out data/demo/held_out data/demo/text/held_out
@@ -56,9 +62,35 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 
-$(READY): pyproject.toml constraints.txt
+# constraints.txt is one lock for all Pythons and platforms. `make lock` brings it in line with
+# pyproject.toml and moves no other pin; UPGRADE="--upgrade-package NAME" moves one.
+lock: build/uv/bin/uv
+	$(UV) pip compile --quiet --universal --python-version 3.11.0 --extra dev --no-annotate \
+		--custom-compile-command "make lock" $(UPGRADE) --output-file constraints.txt pyproject.toml
+
+# Do the pins fit each Python? From the packages' metadata; nothing is installed.
+resolve: build/uv/bin/uv
+	printf '%s\n' $(LOCKED_PYTHONS) | xargs --max-procs=0 --replace=VERSION \
+		$(UV) pip compile --quiet --python-version VERSION --python-platform linux \
+		--only-binary :all: --extra dev -c constraints.txt --output-file build/uv/VERSION.txt \
+		pyproject.toml
+
+build/uv/bin/uv:
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo '$(PYTHON) is not Python 3.11 or later; name one that is: make PYTHON=python3.12'; exit 1; } >&2
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+		{ echo '$(PYTHON) lacks ensurepip, which environments need; on Debian and Ubuntu:' \
+			"apt install python$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"; exit 1; } >&2
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) -e .
+	touch $@
+
+$(READY): $(INSTALLED)
+	$(PIP_INSTALL) -e '.[dev]'
 	touch $@
 
 clean:

@@ -62,6 +62,17 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 
+# Not every Python can make one: Debian's comes without ensurepip.
+define new_environment
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo >&2 \
+	'$(PYTHON) is not a Python 3.11 or later; name one that is: make PYTHON=python3.12'; exit 1; }
+@$(PYTHON) -m ensurepip --version >/dev/null 2>&1 || { echo >&2 \
+	"$(PYTHON) has no ensurepip; install it, on Debian and Ubuntu by:" \
+	"apt install python$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"; \
+	exit 1; }
+$(PYTHON) -m venv $(1)
+endef
+
 # constraints.txt is one lock for all Pythons and platforms. `make lock` brings it in line with
 # pyproject.toml and moves no other pin; UPGRADE="--upgrade-package NAME" moves one.
 lock: build/uv/bin/uv
@@ -76,16 +87,11 @@ resolve: build/uv/bin/uv
 		pyproject.toml
 
 build/uv/bin/uv:
-	$(PYTHON) -m venv build/uv
+	$(call new_environment,build/uv)
 	build/uv/bin/pip install --quiet --disable-pip-version-check uv==0.13.9
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo '$(PYTHON) is not Python 3.11 or later; name one that is: make PYTHON=python3.12'; exit 1; } >&2
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
-		{ echo '$(PYTHON) lacks ensurepip, which environments need; on Debian and Ubuntu:' \
-			"apt install python$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"; exit 1; } >&2
-	$(PYTHON) -m venv .venv
+	$(call new_environment,.venv)
 	$(PIP_INSTALL) -e .
 	touch $@
 

@@ -140,13 +140,13 @@ def probe_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return _without_slurm(environ, keep=_CONNECTION | _STEP)
 
 
-def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def step_environment(environ: Mapping[str, str], in_step: bool) -> dict[str, str]:
     """What the ranks' step gets: all but the amounts, which are on its command line.
 
-    How the job wishes its tasks to be bound, for example, stays. In another step all that is said
-    of it is about that step.
+    How the job wishes its tasks to be bound, for example, stays. `in_step` says that this process
+    is itself in a step: what `environ` says is about that one.
     """
-    if "SLURM_STEP_ID" in environ:
+    if in_step:
         return probe_environment(environ)
     return {name: value for name, value in environ.items() if name not in _AMOUNTS}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
@@ -179,27 +179,6 @@ def job_id(environ: Mapping[str, str]) -> str | None:
         )
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else job
-
-
-def in_batch_script(
-    environ: Mapping[str, str],
-    pid: int,
-    parent_of: Callable[[int], int],
-    session_of: Callable[[int], int],
-) -> bool:
-    """Whether process `pid` is the job's batch script, or one that it runs itself.
-
-    Not a task of a step (`srun --pty`), nor a shell in a terminal that the script only serves, such
-    as Jupyter's: that has a session of its own. From there people watch what they do, and the job
-    is not ours to signal or to requeue. `parent_of` and `session_of` are about processes by id.
-    """
-    script = environ.get("SLURM_TASK_PID", "")
-    if "SLURM_STEP_ID" in environ or not script.isdecimal():
-        return False
-    ancestor = pid
-    while ancestor not in (0, int(script)):
-        ancestor = parent_of(ancestor)
-    return ancestor != 0 and session_of(pid) == session_of(ancestor)
 
 
 def element(environ: Mapping[str, str]) -> str:

@@ -70,9 +70,10 @@ def test_a_probe_inherits_nothing_but_the_job_and_a_step_all_but_its_amounts() -
         "SLURM_RESTART_COUNT", "SLURM_GPUS", "SLURM_NTASKS", "SLURM_CPU_BIND",
         "SLURM_TIME_FORMAT", "SQUEUE_FORMAT", "SBATCH_ACCOUNT",
     }  # fmt: skip
-    assert set(JOB) - set(step_environment(JOB)) == {"SLURM_GPUS", "SLURM_NTASKS"}
-    in_a_step = {**JOB, "SLURM_STEP_ID": "0"}
-    assert step_environment(in_a_step) == probe_environment(JOB)
+    assert set(JOB) - set(step_environment(JOB, in_step=False)) == {"SLURM_GPUS", "SLURM_NTASKS"}
+    leaked = {**JOB, "SLURM_STEP_ID": "-5"}
+    assert step_environment(leaked, in_step=False)["SLURM_CPU_BIND"] == "cores"
+    assert step_environment(JOB, in_step=True) == probe_environment(JOB)
     kept = {"PATH", "MUNGE_SOCKET", "SLURM_CONF", "SQUEUE_FORMAT", "SBATCH_ACCOUNT"}
     assert set(submission_environment(JOB)) == kept
 

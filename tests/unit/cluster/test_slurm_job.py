@@ -15,7 +15,6 @@ from kempner.cluster.slurm.hostlist import node_of
 from kempner.cluster.slurm.job import (
     Event,
     classify,
-    in_batch_script,
     job_fields,
     job_id,
     node_fields,
@@ -207,31 +206,3 @@ def test_how_many_nodes_a_job_has_or_asks_for_and_which_not(
     fields = {"JobId": "7", "JobState": "PENDING", "NumNodes": nodes, "ExcNodeList": excluded}
     job = parse_job(fields)
     assert (job.nodes.count, job.nodes.excluded) == expected
-
-
-PARENTS = {23: 19, 19: 14, 14: 1, 1: 0, 40: 23, 41: 40, 50: 23, 51: 50, 60: 1}
-"""Batch script 23 of slurmstepd 19; 41 is a child of its child, 50 a terminal that it serves."""
-
-SESSIONS = {50: 50, 51: 50}
-"""All others are in that of slurmstepd."""
-
-
-@pytest.mark.parametrize(
-    ("pid", "environ", "batch"),
-    [
-        (23, {}, True),  # exec, as our scripts do
-        (40, {}, True),
-        (41, {}, True),
-        (50, {}, False),
-        (51, {}, False),
-        (60, {}, False),
-        (41, {"SLURM_TASK_PID": "999"}, False),
-        (41, {"SLURM_TASK_PID": ""}, False),
-        (23, {"SLURM_STEP_ID": "0"}, False),  # srun --pty, or kempner as a task
-    ],
-)
-def test_only_the_batch_script_and_what_it_runs_speak_for_the_job(
-    pid: int, environ: dict[str, str], batch: bool
-) -> None:
-    told = {"SLURM_TASK_PID": "23", **environ}
-    assert in_batch_script(told, pid, lambda p: PARENTS[p], lambda p: SESSIONS.get(p, 18)) is batch

@@ -13,6 +13,8 @@ import pytest
 
 from kempner.cluster.slurm.hostlist import node_of
 from kempner.cluster.slurm.job import (
+    FINAL,
+    QUEUED,
     Event,
     classify,
     job_fields,
@@ -20,6 +22,7 @@ from kempner.cluster.slurm.job import (
     node_fields,
     parse_job,
     restart_count,
+    telling_state,
 )
 from kempner.cluster.slurm.resources import detect
 
@@ -206,3 +209,61 @@ def test_how_many_nodes_a_job_has_or_asks_for_and_which_not(
     fields = {"JobId": "7", "JobState": "PENDING", "NumNodes": nodes, "ExcNodeList": excluded}
     job = parse_job(fields)
     assert (job.nodes.count, job.nodes.excluded) == expected
+
+
+GOES_ON = [
+    "RUNNING", "SIGNALING", "STOPPED", "STAGE_OUT", "CONFIGURING", "RESIZING", "EXPEDITING",
+    "A_STATE_OF_THE_NEXT_VERSION",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("state", [*GOES_ON, "SUSPENDED"])
+def test_a_state_that_is_not_known_to_be_an_end_is_none(state: str) -> None:
+    before = parse_job(job_fields(JOBS["running"]))
+    now = replace(before, state=state)
+    assert classify(before, now) is Event.NOTHING
+    assert now.running is (state != "SUSPENDED")
+
+
+@pytest.mark.parametrize("state", sorted(FINAL | QUEUED))
+def test_a_job_that_is_over_or_waits_does_not_run(state: str) -> None:
+    before = parse_job(job_fields(JOBS["running"]))
+    now = replace(before, state=state)
+    assert not now.running
+    assert (classify(before, now) is Event.REQUEUE) is now.queued is (state in QUEUED)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "held"),
+    [
+        ("PENDING", "Resources", False),
+        ("RUNNING", "JobHeldUser", False),
+        ("REQUEUE_HOLD", "", True),
+        ("SPECIAL_EXIT", "", True),
+        ("PENDING", "JobHeldUser", True),
+        ("PENDING", "JobHeldAdmin", True),
+        ("PENDING", "launch_failed_requeued_held", True),
+        ("PENDING", "JobHoldMaxRequeue", True),
+    ],
+)
+def test_a_held_job_waits_for_its_release(state: str, reason: str, held: bool) -> None:
+    assert replace(parse_job(job_fields(JOBS["running"])), state=state, reason=reason).held is held
+
+
+@pytest.mark.parametrize("joint", ["+", ","])
+@pytest.mark.parametrize(
+    ("words", "state"),
+    [
+        *((f"{base}-{flag}", flag) for base in ("RUNNING", "PENDING") for flag in GOES_ON[1:-1]),
+        *((f"{base}-COMPLETING", "COMPLETING") for base in sorted(FINAL)),
+        *((f"{base}-NEW", base) for base in sorted(FINAL)),
+        ("NEW-COMPLETED", "COMPLETED"),
+        ("PENDING-REQUEUE_HOLD", "REQUEUE_HOLD"),
+        ("NEW", "NEW"),
+        ("RUNNING", "RUNNING"),
+    ],
+)
+def test_of_several_states_the_one_that_says_most_counts(
+    words: str, state: str, joint: str
+) -> None:
+    assert telling_state(words.replace("-", joint)) == state

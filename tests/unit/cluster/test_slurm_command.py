@@ -79,6 +79,45 @@ def test_a_probe_inherits_nothing_but_the_job_and_a_step_all_but_its_amounts() -
 
 
 @pytest.mark.parametrize(
+    ("binds", "kept"),
+    [
+        ("gres/gpu:per_task:1", None),
+        ("gres/gpu:per_task:4+gres/shard:per_task:2", None),
+        ("gres/gpu:closest", "gres/gpu:closest"),
+        ("gres/gpu:per_task:1+gres/nic:single:2", "gres/nic:single:2"),
+    ],
+)
+def test_what_slurm_makes_of_gpus_per_task_does_not_reach_a_step(
+    binds: str, kept: str | None
+) -> None:
+    environ = step_environment({"SLURM_TRES_BIND": binds}, in_step=False)
+    assert environ.get("SLURM_TRES_BIND") == kept
+
+
+LEAKED = {
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x3",
+    "SLURM_CPU_BIND_VERBOSE": "quiet",
+    "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+    "SLURM_CPU_BIND_LIST": "0x3",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "kept"),
+    [
+        (LEAKED, None),
+        ({**LEAKED, "SLURM_CPU_BIND": "cores"}, "cores"),
+        ({"SLURM_CPU_BIND": "cores"}, "cores"),
+        ({"SLURM_CPU_BIND": "mask_cpu:0x3"}, "mask_cpu:0x3"),
+    ],
+)
+def test_the_binding_of_another_steps_task_does_not_reach_a_step(
+    environ: dict[str, str], kept: str | None
+) -> None:
+    assert step_environment(environ, in_step=False).get("SLURM_CPU_BIND") == kept
+
+
+@pytest.mark.parametrize(
     ("answer", "worth"),
     [
         (Answer(0, ""), Worth.SILENCE),

@@ -11,7 +11,7 @@ from kempner.cluster.slurm.command import step_environment
 from kempner.config.sections import SuperviseSection
 from kempner.supervisor.launchers.surroundings import Surroundings
 
-_BINDINGS = ("SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_MEM_BIND")
+_BINDINGS = ("SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_MEM_BIND", "SLURM_TRES_BIND")
 
 
 def binding_asked_for(environ: Mapping[str, str]) -> str:

@@ -56,6 +56,11 @@ _SPECIAL = {-5: "batch", -6: "interactive", -4: "extern"}
 """Slurm's numbers of steps that are none of srun's, as signed 32-bit integers."""
 
 
+def is_step(name: str) -> bool:
+    """Whether a control group of this name is a step's."""
+    return re.fullmatch(rf"step_{_STEP}(?:\+\d+)?", name) is not None
+
+
 def step_of_group(path: str) -> JobStep | None:
     """The step to which a control group belongs, the innermost of a Slurm within another."""
     found = [*_GROUP.finditer(path)]

@@ -17,6 +17,7 @@ from kempner.insight.status.read import JobWatch
 from kempner.insight.status.runs import RunFollower
 from kempner.insight.status.summary import Status
 from kempner.jobs.submission import Submission, cancelled_mark, last_submission, log_of
+from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import RunError, UsageError
 from kempner.run.record.events.job import Resubmitted
 from kempner.run.record.run_dir import RunDirectory
@@ -26,9 +27,6 @@ CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
 
 _OWN_EVERY, _SLURM_EVERY = 0.2, 5.0
 """Seconds between two looks of `Job.wait`."""
-
-_PENDING_END = ("COMPLETING", "STOPPED", "RESIZING")
-"""States of a Slurm job that neither waits nor runs, and has not ended."""
 
 
 class Job:
@@ -115,10 +113,15 @@ class Job:
         """
         end = None if timeout is None else time.monotonic() + timeout
         pause = _SLURM_EVERY if self._job else _OWN_EVERY
+        told = False
         while not self.done():
+            if not told and (why := self._held):
+                told = True
+                logger().warning(f"{self.run_dir} waits: {why}")
             left = pause if end is None else end - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"{self.run_dir} is not done after {timeout:g} s: {self.state}")
+                now = self._held or self.state
+                raise TimeoutError(f"{self.run_dir} is not done after {timeout:g} s: {now}")
             time.sleep(min(pause, left))
         return self.state
 
@@ -147,6 +150,12 @@ class Job:
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(self._submission.pid, signal.SIGTERM)
         mark.touch()
+
+    @property
+    def _held(self) -> str:
+        """Why Slurm does not start its job again by itself; empty if that does not hold."""
+        job = self.status().job
+        return job.why_waiting if job is not None and job.held else ""
 
     def _follow(self, job: str) -> None:
         self._job = job
@@ -187,7 +196,7 @@ def job_goes_on(job: JobStatus | None) -> bool | None:
     """Whether a Slurm job runs or will; None if Slurm has not answered."""
     if job is None or not job.known:
         return None
-    return job.waits or job.runs or job.state in _PENDING_END
+    return not job.over
 
 
 def decide(found: Doing, works: bool | None, began: bool, cancelled: bool) -> Doing:

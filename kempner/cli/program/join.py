@@ -42,9 +42,9 @@ def join(
     """
     inbox().install()
     logs.configure()
+    from kempner.cluster.machine.job_place import Place, find_place
     from kempner.supervisor.joining.joiner import Joiner
     from kempner.supervisor.slurm.job_monitor import JobMonitor
-    from kempner.supervisor.slurm.setup import is_batch_script
 
     if not directory.is_dir():
         raise UsageError(f"there is no run directory {directory}")
@@ -53,7 +53,7 @@ def join(
         room = ranks or detect(os.environ).gpus.value or _tasks()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    batch = job is not None and is_batch_script(os.environ)
+    batch = job is not None and find_place(os.environ) is Place.BATCH_SCRIPT
     if batch and int(os.environ.get("SLURM_JOB_NUM_NODES") or "1") > 1:
         raise UsageError(
             f"job {job} has several nodes, and this is one of them: submit one job per node, or "

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kempner.cluster.machine.job_place import is_step
+
 _UNLIMITED = 1 << 60
 """Bytes; v1 writes no limit as a number that no machine has."""
 
@@ -26,7 +28,7 @@ class MemoryGroup:
         """
         if (self.path / "memory.events").exists():
             return _entries(self.path / "memory.events")["oom_kill"]
-        files = [*self.path.rglob("memory.oom_control")] if _is_job(self.path.name) else []
+        files = [*self.path.rglob("memory.oom_control")] if _is_job(self.path) else []
         return sum(_kills_v1(file) for file in files or [self.path / "memory.oom_control"])
 
     def limit(self) -> int | None:
@@ -67,12 +69,19 @@ def _folders(groups: str, root: Path) -> Iterator[Path]:
 
 
 def _of_job(path: Path) -> Path:
-    """The group of the Slurm job that this one is a part of, or `path`."""
-    return next((each for each in (path, *path.parents) if _is_job(each.name)), path)
+    """The group of the Slurm job that this one is a part of, or `path`.
+
+    It is the parent of a step's. From Slurm 26.05 on it is named by the job's SLUID.
+    """
+    return next((each for each in (path, *path.parents) if _is_job(each)), path)
 
 
-def _is_job(name: str) -> bool:
-    return name.startswith("job_") and name.removeprefix("job_").isdecimal()
+def _is_job(path: Path) -> bool:
+    """Whether it is a job's: it has its name, or that of a step is below it."""
+    name = path.name
+    if name.startswith("job_") and name.removeprefix("job_").isdecimal():
+        return True
+    return any(is_step(each.name) for each in path.glob("step_*"))
 
 
 def _kills_v1(file: Path) -> int:

@@ -140,15 +140,41 @@ def probe_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return _without_slurm(environ, keep=_CONNECTION | _STEP)
 
 
-def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def step_environment(environ: Mapping[str, str], in_step: bool) -> dict[str, str]:
     """What the ranks' step gets: all but the amounts, which are on its command line.
 
-    How the job wishes its tasks to be bound, for example, stays. In another step all that is said
-    of it is about that step.
+    How the job wishes its tasks to be bound, for example, stays. `in_step` says that this process
+    is itself in a step: what `environ` says is about that one.
     """
-    if "SLURM_STEP_ID" in environ:
+    if in_step:
         return probe_environment(environ)
-    return {name: value for name, value in environ.items() if name not in _AMOUNTS}
+    kept = {name: value for name, value in environ.items() if name not in _AMOUNTS}
+    if _of_a_task(environ):
+        kept = {n: value for n, value in kept.items() if not n.startswith("SLURM_CPU_BIND")}
+    return _bind_no_amounts(kept)
+
+
+def _of_a_task(environ: Mapping[str, str]) -> bool:
+    """Whether the CPU binding is that of a task in whose shell the job was submitted.
+
+    srun tells its tasks of theirs in four variables that agree; sbatch has no option for it, and a
+    user who wishes the ranks to be bound sets the first alone.
+    """
+    names = ("SLURM_CPU_BIND_VERBOSE", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_LIST")
+    verbose, kind, cpus = (environ.get(name, "") for name in names)
+    return bool(kind) and environ.get("SLURM_CPU_BIND") in (
+        f"{verbose},{kind}{cpus}", f"{kind}{cpus}",
+    )  # fmt: skip
+
+
+def _bind_no_amounts(environ: dict[str, str]) -> dict[str, str]:
+    """Without what Slurm 24.11 makes of --gpus-per-task by itself: one of the GPUs for each task.
+
+    What else the user wishes to be bound stays.
+    """
+    binds = environ.pop("SLURM_TRES_BIND", "").split("+")
+    kept = [bind for bind in binds if bind and ":per_task:" not in bind]
+    return environ | ({"SLURM_TRES_BIND": "+".join(kept)} if kept else {})
 
 
 def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:

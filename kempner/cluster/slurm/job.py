@@ -3,13 +3,55 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
 
 _NOTHING = ("", "(null)", "None", "N/A", "Unknown", "NONE")
 
+
+QUEUED = frozenset(
+    {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+)
+"""The states of a job that is in the queue."""
+
+FINAL = frozenset(
+    {
+        "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL",
+        "DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED", "REVOKED",
+    }
+)  # fmt: skip
+"""The states of a job that is over. Of any other it is not known, and so it goes on."""
+
+_BASE = FINAL | {"PENDING", "RUNNING", "SUSPENDED"}
+"""The states beside which a job may have another one, which says more: COMPLETED, COMPLETING."""
+
+_HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT"})
+_HELD_FOR = (
+    "JobHeldUser", "JobHeldAdmin", "launch_failed_requeued_held",
+    "job_requeued_in_held_state", "JobHoldMaxRequeue",
+)  # fmt: skip
+
+
+def is_held(state: str, reason: str) -> bool:
+    """Whether Slurm does not start a job before it is released."""
+    return state in _HELD or (state in QUEUED and reason in _HELD_FOR)
+
+
+def telling_state(states: str) -> str:
+    """The word of a JobState that says most: `COMPLETED+COMPLETING` and `RUNNING,STOPPED` have two.
+
+    One that is not known here says nothing beside one that is.
+    """
+    words = re.split("[+,]", states)
+    known = [word for word in words if word in (QUEUED | _FLAGS) - _BASE]
+    return next(iter([*known, *(word for word in words if word in _BASE), *words]))
+
+
+_FLAGS = frozenset(
+    {"COMPLETING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "EXPEDITING"}
+)
 
 _AT_THE_END = (
     "OOMKillStep|CpusPerTres|MemPerTres|TresBind|TresFreq|TresPerJob|TresPerNode|TresPerSocket"
@@ -75,8 +117,8 @@ class JobNodes:
 class JobState:
     """A job as `scontrol show job -o` shows it.
 
-    `state` is the first word of JobState, such as RUNNING or COMPLETING; `reason` is empty for
-    None. `may_requeue` is the job's Requeue flag; `batch` says that it was submitted with sbatch.
+    `state` is the word of JobState that says most, such as RUNNING; `reason` is empty for None.
+    `may_requeue` is the job's Requeue flag; `batch` says that it was submitted with sbatch.
     """
 
     id: str
@@ -92,9 +134,20 @@ class JobState:
     def running(self) -> bool:
         """Whether the job still holds its nodes and may be requeued without reviving a dead one.
 
-        A preempted job may read SIGNALING for a moment while its tasks are warned.
+        So it is in a state that is not known here: SIGNALING while the tasks of a preempted job are
+        warned, STOPPED after a SIGSTOP to its steps, whatever the next version calls its own.
         """
-        return self.state in ("RUNNING", "SIGNALING")
+        return self.state not in QUEUED | FINAL | {"COMPLETING", "SUSPENDED"}
+
+    @property
+    def queued(self) -> bool:
+        """Whether it waits for nodes, for the first time or again."""
+        return self.state in QUEUED
+
+    @property
+    def held(self) -> bool:
+        """Whether Slurm does not start it before it is released."""
+        return is_held(self.state, self.reason)
 
 
 def parse_job(fields: Mapping[str, str]) -> JobState:
@@ -104,7 +157,7 @@ def parse_job(fields: Mapping[str, str]) -> JobState:
         raise ValueError(f"`scontrol show job` answered without {' and '.join(missing)}")
     return JobState(
         id=fields["JobId"],
-        state=fields["JobState"].partition("+")[0],
+        state=telling_state(fields["JobState"]),
         reason=_said(fields, "Reason"),
         restarts=int(fields.get("Restarts", "0")),
         may_requeue=fields.get("Requeue") == "1",
@@ -147,7 +200,7 @@ def classify(before: JobState, now: JobState, warned: bool = False) -> Event:
     requeue shows as COMPLETING with one restart more; a job that is cancelled shows COMPLETING
     without a reason, one at its limit with the reason TimeLimit.
     """
-    if now.restarts > before.restarts or now.state in ("PENDING", "REQUEUED"):
+    if now.restarts > before.restarts or now.queued:
         return Event.REQUEUE
     if now.state == "SUSPENDED":
         return Event.NOTHING  # seen in the moment before it takes hold, or after it is over
@@ -179,27 +232,6 @@ def job_id(environ: Mapping[str, str]) -> str | None:
         )
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else job
-
-
-def in_batch_script(
-    environ: Mapping[str, str],
-    pid: int,
-    parent_of: Callable[[int], int],
-    session_of: Callable[[int], int],
-) -> bool:
-    """Whether process `pid` is the job's batch script, or one that it runs itself.
-
-    Not a task of a step (`srun --pty`), nor a shell in a terminal that the script only serves, such
-    as Jupyter's: that has a session of its own. From there people watch what they do, and the job
-    is not ours to signal or to requeue. `parent_of` and `session_of` are about processes by id.
-    """
-    script = environ.get("SLURM_TASK_PID", "")
-    if "SLURM_STEP_ID" in environ or not script.isdecimal():
-        return False
-    ancestor = pid
-    while ancestor not in (0, int(script)):
-        ancestor = parent_of(ancestor)
-    return ancestor != 0 and session_of(pid) == session_of(ancestor)
 
 
 def element(environ: Mapping[str, str]) -> str:

@@ -75,7 +75,7 @@ class Means:
 
 def came_back(asked: JobState, now: JobState) -> bool:
     """Whether a job that was as `asked` when its requeue was asked for was requeued since."""
-    return now.restarts > asked.restarts or now.state in ("PENDING", "REQUEUED")
+    return now.restarts > asked.restarts or now.queued
 
 
 def put_back(

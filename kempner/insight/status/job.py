@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SHORTLY, SlurmError, SlurmRefusedError
-from kempner.cluster.slurm.job import JobState, parse_job, parse_time
+from kempner.cluster.slurm.job import FINAL, QUEUED, JobState, is_held, parse_job, parse_time
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.events.attempt import AttemptStarted
 from kempner.run.record.events.job import Resubmitted
@@ -41,7 +41,7 @@ class Restarts:
         return f"the last launch {shown[0]}, scontrol {shown[1]}, sacct -D {records}"
 
 
-NO_ANSWER = "Slurm does not answer"
+NO_ANSWER, FORGOTTEN = "Slurm does not answer", "unknown to Slurm"
 """In place of a job's state."""
 
 
@@ -65,12 +65,22 @@ class JobStatus:
     @property
     def waits(self) -> bool:
         """Whether it is in the queue."""
-        return self.state in _IN_QUEUE
+        return self.state in QUEUED
 
     @property
     def runs(self) -> bool:
         """Whether it has its nodes."""
-        return self.state in ("RUNNING", "SIGNALING", "SUSPENDED", "CONFIGURING")
+        return not (self.waits or self.over) and self.known and self.state != "COMPLETING"
+
+    @property
+    def over(self) -> bool:
+        """Whether Slurm does nothing more with it; sacct says who has CANCELLED it."""
+        return self.state == FORGOTTEN or self.state.partition(" ")[0] in FINAL
+
+    @property
+    def held(self) -> bool:
+        """Whether Slurm does not start it before it is released."""
+        return is_held(self.state, self.reason)
 
     @property
     def known(self) -> bool:
@@ -85,20 +95,21 @@ class JobStatus:
     @property
     def why_waiting(self) -> str:
         """What a job in the queue waits for, in Slurm's words, explained where they are short."""
+        if self.held:
+            return (
+                f"{self.reason or self.state}: Slurm does not start it again until it is released "
+                f"(scontrol release {self.job})"
+            )
         words = _REASONS.get(self.reason, "")
         told = f"{self.reason}: {words}" if words else self.reason
         return told or self.state.lower()
 
-
-_IN_QUEUE = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD")
 
 _REASONS = {
     "BeginTime": "not before the time that it may start again",
     "Resources": "its nodes are not free yet",
     "Priority": "other jobs are first",
     "Dependency": "another job has to end first",
-    "JobHeldUser": "held by its user (scontrol release)",
-    "JobHeldAdmin": "held by an administrator",
     "PartitionDown": "the partition is down",
     "ReqNodeNotAvail": "a node that it needs is not available",
 }
@@ -120,7 +131,7 @@ def find_run(
     yet_to_begin, output = False, ""
     try:
         state = parse_job(scontrol.show_job(job, within))
-        yet_to_begin = state.running or state.state in _IN_QUEUE
+        yet_to_begin = state.running or state.queued
         output = scontrol.output_file(job)
         lines = Path(output).read_text(errors="replace").splitlines()
         named = [line.removeprefix(RUN_LINE) for line in lines if line.startswith(RUN_LINE)]
@@ -173,7 +184,7 @@ def read_job(
         accounting=len(records) - 1 if records else None,
     )
     if now is None:
-        unknown = "unknown to Slurm" if forgotten else NO_ANSWER
+        unknown = FORGOTTEN if forgotten else NO_ANSWER
         return JobStatus(job, records[-1] if records else unknown, restarts=counts)
     return JobStatus(
         job,
@@ -181,7 +192,7 @@ def read_job(
         now.nodes.held,
         counts,
         now.reason,
-        begins if now.state in _IN_QUEUE else None,
+        begins if now.queued else None,
         now.times.end if now.running else None,
         now.running and now.times.preempt is not None,
     )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
+from kempner.cluster.machine.job_place import Place, find_place
 from kempner.cluster.network.master import choose_master
 from kempner.cluster.slurm.allocation import Allocation, avoid, without
 from kempner.cluster.slurm.command import (
@@ -97,7 +98,8 @@ class SrunLauncher(BareLauncher):
         step = self._step(name, nodes, self._tasks_per_node())
         command = [*step, *self._rank(launch, program)]
         job = self._allocation.job if self._allocation.batch else None
-        environ = step_environment(os.environ) | replace(launch, job=job).environment()
+        in_step = find_place(os.environ) is Place.STEP
+        environ = step_environment(os.environ, in_step) | replace(launch, job=job).environment()
         environ.pop("TORCHELASTIC_RUN_ID", None)
         try:
             self._srun = patiently(lambda: start_step(command, environ), START_WITHIN)

@@ -55,7 +55,8 @@ def decide_requeue(
         return RequeueDecision(False, SLURM_SILENT)
     if not job.running:
         unclear = f"the job is {job.state}: if Slurm does not requeue it, submit it again"
-        return RequeueDecision(False, _WHAT_BECOMES_OF_IT.get(classify(first or job, job), unclear))
+        told = _WHAT_BECOMES_OF_IT.get(classify(first or job, job), unclear)
+        return RequeueDecision(False, _held(job) or told)
     if first is not None and job.restarts != first.restarts:
         return RequeueDecision(
             False, "the job was started again in the meantime: it continues there"
@@ -76,6 +77,11 @@ def decide_requeue(
         where = f" without {bad}"
     what = f"requeueing the job{where}; it continues from its checkpoint"
     return RequeueDecision(True, why + what)
+
+
+def _held(job: JobState) -> str:
+    held = "Slurm holds the job: it continues from its checkpoint once it is released"
+    return held if job.held else ""
 
 
 def requeues_without_progress(history: RunHistory, job: str, step: int | None) -> int:

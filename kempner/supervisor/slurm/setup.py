@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
-import psutil
-
+from kempner.cluster.machine.job_place import Place, find_place
 from kempner.cluster.network.interfaces import Interface, choose
 from kempner.cluster.network.master import ExportedMaster, exported_master
 from kempner.cluster.network.netinfo import read_interfaces, route_address
@@ -16,7 +14,7 @@ from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.allocation import Allocation, allocate
 from kempner.cluster.slurm.command import SlurmError, patiently
 from kempner.cluster.slurm.hostlist import node_name
-from kempner.cluster.slurm.job import in_batch_script, job_id, parse_job
+from kempner.cluster.slurm.job import job_id, parse_job
 from kempner.cluster.slurm.resources import Resources, Wanted, detect
 from kempner.cluster.slurm.shares import NodeShare
 from kempner.config.sections import Config
@@ -56,7 +54,8 @@ def enter(
     the environment says may be about another one. `per_task` says that each task is a rank.
     Raises `UsageError` if it cannot be used.
     """
-    section, batch = config.slurm, not given and is_batch_script(environ)
+    section, place = config.slurm, find_place(environ)
+    batch = not given and place is Place.BATCH_SCRIPT
     within = inf if batch else AT_A_TERMINAL
     try:
         fields = patiently(lambda: scontrol.show_job(job, within=0.0), within, _say_once())
@@ -65,7 +64,7 @@ def enter(
             raise UsageError(_not_running(job, state.state, state.reason))
         nodes = scontrol.hostnames(state.nodes.held)
         # What the environment says may be about another job, or about another step of this one.
-        here: Mapping[str, str] = {} if given or "SLURM_STEP_ID" in environ else environ
+        here: Mapping[str, str] = {} if given or place is Place.STEP else environ
         resources = detect(
             here,
             configured=Wanted(section.cpus, section.memory_mb, section.gpus_per_node),
@@ -187,19 +186,6 @@ def _address(interface: Interface) -> str:
 
 def _per_node(allocation: Allocation) -> str:
     return ", ".join(dict.fromkeys(str(allocation.ranks_on(node)) for node in allocation.nodes))
-
-
-def is_batch_script(environ: Mapping[str, str]) -> bool:
-    """Whether this process is the job's batch script, or runs as a part of it."""
-    return in_batch_script(environ, os.getpid(), _parent, os.getsid)
-
-
-def _parent(pid: int) -> int:
-    """0 for the first process, and for one that is gone or hidden."""
-    try:
-        return psutil.Process(pid).ppid()
-    except psutil.Error:
-        return 0
 
 
 def _say_once() -> Callable[[SlurmError], None]:

@@ -70,11 +70,51 @@ def test_a_probe_inherits_nothing_but_the_job_and_a_step_all_but_its_amounts() -
         "SLURM_RESTART_COUNT", "SLURM_GPUS", "SLURM_NTASKS", "SLURM_CPU_BIND",
         "SLURM_TIME_FORMAT", "SQUEUE_FORMAT", "SBATCH_ACCOUNT",
     }  # fmt: skip
-    assert set(JOB) - set(step_environment(JOB)) == {"SLURM_GPUS", "SLURM_NTASKS"}
-    in_a_step = {**JOB, "SLURM_STEP_ID": "0"}
-    assert step_environment(in_a_step) == probe_environment(JOB)
+    assert set(JOB) - set(step_environment(JOB, in_step=False)) == {"SLURM_GPUS", "SLURM_NTASKS"}
+    leaked = {**JOB, "SLURM_STEP_ID": "-5"}
+    assert step_environment(leaked, in_step=False)["SLURM_CPU_BIND"] == "cores"
+    assert step_environment(JOB, in_step=True) == probe_environment(JOB)
     kept = {"PATH", "MUNGE_SOCKET", "SLURM_CONF", "SQUEUE_FORMAT", "SBATCH_ACCOUNT"}
     assert set(submission_environment(JOB)) == kept
+
+
+@pytest.mark.parametrize(
+    ("binds", "kept"),
+    [
+        ("gres/gpu:per_task:1", None),
+        ("gres/gpu:per_task:4+gres/shard:per_task:2", None),
+        ("gres/gpu:closest", "gres/gpu:closest"),
+        ("gres/gpu:per_task:1+gres/nic:single:2", "gres/nic:single:2"),
+    ],
+)
+def test_what_slurm_makes_of_gpus_per_task_does_not_reach_a_step(
+    binds: str, kept: str | None
+) -> None:
+    environ = step_environment({"SLURM_TRES_BIND": binds}, in_step=False)
+    assert environ.get("SLURM_TRES_BIND") == kept
+
+
+LEAKED = {
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x3",
+    "SLURM_CPU_BIND_VERBOSE": "quiet",
+    "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+    "SLURM_CPU_BIND_LIST": "0x3",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "kept"),
+    [
+        (LEAKED, None),
+        ({**LEAKED, "SLURM_CPU_BIND": "cores"}, "cores"),
+        ({"SLURM_CPU_BIND": "cores"}, "cores"),
+        ({"SLURM_CPU_BIND": "mask_cpu:0x3"}, "mask_cpu:0x3"),
+    ],
+)
+def test_the_binding_of_another_steps_task_does_not_reach_a_step(
+    environ: dict[str, str], kept: str | None
+) -> None:
+    assert step_environment(environ, in_step=False).get("SLURM_CPU_BIND") == kept
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,16 @@ import pytest
 
 from kempner.cluster.slurm.hostlist import node_of
 from kempner.cluster.slurm.job import (
+    FINAL,
+    QUEUED,
     Event,
     classify,
-    in_batch_script,
     job_fields,
     job_id,
     node_fields,
     parse_job,
     restart_count,
+    telling_state,
 )
 from kempner.cluster.slurm.resources import detect
 
@@ -209,29 +211,59 @@ def test_how_many_nodes_a_job_has_or_asks_for_and_which_not(
     assert (job.nodes.count, job.nodes.excluded) == expected
 
 
-PARENTS = {23: 19, 19: 14, 14: 1, 1: 0, 40: 23, 41: 40, 50: 23, 51: 50, 60: 1}
-"""Batch script 23 of slurmstepd 19; 41 is a child of its child, 50 a terminal that it serves."""
+GOES_ON = [
+    "RUNNING", "SIGNALING", "STOPPED", "STAGE_OUT", "CONFIGURING", "RESIZING", "EXPEDITING",
+    "A_STATE_OF_THE_NEXT_VERSION",
+]  # fmt: skip
 
-SESSIONS = {50: 50, 51: 50}
-"""All others are in that of slurmstepd."""
+
+@pytest.mark.parametrize("state", [*GOES_ON, "SUSPENDED"])
+def test_a_state_that_is_not_known_to_be_an_end_is_none(state: str) -> None:
+    before = parse_job(job_fields(JOBS["running"]))
+    now = replace(before, state=state)
+    assert classify(before, now) is Event.NOTHING
+    assert now.running is (state != "SUSPENDED")
+
+
+@pytest.mark.parametrize("state", sorted(FINAL | QUEUED))
+def test_a_job_that_is_over_or_waits_does_not_run(state: str) -> None:
+    before = parse_job(job_fields(JOBS["running"]))
+    now = replace(before, state=state)
+    assert not now.running
+    assert (classify(before, now) is Event.REQUEUE) is now.queued is (state in QUEUED)
 
 
 @pytest.mark.parametrize(
-    ("pid", "environ", "batch"),
+    ("state", "reason", "held"),
     [
-        (23, {}, True),  # exec, as our scripts do
-        (40, {}, True),
-        (41, {}, True),
-        (50, {}, False),
-        (51, {}, False),
-        (60, {}, False),
-        (41, {"SLURM_TASK_PID": "999"}, False),
-        (41, {"SLURM_TASK_PID": ""}, False),
-        (23, {"SLURM_STEP_ID": "0"}, False),  # srun --pty, or kempner as a task
+        ("PENDING", "Resources", False),
+        ("RUNNING", "JobHeldUser", False),
+        ("REQUEUE_HOLD", "", True),
+        ("SPECIAL_EXIT", "", True),
+        ("PENDING", "JobHeldUser", True),
+        ("PENDING", "JobHeldAdmin", True),
+        ("PENDING", "launch_failed_requeued_held", True),
+        ("PENDING", "JobHoldMaxRequeue", True),
     ],
 )
-def test_only_the_batch_script_and_what_it_runs_speak_for_the_job(
-    pid: int, environ: dict[str, str], batch: bool
+def test_a_held_job_waits_for_its_release(state: str, reason: str, held: bool) -> None:
+    assert replace(parse_job(job_fields(JOBS["running"])), state=state, reason=reason).held is held
+
+
+@pytest.mark.parametrize("joint", ["+", ","])
+@pytest.mark.parametrize(
+    ("words", "state"),
+    [
+        *((f"{base}-{flag}", flag) for base in ("RUNNING", "PENDING") for flag in GOES_ON[1:-1]),
+        *((f"{base}-COMPLETING", "COMPLETING") for base in sorted(FINAL)),
+        *((f"{base}-NEW", base) for base in sorted(FINAL)),
+        ("NEW-COMPLETED", "COMPLETED"),
+        ("PENDING-REQUEUE_HOLD", "REQUEUE_HOLD"),
+        ("NEW", "NEW"),
+        ("RUNNING", "RUNNING"),
+    ],
+)
+def test_of_several_states_the_one_that_says_most_counts(
+    words: str, state: str, joint: str
 ) -> None:
-    told = {"SLURM_TASK_PID": "23", **environ}
-    assert in_batch_script(told, pid, lambda p: PARENTS[p], lambda p: SESSIONS.get(p, 18)) is batch
+    assert telling_state(words.replace("-", joint)) == state

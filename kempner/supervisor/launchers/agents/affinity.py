@@ -6,11 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from kempner.cluster.machine.job_place import Place, find_place
 from kempner.cluster.slurm.command import step_environment
 from kempner.config.sections import SuperviseSection
 from kempner.supervisor.launchers.surroundings import Surroundings
 
-_BINDINGS = ("SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_MEM_BIND")
+_BINDINGS = ("SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_MEM_BIND", "SLURM_TRES_BIND")
 
 
 def binding_asked_for(environ: Mapping[str, str]) -> str:
@@ -57,5 +58,6 @@ def why_no_agents(
     """Why the ranks of a job must be tasks of srun; empty if agents can fork them."""
     if section.ports is not None and len(section.ports) < 2:
         return "supervise.control_ports has only one port"
-    bound = surroundings.binding or binding_asked_for(step_environment(environ))
+    in_step = find_place(environ) is Place.STEP
+    bound = surroundings.binding or binding_asked_for(step_environment(environ, in_step))
     return f"{bound} binds them, which only srun can do" if bound else ""

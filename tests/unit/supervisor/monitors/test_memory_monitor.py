@@ -163,12 +163,13 @@ def write(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_groups_of_version_2(tmp_path: Path) -> None:
-    job = tmp_path / "system.slice" / "slurmstepd.scope" / "job_7"
+@pytest.mark.parametrize("name", ["job_7", "s4ETMVWNQ8YR00"])
+def test_groups_of_version_2(tmp_path: Path, name: str) -> None:
+    job = tmp_path / "system.slice" / "slurmstepd.scope" / name
     events = "low 0\nhigh 0\nmax 3\noom 1\noom_kill 1\n"
     write(job, memory__events=events, memory__max="1048576\n", memory__stat="anon 4096\nfile 9\n")
     write(job / "step_0" / "user" / "task_0", memory__events=events, memory__max="max\n")
-    line = "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n"
+    line = f"0::/system.slice/slurmstepd.scope/{name}/step_0/user/task_0\n"
     (tmp_path / "mine").write_text(line)
     group = memory_group(tmp_path / "mine", tmp_path)
     assert group == MemoryGroup(job)

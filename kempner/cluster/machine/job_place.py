@@ -1,0 +1,127 @@
+"""Where in its Slurm job a process is: in the batch script, in a step, or in a shell beside them.
+
+A variable alone says nothing. SLURM_STEP_ID is inherited from the shell that called sbatch if that
+was in a step, and from Slurm 26.05 on it stands in the batch script, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import psutil
+
+
+class Place(Enum):
+    """What a process is in its job."""
+
+    BATCH_SCRIPT = "the batch script, or a process that it runs"
+    STEP = "a task of a step, or a shell of an interactive one"
+    SHELL = "a shell of salloc, or in a terminal that the batch script serves"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One of the processes above this one; `title` is its command line."""
+
+    pid: int
+    session: int
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class JobStep:
+    """A step as Slurm's names have it: `step` is a number, or `batch`, `interactive` or `extern`.
+
+    `job` may be a job's SLUID instead of its number.
+    """
+
+    job: str
+    step: str
+
+    def of_another_job(self, job: str) -> bool:
+        """Whether it is known to be of another job than the one of this number."""
+        return self.job.isdecimal() and self.job != job
+
+
+_STEP = r"(?P<step>batch|interactive|extern|\d+)"
+_TITLE = re.compile(rf"slurmstepd: \[(?P<job>\w+)(?:\+\d+)?\.{_STEP}(?:\+\d+)?\]")
+_GROUP = re.compile(rf"/(?P<job>[^/]+)/step_{_STEP}(?=[/+]|$)")
+
+_SPECIAL = {-5: "batch", -6: "interactive", -4: "extern"}
+"""Slurm's numbers of steps that are none of srun's, as signed 32-bit integers."""
+
+
+def is_step(name: str) -> bool:
+    """Whether a control group of this name is a step's."""
+    return re.fullmatch(rf"step_{_STEP}(?:\+\d+)?", name) is not None
+
+
+def step_of_group(path: str) -> JobStep | None:
+    """The step to which a control group belongs, the innermost of a Slurm within another."""
+    found = [*_GROUP.finditer(path)]
+    return _named(found[-1]) if found else None
+
+
+def place_in_job(environ: Mapping[str, str], cgroups: str, line: Sequence[Process]) -> Place:
+    """What a process is in its job, SLURM_JOB_ID.
+
+    `cgroups` is its /proc/PID/cgroup, and `line` it and its ancestors, as far as they can be seen.
+    Its control group says which step it is in; where it does not, the slurmstepd above it does. In
+    a container that hides both SLURM_STEP_ID has to do. A terminal that the batch script serves,
+    such as Jupyter's, has a session of its own: people watch what they do there, and the job is not
+    ours to signal or to requeue.
+    """
+    job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
+    step = _step(environ, cgroups, line)
+    if step is not None and step.of_another_job(job):
+        return Place.SHELL if "SLURM_STEP_ID" not in environ else Place.STEP
+    if step is not None and step.step != "batch":
+        return Place.STEP
+    script = environ.get("SLURM_TASK_PID", "")
+    sessions = [process.session for process in line if str(process.pid) == script]
+    ours = bool(sessions) and sessions[0] == line[0].session
+    return Place.BATCH_SCRIPT if ours else Place.SHELL
+
+
+def find_place(environ: Mapping[str, str]) -> Place:
+    """What this process is in the job that `environ` is about."""
+    try:
+        cgroups = Path("/proc/self/cgroup").read_text()
+    except OSError:
+        cgroups = ""
+    return place_in_job(environ, cgroups, [*_line(os.getpid())])
+
+
+def _step(environ: Mapping[str, str], cgroups: str, line: Sequence[Process]) -> JobStep | None:
+    """The step that a process is in, by the best witness; None if none says that there is one."""
+    groups = filter(None, map(step_of_group, cgroups.splitlines()))
+    titles = filter(None, (_TITLE.match(process.title) for process in line))
+    by_title = next(map(_named, titles), None)
+    if (found := next(groups, None) or by_title) is not None:
+        return found
+    try:
+        number = int(environ.get("SLURM_STEP_ID", ""))
+    except ValueError:
+        return None
+    signed = number - (1 << 32) if number >= 1 << 31 else number
+    return JobStep("", _SPECIAL.get(signed, str(signed)))
+
+
+def _named(found: re.Match[str]) -> JobStep:
+    return JobStep(found["job"].removeprefix("job_"), found["step"])
+
+
+def _line(pid: int) -> Iterator[Process]:
+    """A process and its ancestors, up to the first that is gone or hidden."""
+    try:
+        process: psutil.Process | None = psutil.Process(pid)
+        while process is not None:
+            yield Process(process.pid, os.getsid(process.pid), " ".join(process.cmdline()))
+            process = process.parent()
+    except (psutil.Error, OSError):
+        return

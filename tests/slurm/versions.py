@@ -61,6 +61,15 @@ def root_of(version: str) -> Path:
     return folder
 
 
+def why_no_root(version: str) -> str:
+    """Why there can be no such Slurm here; empty if there can."""
+    try:
+        root_of(version)
+    except NoRoot as error:
+        return str(error)
+    return ""
+
+
 def told_version(root: Path | None) -> str:
     """What Slurm calls its version, such as "24.11.5"; without a root, the machine's own."""
     enter = "" if root is None else 'mount --rbind "$0/usr" /usr && '

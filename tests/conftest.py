@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cost
+import patience
 import promises_kept
 import pytest
+import pytest_timeout
 import warm
 from drilling import ALL
 from harness import KEMPNER, Run, end_jobs, made_once, wait_until
@@ -39,6 +41,7 @@ settings.load_profile("kempner")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    patience.slowness()  # before there are workers: they have what is measured here
     promises_kept.watch(config)
     cost.watch(config)
 
@@ -47,6 +50,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the fixtures are made: those that a test needs first are started as it is."""
     warm.choose(cold=item.get_closest_marker("cold") is not None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool:
+    """The limits of whole tests are deadlines like all others."""
+    longer = settings._replace(timeout=patience.scaled(settings.timeout))
+    return bool(pytest_timeout.pytest_timeout_set_timer(item, longer))
 
 
 @pytest.hookimpl(trylast=True)

@@ -6,13 +6,11 @@ import fcntl
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import warm
+from patience import scaled, wait_until
 from warm import Process
 
 from kempner.cluster.network.ports import free_port
@@ -72,43 +71,6 @@ def drills(*cases: Any) -> list[Any]:
     """Cases of a parametrized test that only `make drills` takes; `make test` has the others."""
     rows = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*row, marks=pytest.mark.drill) for row in rows]
-
-
-PAUSE, LONGEST_PAUSE = 20, 1.0
-"""Between two looks, so many times the CPU time of a look, and so many seconds at most: whoever
-waits leaves the machine to what is waited for."""
-
-
-def wait_until(
-    condition: Callable[[], Any],
-    what: str,
-    deadline: float = 120.0,
-    job: Job | None = None,
-    interval: float = 0.01,
-) -> Any:
-    """Poll until `condition()` is truthy and return it; fail after `deadline` seconds.
-
-    Fails at once if `job` has ended: what is waited for will not come.
-    """
-    end = time.monotonic() + deadline
-    while True:
-        began = cpu_seconds()
-        if value := condition():
-            return value
-        cost = cpu_seconds() - began
-        if job is not None and job.process.poll() is not None:
-            if value := condition():
-                return value
-            raise AssertionError(f"ended before: {what}\n{job.output()}")
-        if time.monotonic() > end:
-            raise AssertionError(f"not within {deadline} s: {what}\n{job.output() if job else ''}")
-        time.sleep(max(interval, min(PAUSE * cost, LONGEST_PAUSE)))
-
-
-def cpu_seconds() -> float:
-    """CPU time of this thread and of the processes that this one has waited for."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.thread_time() + children.ru_utime + children.ru_stime
 
 
 def launch(script: Path, world: int, *arguments: object, deadline: float = 100.0) -> str:
@@ -186,10 +148,12 @@ class Job:
 
     def wait(self, deadline: float = 120.0) -> int:
         try:
-            code = self.process.wait(deadline)
+            code = self.process.wait(scaled(deadline))
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGQUIT)
-            raise AssertionError(f"still there after {deadline} s\n{self.output()}") from None
+            raise AssertionError(
+                f"still there after {scaled(deadline):.0f} s\n{self.output()}"
+            ) from None
         said = self.output()
         assert MISTAKE not in said, said
         return code

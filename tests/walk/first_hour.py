@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from patience import scaled
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "slurm")]
@@ -141,7 +143,7 @@ class Walk:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=1800,
+            timeout=scaled(1800),
         )
         assert done.returncode == code, f"{command}: {done.returncode}\n{done.stdout[-2000:]}"
         return done.stdout

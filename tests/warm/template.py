@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 from unittest import mock
 
+from patience import scaled
+
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.fork_server.client import Forked, ForkServerClient
 from kempner.supervisor.launchers.fork_server.messages import arguments_of_python
@@ -175,7 +177,7 @@ def complete(*command: object, deadline: float = 120.0) -> tuple[int, str]:
     with tempfile.TemporaryFile() as output:
         process = start([str(word) for word in command], os.environ, output)
         try:
-            code = process.wait(deadline)
+            code = process.wait(scaled(deadline))
         finally:
             process.send_signal(signal.SIGKILL)
         output.seek(0)

@@ -23,10 +23,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from patience import scaled
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[2]))
-from managers import open_manager
+from saved import open_manager
 
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.cluster.world import World
@@ -177,7 +178,7 @@ def rank_1_hears_late() -> Iterator[None]:
     def hear(*arguments: Any, **options: Any) -> None:
         all_gather_object(*arguments, **options)
         if rank == 1 and threading.current_thread() is not threading.main_thread():  # of a save
-            assert voted.wait(60), "rank 1 has not voted"
+            assert voted.wait(scaled(60)), "rank 1 has not voted"
 
     with patch.multiple(dist, all_reduce=vote, all_gather_object=hear):
         yield

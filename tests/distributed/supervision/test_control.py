@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from harness import Run, assert_named, wait_until
+from patience import scaled
 
 from kempner.insight.status.read import RunReader
 from kempner.insight.status.summary import summarise
@@ -249,7 +250,7 @@ def molest(port: int) -> None:
 def knock(port: int) -> socket.socket:
     """A connection of which nobody knows anything yet; its challenge has come."""
     stranger = socket.create_connection(("127.0.0.1", port))
-    stranger.settimeout(10)
+    stranger.settimeout(scaled(10))
     with suppress(OSError):  # one of too many
         stranger.recv(1, socket.MSG_PEEK)
     return stranger
@@ -257,7 +258,7 @@ def knock(port: int) -> socket.socket:
 
 def hung_up(stranger: socket.socket) -> bool:
     """Whether the other side ends the connection; `TimeoutError` if it does not."""
-    stranger.settimeout(30)
+    stranger.settimeout(scaled(30))
     with suppress(ConnectionResetError):
         while stranger.recv(4096):
             pass

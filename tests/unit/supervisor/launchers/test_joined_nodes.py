@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import KEMPNER, wait_until
+from patience import scaled
 
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
@@ -177,14 +178,14 @@ def join(run: Path, *options: str) -> subprocess.Popen[str]:
 
 def test_a_run_that_is_not_there_or_is_somebody_elses_is_refused(tmp_path: Path) -> None:
     with join(tmp_path / "runs") as process:
-        assert process.wait(60) == ExitCode.USAGE
+        assert process.wait(scaled(60)) == ExitCode.USAGE
         assert process.stderr is not None
         assert "there is no run directory" in process.stderr.read()
 
 
 def test_without_a_supervisor_it_waits_and_ends_and_says_so(tmp_path: Path) -> None:
     with join(tmp_path, "--wait=1") as process:
-        assert process.wait(60) == ExitCode.STOPPED
+        assert process.wait(scaled(60)) == ExitCode.STOPPED
         assert process.stderr is not None
         assert f"nobody has supervised {tmp_path} for 1 s" in process.stderr.read()
 
@@ -199,7 +200,7 @@ def test_a_stop_ends_it_at_once_where_nobody_answers(tmp_path: Path) -> None:
         wait_until(lambda: children.read_text(), "its agent", 60)
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == ExitCode.STOPPED
+        assert process.wait(scaled(60)) == ExitCode.STOPPED
         assert time.monotonic() - began < 25  # not the 30 s that it might have
 
 
@@ -210,7 +211,7 @@ def test_one_that_comes_back_when_the_run_is_complete_is_done(
     ledger = Ledger(RunDirectory(tmp_path).ledger)
     ledger.record(AttemptEnded(0, "completed", None, {"0": 0}), 1)
     with join(tmp_path) as process:
-        assert process.wait(60) == ExitCode.COMPLETED
+        assert process.wait(scaled(60)) == ExitCode.COMPLETED
     assert capfd.readouterr().out == "the run is complete\n"
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import cost
 import patience
@@ -19,6 +20,7 @@ import warm
 from drilling import ALL
 from harness import KEMPNER, Run, end_jobs, made_once, wait_until
 from hypothesis import settings
+from warm import ending
 
 from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
 from kempner.supervisor.launchers.family import PR_SET_CHILD_SUBREAPER
@@ -42,6 +44,7 @@ settings.load_profile("kempner")
 
 def pytest_configure(config: pytest.Config) -> None:
     patience.slowness()  # before there are workers: they have what is measured here
+    ending.mark(config)
     promises_kept.watch(config)
     cost.watch(config)
 
@@ -50,6 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the fixtures are made: those that a test needs first are started as it is."""
     warm.choose(cold=item.get_closest_marker("cold") is not None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A worker that has died, of its time limit for one, leaves nothing."""
+    if error:
+        ending.end_left_over(node.gateway.id)
 
 
 @pytest.hookimpl(tryfirst=True)

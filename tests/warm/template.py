@@ -18,6 +18,7 @@ from unittest import mock
 from patience import scaled
 
 from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.fork_server import client
 from kempner.supervisor.launchers.fork_server.client import Forked, ForkServerClient
 from kempner.supervisor.launchers.fork_server.messages import arguments_of_python
 
@@ -90,6 +91,8 @@ class Template:
     """
 
     def __init__(self) -> None:
+        for limit in ("IMPORTED_WITHIN", "FORKED_WITHIN", "TOLD_WITHIN"):
+            setattr(client, limit, scaled(getattr(client, limit)))
         self._server = ForkServerClient(MODULES)
         self._lock = threading.Lock()
 
@@ -118,9 +121,11 @@ class Template:
         started = threading.Event()
 
         def live() -> None:
-            with mock.patch.dict(os.environ, ENVIRON, clear=True):
-                self._server.start()
-            started.set()
+            try:
+                with mock.patch.dict(os.environ, ENVIRON, clear=True):
+                    self._server.start()
+            finally:
+                started.set()
             threading.Event().wait()
 
         threading.Thread(target=live, name="template", daemon=True).start()

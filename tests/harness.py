@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,14 @@ def drills(*cases: Any) -> list[Any]:
     return [pytest.param(*row, marks=pytest.mark.drill) for row in rows]
 
 
+LARGE_WORLD = 4
+"""Ranks that keep more than two cores busy as long as they last."""
+
+
 def launch(script: Path, world: int, *arguments: object, deadline: float = 100.0) -> str:
     """Run a script on some ranks, each of which says that it has seen it all; what they print."""
-    with tempfile.TemporaryFile() as output:
+    dear = warm.dear() if world >= LARGE_WORLD else nullcontext()
+    with dear, tempfile.TemporaryFile() as output:
         place = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
         place |= {"MASTER_PORT": free_port("127.0.0.1", f"{os.getpid()} {script}")}
         # Without torchrun's id they would not believe the rest.

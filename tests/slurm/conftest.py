@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from harness import Run
 from lab import Cluster, missing
 from submitting import LONG, Project
@@ -40,7 +41,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     # Its name must be unique on the machine: the nodes' control groups carry it.
     cluster = Cluster(Path(tempfile.mkdtemp(prefix="lab-", dir=tmp_path_factory.getbasetemp())))
     try:
-        cluster.up()
+        with warm.dear():
+            cluster.up()
         yield cluster
     finally:
         cluster.down()

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
 from unittest import mock
@@ -21,6 +22,7 @@ from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.fork_server import client
 from kempner.supervisor.launchers.fork_server.client import Forked, ForkServerClient
 from kempner.supervisor.launchers.fork_server.messages import arguments_of_python
+from warm.slots import dear
 
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -106,12 +108,15 @@ class Template:
         stdout: Path | None = None,
     ) -> Warm:
         """`python ARGUMENTS` in a session of its own; the rest is as in `start`."""
-        with self._lock:
-            if self._server.pid is None:
-                self._start()
         options = ("spare" if spare else "alone", str(cwd or Path.cwd()), str(stdout or ""))
         command = (sys.executable, str(PROGRAM), *options, *arguments)
-        return Warm(self._server.fork(command, environ, output.fileno(), ours=True))
+        fork = partial(self._server.fork, command, environ, output.fileno(), ours=True)
+        with self._lock:
+            if self._server.pid is None:
+                with dear():
+                    self._start()
+                    return Warm(fork())
+        return Warm(fork())
 
     def _start(self) -> None:
         """By a thread that lives as long as this process: the kernel ends a server with that.

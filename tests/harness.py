@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,9 @@ from kempner.run.record.run_dir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 KEMPNER = [sys.executable, "-m", "kempner"]
+
+PYTHON = shlex.quote(sys.executable)
+"""For a line of a shell: it may stand in a folder with spaces."""
 
 TINY = """
 [run]
@@ -104,6 +108,12 @@ def launch(script: Path, world: int, *arguments: object, deadline: float = 100.0
     assert codes() == [0] * world, printed
     assert printed.count("has seen it all") == world
     return printed
+
+
+def python_script(text: str, *options: str) -> str:
+    """A file that may be executed, of these lines; a `#!` cannot name a folder with spaces."""
+    start = " ".join([PYTHON, *options])
+    return f"#!/bin/sh\n'''exec' {start} \"$0\" \"$@\"\n' '''\n{text}"
 
 
 def in_words(numbers: Mapping[str, object]) -> dict[str, str]:

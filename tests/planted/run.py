@@ -95,7 +95,7 @@ class Tree:
         for name in filter(None, tracked.split("\0")):
             if (ROOT / name).exists():  # or it was deleted and that is not committed yet
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, path / name)
+                shutil.copy2(ROOT / name, path / name, follow_symlinks=False)
         self._sources = {file: file.read_text() for file in path.glob("kempner/**/*.py")}
         self._moments = count(int(time.time()))
         self.environment = {**os.environ, "PYTHONPATH": str(path)}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import warm
-from harness import KEMPNER, Job, wait_until
+from harness import KEMPNER, PYTHON, Job, wait_until
 
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
@@ -30,7 +30,7 @@ while [ $step -lt 40 ]; do
     [ $1$RANK = writes0 ] && echo $step > progress
     [ $1 = beats ] && echo $step > "$KEMPNER_HEARTBEAT_FILE"
     if [ $step -eq 20 ]; then
-        [ $1 = beats ] && {sys.executable} -m kempner heartbeat --step 20
+        [ $1 = beats ] && {PYTHON} -m kempner heartbeat --step 20
         while [ ! -e go-on ]; do sleep 0.1; done
     fi
 done

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomli
 import typer
-from harness import write_tokens
+from harness import PYTHON, write_tokens
 from patience import scaled
 
 import kempner
@@ -218,7 +218,7 @@ def test_an_output_that_takes_nothing(where: str, code: int, said: str) -> None:
     """A pipe without a reader ends a command in silence, and a closed output is no wish for one; an
     error's code does not depend on who reads it.
     """
-    shell = f"{sys.executable} -m kempner config schema {where}; exit ${{PIPESTATUS[0]}}"
+    shell = f"{PYTHON} -m kempner config schema {where}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", shell], capture_output=True, text=True, timeout=scaled(60), check=False
     )

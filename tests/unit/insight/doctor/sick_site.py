@@ -99,7 +99,7 @@ for node in nodes.split(","):
         "mount -t sysfs sysfs /sys",
         "ip addr add 10.10.0." + number + "/24 dev ib0",
         *([] if "link" in fault else ["ip link set ib0 up"]),
-        *(["mount -t tmpfs tmpfs " + fault["hides"]] if "hides" in fault else []),
+        *(["mount -t tmpfs tmpfs '" + fault["hides"] + "'"] if "hides" in fault else []),
     ]
     alone = ["unshare", "--net", "--mount", "sh", "-c", " && ".join(make) + ' && exec "$@"', "sh"]
     started[node] = subprocess.Popen(

@@ -43,8 +43,12 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from patience import scaled  # noqa: E402
+
 BUGS = Path(__file__).with_name("bugs.toml")
-LIMIT = 300.0  # seconds for the tests of one bug
+LIMIT = scaled(300.0)  # seconds for the tests of one bug
 # Imported once, and not in each process that runs tests.
 SLOW_TO_IMPORT = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "hypothesis")
 FOLDER = re.compile(r"/[^\s'\"]+/(?=[^/\s'\"]+)")  # of this machine, up to a file's own name

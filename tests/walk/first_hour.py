@@ -25,13 +25,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from patience import scaled
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "slurm")]
 
 from harness import wait_until  # noqa: E402
+from patience import scaled  # noqa: E402
 from terminal import CTRL_C, Terminal  # noqa: E402
 
 LONG = 60.0

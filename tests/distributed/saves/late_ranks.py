@@ -23,10 +23,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from patience import scaled
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[2]))
+from patience import scaled
 from saved import open_manager
 
 from kempner.checkpoint.manager import CheckpointManager
@@ -54,9 +54,12 @@ LONGEST = 2.0
 CALLS = ("all_reduce", "broadcast", "gather", "all_gather_object", "broadcast_object_list")
 
 logs.configure()
-dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+PATIENCE = timedelta(seconds=scaled(60))
+dist.init_process_group("gloo", timeout=PATIENCE)
 rank, world = dist.get_rank(), dist.get_world_size()
-ranks = adopt(World(rank, world, rank, world, "none"), torch.device("cpu"), timedelta(seconds=60))
+ranks = adopt(
+    World(rank, world, rank, world, "none"), torch.device("cpu"), timedelta(seconds=scaled(60))
+)
 folder, schedules = Path(sys.argv[1]), int(sys.argv[2])
 
 
@@ -187,7 +190,7 @@ def rank_1_hears_late() -> Iterator[None]:
 def see_the_failure(step: int, checkpoints: CheckpointManager) -> None:
     """Rank 0 votes for the fourth time when the save of step 2 has failed."""
     if rank == 0 and step == 3:
-        checkpoints.settle(60.0)
+        checkpoints.settle(scaled(60.0))
         assert checkpoints.settled_failures == 1
 
 

@@ -98,7 +98,7 @@ def test_ctrl_c_that_ends_tee_first(
     run: Run, terminal: Callable[[str], Terminal], tmp_path: Path
 ) -> None:
     code = tmp_path / "code"
-    command = f"{supervise(run)} 2>&1 | tee {tmp_path}/log; echo ${{PIPESTATUS[0]}} >'{code}'"
+    command = f"{supervise(run)} 2>&1 | tee '{tmp_path}/log'; echo ${{PIPESTATUS[0]}} >'{code}'"
     here = terminal(f"trap : INT; {command}")
     supervisor(run)
     here.type(CTRL_C)
@@ -117,7 +117,7 @@ def test_a_closed_terminal_and_one_that_nohup_does_not_need(
     here.close()
     expect_stop(run, code)
     code.unlink()
-    command = f"nohup {supervise(run)} >{tmp_path}/log 2>&1"
+    command = f"nohup {supervise(run)} >'{tmp_path}/log' 2>&1"
     here = terminal(f"(trap : HUP; {command}; echo $? >'{code}'); true")
     daemon = supervisor(run)
     here.close()
@@ -159,7 +159,7 @@ def test_a_narrow_terminal_a_pause_another_size_and_two_ctrl_c(
     code, paused = tmp_path / "code", tmp_path / "paused"
     here = terminal(
         f"stty columns 40; export TERM=xterm-256color; set -m; {supervise(run)} --nproc 2; "
-        f"touch {paused}; read; fg; echo $? >'{code}'"
+        f"touch '{paused}'; read; fg; echo $? >'{code}'"
     )
     daemon = supervisor(run)
     ranks = [rank_of(run, 1, rank) for rank in (0, 1)]

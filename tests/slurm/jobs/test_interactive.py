@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def at_a_terminal(project: Project, command: list[str]) -> subprocess.Popen[str]
         "--quiet",
         "--return",
         "--command",
-        " ".join(["exec", *command]),
+        shlex.join(["exec", *command]),
         "/dev/null",
     ]
     return project.cluster.start("login1", *typed, cwd=project.folder, **IDLE)
@@ -60,7 +61,7 @@ def busy(cluster: Cluster) -> str:
 
 
 def test_ctrl_c_ends_the_run_and_nothing_else(project: Project, busy: str) -> None:
-    command = interactive(project, busy, "--train.max_steps=4000")
+    command = interactive(project, busy, "--train.max_steps=100000")
     first = at_a_terminal(project, command)
     project.reach(busy, 5)
     press(first, CTRL_C)
@@ -93,7 +94,7 @@ def test_a_terminal_inside_of_a_batch_job_speaks_only_for_its_run(project: Proje
     wait_until(lambda: f"{job}.0" in steps(cluster, job), "another step runs")
     step = ["srun", f"--jobid={job}", "--overlap", "--pty", "--nodes=1", "--ntasks=1"]
     train = [sys.executable, "-m", "kempner", "supervise", "tiny/tiny.toml", "--slurm.procs=1"]
-    terminal = at_a_terminal(project, [*step, *train, "--train.max_steps=4000"])
+    terminal = at_a_terminal(project, [*step, *train, "--train.max_steps=100000"])
     project.reach(job, 5)
     press(terminal, CTRL_C)
     said, _ = terminal.communicate(timeout=scaled(60))
@@ -110,7 +111,7 @@ def test_a_shell_on_a_node_of_a_running_job_is_one_command_away(project: Project
     """As docs/slurm.md has it; the run does not notice."""
     page = (ROOT / "docs" / "slurm.md").read_text()
     (command,) = re.findall(r"`(srun --jobid=JOBID [^`]* --pty bash)`", page)
-    job = project.train("--train.max_steps=4000")
+    job = project.train("--train.max_steps=100000")
     project.reach(job, 5)
     words = command.replace("JOBID", job).replace("NODE", "node2").split()
     shell = at_a_terminal(project, words)

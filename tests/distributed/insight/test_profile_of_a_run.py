@@ -15,7 +15,7 @@ def test_a_rank_is_traced_while_it_trains(run: Run, reference: Run) -> None:
     run.reach(10, job)
     command = [sys.executable, "-m", "kempner", "profile", str(run.record.path), "--rank", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (trace,) = done.stdout.split()
+    (trace,) = done.stdout.splitlines()
     assert trace.endswith("rank-00001.json.gz")
     with gzip.open(trace) as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from harness import Run, assert_named, wait_until
-from patience import scaled
+from patience import scaled, slowed
 
 from kempner.insight.status.read import RunReader
 from kempner.insight.status.summary import summarise
@@ -106,7 +106,7 @@ def test_a_stopped_supervisor_holds_nobody_up_and_the_ledger_misses_nothing(run:
 
 
 def test_ranks_that_hear_nothing_for_too_long_commit_and_leave(run: Run) -> None:
-    job = run.supervise(2, LONG, "--supervise.supervisor_timeout=10")
+    job = run.supervise(2, LONG, f"--supervise.supervisor_timeout={slowed(10)}")
     ranks = [run.ready_pid(1, rank, job) for rank in range(2)]
     run.reach(3, job)
     job.signal(signal.SIGSTOP)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from harness import wait_until
 from lab import Cluster
-from patience import scaled
+from patience import scaled, slowed
 from stalling import missing, stalling_storage
 from submitting import Project
 
@@ -103,9 +103,9 @@ class Onlooker:
 
 
 PATIENCE = (
-    "--resilience.hang_timeout_min=15",
-    "--resilience.hang_timeout_max=15",
-    "--resilience.hang_timeout_max_of.start=120",  # a busy machine needs more than 15 s for it
+    f"--resilience.hang_timeout_min={slowed(15)}",
+    f"--resilience.hang_timeout_max={slowed(15)}",
+    f"--resilience.hang_timeout_max_of.start={slowed(120)}",
 )
 NEAR = scaled(2.0)
 """Seconds that two clocks of one machine, and who reads them, may be apart."""

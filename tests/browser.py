@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import scaled
 
 FLAGS = (
     "--headless",
@@ -95,7 +96,7 @@ class Browser:
 
     def _hear(self) -> dict[str, Any]:
         """The next message; what it says of the page is kept."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + scaled(60)
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._answers], [], [], max(0.0, end - time.monotonic()))
             piece = os.read(self._answers, 1 << 20) if ready else b""
@@ -143,7 +144,7 @@ def chromium(profile: Path) -> Iterator[Browser]:
         yield browser
         browser._session = None
         browser.call("Browser.close")
-        process.wait(timeout=20)
+        process.wait(timeout=scaled(20))
     finally:
         if process.poll() is None:
             process.kill()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import wait_until
+from patience import scaled
 
 from kempner.run.control.client import ControlClient, Reactions
 from kempner.run.control.heartbeat import Progress
@@ -70,7 +71,7 @@ class Supervisor:
 
     def expect(self, kind: type[News]) -> Any:
         """The next news, which must be of this kind."""
-        news = self.news.get(timeout=20)
+        news = self.news.get(timeout=scaled(20))
         assert isinstance(news, kind), news
         return news
 
@@ -100,7 +101,7 @@ class Stranger:
     """A connection without manners."""
 
     def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection((LOOPBACK, port), timeout=20)
+        self.socket = socket.create_connection((LOOPBACK, port), timeout=scaled(20))
         self.stream = self.socket.makefile("rb")
 
     def hear(self) -> FromSupervisor:

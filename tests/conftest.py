@@ -9,14 +9,18 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import cost
+import patience
 import promises_kept
 import pytest
+import pytest_timeout
 import warm
 from drilling import ALL
 from harness import KEMPNER, Run, end_jobs, made_once, wait_until
 from hypothesis import settings
+from warm import ending
 
 from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
 from kempner.supervisor.launchers.family import PR_SET_CHILD_SUBREAPER
@@ -39,6 +43,8 @@ settings.load_profile("kempner")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    patience.slowness()  # before there are workers: they have what is measured here
+    ending.mark(config)
     promises_kept.watch(config)
     cost.watch(config)
 
@@ -47,6 +53,26 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the fixtures are made: those that a test needs first are started as it is."""
     warm.choose(cold=item.get_closest_marker("cold") is not None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `--numprocesses=auto` is."""
+    return warm.workers()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A worker that has died, of its time limit for one, leaves nothing."""
+    if error:
+        ending.end_left_over(node.gateway.id)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool:
+    """The limits of whole tests are deadlines like all others."""
+    longer = settings._replace(timeout=patience.scaled(settings.timeout))
+    return bool(pytest_timeout.pytest_timeout_set_timer(item, longer))
 
 
 @pytest.hookimpl(trylast=True)

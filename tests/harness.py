@@ -6,15 +6,14 @@ import fcntl
 import json
 import os
 import re
-import resource
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import numpy as np
 import psutil
 import pytest
 import warm
+from patience import scaled, wait_until
 from warm import Process
 
 from kempner.cluster.network.ports import free_port
@@ -33,11 +33,14 @@ from kempner.insight.status.summary import summarise
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import read_current
 from kempner.run.record.history import RunHistory
-from kempner.run.record.ledger import read_lines
+from kempner.run.record.ledger import parse_lines, read_lines
 from kempner.run.record.run_dir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 KEMPNER = [sys.executable, "-m", "kempner"]
+
+PYTHON = shlex.quote(sys.executable)
+"""For a line of a shell: it may stand in a folder with spaces."""
 
 TINY = """
 [run]
@@ -74,46 +77,14 @@ def drills(*cases: Any) -> list[Any]:
     return [pytest.param(*row, marks=pytest.mark.drill) for row in rows]
 
 
-PAUSE, LONGEST_PAUSE = 20, 1.0
-"""Between two looks, so many times the CPU time of a look, and so many seconds at most: whoever
-waits leaves the machine to what is waited for."""
-
-
-def wait_until(
-    condition: Callable[[], Any],
-    what: str,
-    deadline: float = 120.0,
-    job: Job | None = None,
-    interval: float = 0.01,
-) -> Any:
-    """Poll until `condition()` is truthy and return it; fail after `deadline` seconds.
-
-    Fails at once if `job` has ended: what is waited for will not come.
-    """
-    end = time.monotonic() + deadline
-    while True:
-        began = cpu_seconds()
-        if value := condition():
-            return value
-        cost = cpu_seconds() - began
-        if job is not None and job.process.poll() is not None:
-            if value := condition():
-                return value
-            raise AssertionError(f"ended before: {what}\n{job.output()}")
-        if time.monotonic() > end:
-            raise AssertionError(f"not within {deadline} s: {what}\n{job.output() if job else ''}")
-        time.sleep(max(interval, min(PAUSE * cost, LONGEST_PAUSE)))
-
-
-def cpu_seconds() -> float:
-    """CPU time of this thread and of the processes that this one has waited for."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.thread_time() + children.ru_utime + children.ru_stime
+LARGE_WORLD = 4
+"""Ranks that keep more than two cores busy as long as they last."""
 
 
 def launch(script: Path, world: int, *arguments: object, deadline: float = 100.0) -> str:
     """Run a script on some ranks, each of which says that it has seen it all; what they print."""
-    with tempfile.TemporaryFile() as output:
+    dear = warm.dear() if world >= LARGE_WORLD else nullcontext()
+    with dear, tempfile.TemporaryFile() as output:
         place = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
         place |= {"MASTER_PORT": free_port("127.0.0.1", f"{os.getpid()} {script}")}
         # Without torchrun's id they would not believe the rest.
@@ -137,6 +108,12 @@ def launch(script: Path, world: int, *arguments: object, deadline: float = 100.0
     assert codes() == [0] * world, printed
     assert printed.count("has seen it all") == world
     return printed
+
+
+def python_script(text: str, *options: str) -> str:
+    """A file that may be executed, of these lines; a `#!` cannot name a folder with spaces."""
+    start = " ".join([PYTHON, *options])
+    return f"#!/bin/sh\n'''exec' {start} \"$0\" \"$@\"\n' '''\n{text}"
 
 
 def in_words(numbers: Mapping[str, object]) -> dict[str, str]:
@@ -186,10 +163,12 @@ class Job:
 
     def wait(self, deadline: float = 120.0) -> int:
         try:
-            code = self.process.wait(deadline)
+            code = self.process.wait(scaled(deadline))
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGQUIT)
-            raise AssertionError(f"still there after {deadline} s\n{self.output()}") from None
+            raise AssertionError(
+                f"still there after {scaled(deadline):.0f} s\n{self.output()}"
+            ) from None
         said = self.output()
         assert MISTAKE not in said, said
         return code
@@ -270,8 +249,16 @@ class Run:
         return int(wait_until(ready, f"rank {rank} ready", job=job)[0])
 
     def reach(self, step: int, job: Job) -> None:
-        """Wait until a step is in the metrics."""
-        wait_until(lambda: any(s >= step for s in self.steps()), f"step {step}", job=job)
+        """Wait until a step is in the metrics. Each look reads what is new, so that looks are cheap
+        and many: a run may make fifty steps in a second."""
+        read = 0
+
+        def made() -> bool:
+            nonlocal read
+            lines, read = lines_after(self.record.metrics, read)
+            return any(line["step"] >= step for line in lines if "loss" in line)
+
+        wait_until(made, f"step {step}", job=job)
 
     def attempt(self) -> int:
         current = read_current(self.record.attempts)
@@ -313,6 +300,16 @@ class Run:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in read_lines(self.record.ledger) if e["event"] == name]
+
+
+def lines_after(file: Path, place: int) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines of a file of JSON beyond a place, and where they end."""
+    if not file.exists():
+        return [], 0
+    with open(file, "rb") as source:
+        source.seek(place)
+        whole, newline, _ = source.read().rpartition(b"\n")
+    return list(parse_lines(whole + newline)), place + len(whole) + len(newline)
 
 
 def end_jobs(run: Run) -> None:

@@ -1,13 +1,19 @@
-"""Real checkpoints for tests, written by one process in the place of any number of ranks."""
+"""Real checkpoints for tests: written by one process in the place of any number of ranks, or by a
+manager as a script over ranks uses it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format import compact_index
 from kempner.checkpoint.format.manifest import (
     FileEntry,
@@ -21,7 +27,9 @@ from kempner.checkpoint.format.names import METADATA, CheckpointFolder, in_progr
 from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, place
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
+from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.store import commit
+from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
 from kempner.run.process.durable_io import write_durable
@@ -95,3 +103,28 @@ def _write_rank(
 def _write_small(path: Path, content: bytes) -> dict[str, FileEntry]:
     write_durable(path, content)
     return {path.name: FileEntry(len(content), xxh3_128=whole_sum(content))}
+
+
+def open_manager(
+    run: RunDirectory,
+    model: nn.Module,
+    optimizer: Optimizer,
+    group: dist.ProcessGroup,
+    **options: Any,
+) -> CheckpointManager:
+    """Keeps the last two checkpoints of `run`; called on every rank of `group`.
+
+    `options` go into its context.
+    """
+    world = dist.get_world_size(group)
+    box = [begin_attempt(run) if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(box, group_src=0, group=group)
+    assert box[0] is not None
+    context = CheckpointContext(
+        path=run.checkpoints,
+        identity=Identity(world, {"fsdp": world}, 0, "", {}),
+        fence=Fence(run.attempts, box[0]),
+        group=group,
+        **options,
+    )
+    return CheckpointManager(context, model, optimizer, keep=Keep(last=2))

@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from patience import scaled
+
 _SYSCALLS = {
     **{0: "read", 1: "write", 3: "close", 5: "fstat", 8: "lseek", 9: "mmap", 10: "mprotect"},
     **{11: "munmap", 12: "brk", 16: "ioctl", 17: "pread64", 18: "pwrite64", 20: "writev"},
@@ -138,10 +140,10 @@ class Tracer:
 
     def join(self, deadline: float = 60.0) -> None:
         """Wait until all processes have ended; raise what the tracing failed with, if it did."""
-        self._thread.join(deadline)
+        self._thread.join(scaled(deadline))
         if self._failure is not None:
             raise self._failure
-        assert not self._thread.is_alive(), f"still traced after {deadline} s"
+        assert not self._thread.is_alive(), f"still traced after {scaled(deadline):.0f} s"
 
     def _trace(self, pids: list[int]) -> None:
         try:

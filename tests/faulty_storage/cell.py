@@ -13,6 +13,7 @@ from pathlib import Path
 import warm
 from drilling import SMALLEST_MODEL
 from harness import KEMPNER, Job, Run, end_jobs
+from patience import scaled
 
 from faulty_storage.matrix import (
     CHANCE,
@@ -193,7 +194,7 @@ class Player:
     ) -> float:
         """Run through the fault to the end; when the launch that met it was over."""
         rule = self.lasts.rule(cell)
-        patience = PATIENCE + (rule.seconds or 0.0)
+        patience = scaled(PATIENCE + (rule.seconds or 0.0))
         if cell.when != STOP:
             mount.add(rule)
         job = run.launch(world)

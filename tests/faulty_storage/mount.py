@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import wait_until
+from patience import scaled
 
 from faulty_storage.rules import MARK, Rule
 
@@ -87,7 +88,7 @@ class Mount:
 
     def _ask(self, name: str, value: object = None) -> Any:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(60)
+            connection.settimeout(scaled(60))
             connection.connect(str(self.control))
             with connection.makefile("rw") as stream:
                 stream.write(json.dumps([name, value]) + "\n")
@@ -125,7 +126,7 @@ def mounted(place: Path) -> Iterator[Mount]:
     finally:
         process.stdin.close()  # it unmounts
         try:
-            process.wait(20)
+            process.wait(scaled(20))
         except subprocess.TimeoutExpired:
             process.kill()  # then every operation under way fails
             process.wait()

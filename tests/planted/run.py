@@ -43,8 +43,12 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from patience import scaled  # noqa: E402
+
 BUGS = Path(__file__).with_name("bugs.toml")
-LIMIT = 300.0  # seconds for the tests of one bug
+LIMIT = scaled(300.0)  # seconds for the tests of one bug
 # Imported once, and not in each process that runs tests.
 SLOW_TO_IMPORT = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "hypothesis")
 FOLDER = re.compile(r"/[^\s'\"]+/(?=[^/\s'\"]+)")  # of this machine, up to a file's own name
@@ -95,7 +99,7 @@ class Tree:
         for name in filter(None, tracked.split("\0")):
             if (ROOT / name).exists():  # or it was deleted and that is not committed yet
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, path / name)
+                shutil.copy2(ROOT / name, path / name, follow_symlinks=False)
         self._sources = {file: file.read_text() for file in path.glob("kempner/**/*.py")}
         self._moments = count(int(time.time()))
         self.environment = {**os.environ, "PYTHONPATH": str(path)}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from harness import Run
 from lab import Cluster, missing
 from recording import Record
@@ -63,7 +64,8 @@ def cluster(
     folder = Path(tempfile.mkdtemp(prefix="lab-", dir=tmp_path_factory.getbasetemp()))
     cluster = Cluster(folder, Options(slurm=version))
     try:
-        cluster.up()
+        with warm.dear():
+            cluster.up()
         if version and not (found := told_version(cluster.root)).startswith(version):
             warnings.warn(f"Debian has Slurm {found} now in the place of {version}", stacklevel=1)
         yield cluster

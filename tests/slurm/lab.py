@@ -46,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run by hand
 
 from harness import wait_until
 from nodes import Machine, Switch, address
+from patience import slowness
 from services import PATH, Services
 from slurm_conf import LOGIN, Options, write_configuration
 from versions import root_of
@@ -190,7 +191,7 @@ class Cluster(Services):
     def lose_controller(self) -> None:
         """The controller goes away: nobody's job ends, and no command gets an answer."""
         login = self.machines[LOGIN]
-        patience = time.monotonic() + 5
+        patience = time.monotonic() + 5 * slowness()
 
         def gone() -> bool:
             if time.monotonic() > patience:  # its state is saved; it may wait for ever for slurmdbd

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import wait_until
+from harness import python_script, wait_until
 
 from kempner.run.record.ledger import read_lines
 
 COMMANDS = ("scontrol", "squeue", "sacct", "scancel", "sbatch", "srun")
 
-SHIM = '''#!{python} -IS
+SHIM = '''
 """In front of one of Slurm's commands; see tests/slurm/misbehaving.py."""
 import json, os, platform, random, subprocess, sys, time
 
@@ -87,13 +86,8 @@ class Shims:
         """Shims in a new `folder`, of whose calls a `share` goes wrong."""
         folder.mkdir()
         real = {name: shutil.which(name) for name in COMMANDS}
-        text = SHIM.format(
-            python=Path(sys.executable).resolve(),
-            real=real,
-            seed=seed,
-            share=share,
-            here=str(folder),
-        )
+        lines = SHIM.format(real=real, seed=seed, share=share, here=str(folder))
+        text = python_script(lines, "-IS")
         for name in COMMANDS:
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)

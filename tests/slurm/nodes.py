@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from patience import scaled
+
 _SCRIPT = Path(__file__).with_name("node.sh")
 
 
@@ -65,7 +67,7 @@ class Machine:
         """End every process at once. Its connections are closed, as the kernel cleans up."""
         if self._keeper is not None and self._keeper.poll() is None:
             os.kill(self.init, signal.SIGKILL)
-            self._keeper.wait(15)
+            self._keeper.wait(scaled(15))
 
     def inside(self, command: Sequence[str], cwd: Path) -> list[str]:
         """The command line that runs `command` in this machine."""

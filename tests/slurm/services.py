@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness import wait_until
 from nodes import Machine
+from patience import scaled
 from slurm_conf import LOGIN
 
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -48,7 +49,7 @@ class Services:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout,
+            timeout=scaled(timeout),
         )
         assert done.returncode == 0 or not check, f"{command}: {done.returncode}\n{done.stdout}"
         return done

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab import Cluster
+from patience import scaled
 from services import PATH
 
 SIZE = 512 << 20
@@ -68,7 +69,7 @@ class StallingStorage:
         """All that waits is written."""
         assert self._freezer is not None, "it has not stalled"
         freezer, self._freezer = self._freezer, None
-        freezer.communicate(timeout=60)
+        freezer.communicate(timeout=scaled(60))
         return Stall(self._begin, time.time())
 
     def close(self) -> None:

@@ -30,6 +30,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "slurm")]
 
 from harness import wait_until  # noqa: E402
+from patience import scaled  # noqa: E402
 from terminal import CTRL_C, Terminal  # noqa: E402
 
 LONG = 60.0
@@ -141,7 +142,7 @@ class Walk:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=1800,
+            timeout=scaled(1800),
         )
         assert done.returncode == code, f"{command}: {done.returncode}\n{done.stdout[-2000:]}"
         return done.stdout

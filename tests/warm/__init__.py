@@ -13,6 +13,7 @@ tests/unit/house/test_cold_share.py. KEMPNER_TESTS_COLD=1 has all tests so.
 
 from __future__ import annotations
 
+from warm.slots import dear, workers
 from warm.template import ALL_COLD, Process, choose, complete, start
 
-__all__ = ["ALL_COLD", "Process", "choose", "complete", "start"]
+__all__ = ["ALL_COLD", "Process", "choose", "complete", "dear", "start", "workers"]

@@ -11,13 +11,18 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
 from unittest import mock
 
+from patience import scaled
+
 from kempner.supervisor.launchers.base import Program
+from kempner.supervisor.launchers.fork_server import client
 from kempner.supervisor.launchers.fork_server.client import Forked, ForkServerClient
 from kempner.supervisor.launchers.fork_server.messages import arguments_of_python
+from warm.slots import dear
 
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -88,6 +93,8 @@ class Template:
     """
 
     def __init__(self) -> None:
+        for limit in ("IMPORTED_WITHIN", "FORKED_WITHIN", "TOLD_WITHIN"):
+            setattr(client, limit, scaled(getattr(client, limit)))
         self._server = ForkServerClient(MODULES)
         self._lock = threading.Lock()
 
@@ -101,12 +108,15 @@ class Template:
         stdout: Path | None = None,
     ) -> Warm:
         """`python ARGUMENTS` in a session of its own; the rest is as in `start`."""
-        with self._lock:
-            if self._server.pid is None:
-                self._start()
         options = ("spare" if spare else "alone", str(cwd or Path.cwd()), str(stdout or ""))
         command = (sys.executable, str(PROGRAM), *options, *arguments)
-        return Warm(self._server.fork(command, environ, output.fileno(), ours=True))
+        fork = partial(self._server.fork, command, environ, output.fileno(), ours=True)
+        with self._lock:
+            if self._server.pid is None:
+                with dear():
+                    self._start()
+                    return Warm(fork())
+        return Warm(fork())
 
     def _start(self) -> None:
         """By a thread that lives as long as this process: the kernel ends a server with that.
@@ -116,9 +126,11 @@ class Template:
         started = threading.Event()
 
         def live() -> None:
-            with mock.patch.dict(os.environ, ENVIRON, clear=True):
-                self._server.start()
-            started.set()
+            try:
+                with mock.patch.dict(os.environ, ENVIRON, clear=True):
+                    self._server.start()
+            finally:
+                started.set()
             threading.Event().wait()
 
         threading.Thread(target=live, name="template", daemon=True).start()
@@ -175,7 +187,7 @@ def complete(*command: object, deadline: float = 120.0) -> tuple[int, str]:
     with tempfile.TemporaryFile() as output:
         process = start([str(word) for word in command], os.environ, output)
         try:
-            code = process.wait(deadline)
+            code = process.wait(scaled(deadline))
         finally:
             process.send_signal(signal.SIGKILL)
         output.seek(0)

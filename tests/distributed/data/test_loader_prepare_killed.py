@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tokenizers
+from patience import scaled
 
 from kempner.data.files.token_file import verify
 
@@ -145,7 +146,7 @@ class Preparation:
         return process
 
     def wait_for_first(self, out: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + scaled(60)
         while not list((self.folder / out / ".progress").glob("shard-*.json")):
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -172,8 +173,8 @@ def test_stopped_from_outside_it_leaves_no_process_and_goes_on(
         process.kill()  # it alone: its workers must notice
     else:
         os.killpg(process.pid, number)  # as a terminal does: its workers must not mind
-    _, errors = process.communicate(timeout=60)
-    assert not psutil.wait_procs(children, timeout=30)[1]
+    _, errors = process.communicate(timeout=scaled(60))
+    assert not psutil.wait_procs(children, timeout=scaled(30))[1]
     if number == signal.SIGINT:
         assert process.returncode == 130
         assert errors.splitlines()[-1].startswith("kempner: interrupted; finished files are kept")
@@ -182,9 +183,9 @@ def test_stopped_from_outside_it_leaves_no_process_and_goes_on(
     left = tree(tmp_path / "out")
 
     again = run.start("out")
-    assert "kept from before" in again.communicate(timeout=60)[0]
+    assert "kept from before" in again.communicate(timeout=scaled(60))[0]
     assert again.returncode == 0
-    run.start("whole").communicate(timeout=60)
+    run.start("whole").communicate(timeout=scaled(60))
     whole = tree(tmp_path / "whole")
     assert tree(tmp_path / "out") == whole
     assert {name: left[name] for name in left if name.endswith(".tokens")}.items() <= whole.items()

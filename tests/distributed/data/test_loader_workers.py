@@ -20,6 +20,7 @@ import pytest
 import torch
 import warm
 from harness import Job, drills
+from patience import scaled
 
 from kempner.data.order.batch_slices import Slicing
 from kempner.data.prepare import sources
@@ -143,7 +144,7 @@ def start(tmp_path: Path, tokens: Path) -> Iterator[Start]:
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
-    return not psutil.wait_procs(processes, timeout=PATIENCE)[1]
+    return not psutil.wait_procs(processes, timeout=scaled(PATIENCE))[1]
 
 
 def with_ids(pids: list[int]) -> list[psutil.Process]:
@@ -222,7 +223,7 @@ def blocked_in_open(pid: int) -> bool:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + scaled(PATIENCE)
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)

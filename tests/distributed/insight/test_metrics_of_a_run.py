@@ -20,7 +20,7 @@ def exporters(run: Run) -> list[psutil.Process]:
 
 
 def test_every_step_is_shown_once_though_its_exporter_was_stuck(run: Run) -> None:
-    many = "--train.max_steps=2000"
+    many = "--train.max_steps=100000"
     job = run.supervise(2, many, *EXPORTED, KEMPNER_FAULTS="kill rank 1 at step 13")
     run.reach(20, job)
     wait_until(lambda: len(exporters(run)) == 2, "both export", 60)

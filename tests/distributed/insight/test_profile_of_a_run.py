@@ -11,11 +11,11 @@ from harness import Run
 
 
 def test_a_rank_is_traced_while_it_trains(run: Run, reference: Run) -> None:
-    job = run.supervise(2, "--train.max_steps=2000", "--profiling.steps=[3]")
+    job = run.supervise(2, "--train.max_steps=100000", "--profiling.steps=[3]")
     run.reach(10, job)
     command = [sys.executable, "-m", "kempner", "profile", str(run.record.path), "--rank", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (trace,) = done.stdout.split()
+    (trace,) = done.stdout.splitlines()
     assert trace.endswith("rank-00001.json.gz")
     with gzip.open(trace) as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
@@ -31,7 +31,7 @@ def test_a_rank_is_traced_while_it_trains(run: Run, reference: Run) -> None:
     assert "does not train now (stopped" in over.stderr
 
     last = max(run.steps())
-    job = reference.supervise(2, "--train.max_steps=2000")
+    job = reference.supervise(2, "--train.max_steps=100000")
     reference.reach(last, job)
     job.signal()
     assert job.wait() == 75

@@ -7,19 +7,23 @@ from datetime import datetime
 
 import pytest
 from harness import Run
+from patience import scaled, slowed
 
 from kempner.insight.report.cause import Kind
 from kempner.insight.report.summary import read_run
 from kempner.run.record.ledger import read_lines
 
-NEAR = 2.0
+NEAR = scaled(2.0)
 """Seconds that two clocks of one machine, and who reads them, may be apart."""
 
 
 def test_a_kill_a_hang_and_a_pause_are_counted_as_what_they_were(run: Run) -> None:
     faults = "kill rank 1 at step 13; hang rank 1 at step 27 attempt 2"
-    patience = ("--resilience.hang_timeout_min=4", "--resilience.hang_timeout_max=4")
-    steps = ("--train.max_steps=2000", *patience)
+    patience = (
+        f"--resilience.hang_timeout_min={slowed(4)}",
+        f"--resilience.hang_timeout_max={slowed(4)}",
+    )
+    steps = ("--train.max_steps=100000", *patience)
     job = run.supervise(2, *steps, KEMPNER_FAULTS=faults)
     run.reach(35, job)
     job.signal()

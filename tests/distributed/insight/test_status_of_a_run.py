@@ -7,6 +7,7 @@ import subprocess
 from typing import Any
 
 from harness import KEMPNER, Job, Run, rank_processes, wait_until
+from patience import scaled
 
 from kempner.insight.report.cause import Kind
 from kempner.insight.status.activity import Activity
@@ -102,7 +103,7 @@ def test_status_follows_a_run_through_all_that_happens_to_it(run: Run) -> None:
 def as_json(run: Run) -> dict[str, Any]:
     """What the command says, from another process."""
     command = [*KEMPNER, "status", str(run.record.path), "--json"]
-    done = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, check=True, timeout=scaled(60))
     (told,) = json.loads(done.stdout)
     found: dict[str, Any] = told
     return found

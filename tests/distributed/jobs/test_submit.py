@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT, Run, wait_until
+from patience import scaled
 
 import kempner
 from kempner.run.process.exit_codes import UsageError
@@ -57,14 +58,14 @@ def test_a_run_outlives_its_session_is_cancelled_and_goes_on(
     with pytest.raises(TimeoutError, match=r"is not done after 0\.1 s: "):
         job.wait(0.1)
     job.cancel()
-    assert job.wait(60) == "stopped"
+    assert job.wait(scaled(60)) == "stopped"
     stopped = job.step
     assert submitted.latest() == stopped < STEPS
     assert submitted.events("stopped")[-1]["step"] == stopped
 
     again = kempner.submit(config, *LONG, cluster="local", tasks_per_node=2)
     assert again.state not in ("stopped", "failed")
-    assert again.wait(120) == "completed"
+    assert again.wait(scaled(120)) == "completed"
     assert again.done()
     assert again.step == STEPS
     assert [event["step"] for event in submitted.events("resumed")] == [stopped]
@@ -90,7 +91,7 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
         check=False,
     )
     assert told.returncode == 0, told.stderr
@@ -101,7 +102,7 @@ def test_a_command_that_knows_nothing_of_kempner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert kempner.submit(["true"], name="fine", cluster="local").wait(60) == "completed"
+    assert kempner.submit(["true"], name="fine", cluster="local").wait(scaled(60)) == "completed"
     failed = kempner.submit(["false"], name="bad", cluster="local")
-    assert failed.wait(60) == "failed"
+    assert failed.wait(scaled(60)) == "failed"
     assert failed.reason == "rank 0 exited with code 1 (crashed)"

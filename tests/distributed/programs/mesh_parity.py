@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 sys.path.append(str(Path(__file__).parents[2]))
-from managers import open_manager
+from saved import open_manager
 
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.tensors.state import capture

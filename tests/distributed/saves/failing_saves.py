@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 sys.path.append(str(Path(__file__).parents[2]))
-from managers import open_manager
+from saved import open_manager
 
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.format.train_state import TrainState

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[2]))
-from managers import open_manager
+from patience import scaled
+from saved import open_manager
 
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.cluster.world import World
@@ -53,9 +54,12 @@ LONGEST = 2.0
 CALLS = ("all_reduce", "broadcast", "gather", "all_gather_object", "broadcast_object_list")
 
 logs.configure()
-dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+PATIENCE = timedelta(seconds=scaled(60))
+dist.init_process_group("gloo", timeout=PATIENCE)
 rank, world = dist.get_rank(), dist.get_world_size()
-ranks = adopt(World(rank, world, rank, world, "none"), torch.device("cpu"), timedelta(seconds=60))
+ranks = adopt(
+    World(rank, world, rank, world, "none"), torch.device("cpu"), timedelta(seconds=scaled(60))
+)
 folder, schedules = Path(sys.argv[1]), int(sys.argv[2])
 
 
@@ -177,7 +181,7 @@ def rank_1_hears_late() -> Iterator[None]:
     def hear(*arguments: Any, **options: Any) -> None:
         all_gather_object(*arguments, **options)
         if rank == 1 and threading.current_thread() is not threading.main_thread():  # of a save
-            assert voted.wait(60), "rank 1 has not voted"
+            assert voted.wait(scaled(60)), "rank 1 has not voted"
 
     with patch.multiple(dist, all_reduce=vote, all_gather_object=hear):
         yield
@@ -186,7 +190,7 @@ def rank_1_hears_late() -> Iterator[None]:
 def see_the_failure(step: int, checkpoints: CheckpointManager) -> None:
     """Rank 0 votes for the fourth time when the save of step 2 has failed."""
     if rank == 0 and step == 3:
-        checkpoints.settle(60.0)
+        checkpoints.settle(scaled(60.0))
         assert checkpoints.settled_failures == 1
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 sys.path.append(str(Path(__file__).parents[2]))
-from managers import open_manager
+from saved import open_manager
 
 from kempner.checkpoint.format import compact_index
 from kempner.checkpoint.format.train_state import TrainState

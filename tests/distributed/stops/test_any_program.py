@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import warm
-from harness import KEMPNER, Job, wait_until
+from harness import KEMPNER, PYTHON, Job, wait_until
+from patience import slowed
 
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
@@ -30,7 +31,7 @@ while [ $step -lt 40 ]; do
     [ $1$RANK = writes0 ] && echo $step > progress
     [ $1 = beats ] && echo $step > "$KEMPNER_HEARTBEAT_FILE"
     if [ $step -eq 20 ]; then
-        [ $1 = beats ] && {sys.executable} -m kempner heartbeat --step 20
+        [ $1 = beats ] && {PYTHON} -m kempner heartbeat --step 20
         while [ ! -e go-on ]; do sleep 0.1; done
     fi
 done
@@ -38,9 +39,9 @@ echo "counted from $(cat saved-$RANK 2>/dev/null || echo 0)" >> done-$RANK
 """
 
 HANGS_SOON = (
-    "--resilience.hang_timeout_min=2",
-    "--resilience.hang_timeout_max=3",
-    "--resilience.hang_timeout_max_of.start=60",  # a busy machine needs more than 3 s for it
+    f"--resilience.hang_timeout_min={slowed(2)}",
+    f"--resilience.hang_timeout_max={slowed(3)}",
+    f"--resilience.hang_timeout_max_of.start={slowed(60)}",
 )
 
 

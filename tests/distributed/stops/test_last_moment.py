@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -63,7 +64,7 @@ def test_so_has_a_loop_that_prints_where_nobody_reads(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     code = tmp_path / "code"
     supervise = [*KEMPNER, "supervise", "--run.name=own", "--", sys.executable, "loop.py"]
-    shell = f"({' '.join(supervise)}; echo $? >{code}) 2>&1 | true"
+    shell = f"({shlex.join(supervise)}; echo $? >'{code}') 2>&1 | true"
     subprocess.run(["bash", "-c", shell], cwd=tmp_path, check=True)
     assert int(code.read_text()) == 0
     events = list(read_lines(RunDirectory(tmp_path / "runs" / "own").ledger))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from harness import Run, wait_until
+from patience import slowed
 from test_stuck_storage import family, stuck_on
 
 pytestmark = pytest.mark.timeout(200)
@@ -58,7 +59,7 @@ def test_a_restarted_run_knows_that_a_save_would_not_fit(
 def test_a_save_that_does_not_end_is_left_to_itself_at_the_deadline(run: Run) -> None:
     """The commit asks which attempt is current, and the storage does not answer."""
     endless = ("--train.max_steps=1000000", "--checkpoint.interval=100")
-    job = run.supervise(2, *endless, "--supervise.stop_grace=6")
+    job = run.supervise(2, *endless, f"--supervise.stop_grace={slowed(6)}")
     wait_until((run.checkpoints / "latest").exists, "a commit", job=job)
     fifo = run.folder / "fifo"
     os.mkfifo(fifo)

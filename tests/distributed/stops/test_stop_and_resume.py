@@ -133,8 +133,9 @@ def test_a_stop_in_any_phase_leaves_nothing_half_done(
 
 def test_one_process_without_a_supervisor(run: Run, undisturbed: Callable[..., Run]) -> None:
     for step, number in ((11, signal.SIGTERM), (23, signal.SIGINT), (31, signal.SIGUSR1)):
+        made = max(run.steps(), default=0)
         job = run.train(LONG)
-        run.reach(step, job)
+        run.reach(max(step, made + 1), job)  # of its own: or it may not listen to signals yet
         job.signal(number)
         expect_stop(run, job)
         reason = reason_of_signal(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ def terminal() -> Iterator[Callable[[str], Terminal]]:
 
 def supervise(run: Run) -> str:
     """The command, for a shell."""
-    return " ".join([*KEMPNER, "supervise", str(run.config), ENDLESS])
+    return shlex.join([*KEMPNER, "supervise", str(run.config), ENDLESS])
 
 
 def supervisor(run: Run) -> int:
@@ -75,9 +76,9 @@ def expect_stop(run: Run, code: Path) -> None:
 @pytest.mark.parametrize(
     "shell",
     [
-        "{} >/dev/full 2>/dev/full; echo $? >{code}",
-        "({}; echo $? >{code}) 2>&1 | head -1",
-        *drills("{} >&- 2>/dev/full; echo $? >{code}"),
+        "{} >/dev/full 2>/dev/full; echo $? >'{code}'",
+        "({}; echo $? >'{code}') 2>&1 | head -1",
+        *drills("{} >&- 2>/dev/full; echo $? >'{code}'"),
     ],
 )
 def test_outputs_that_take_nothing(run: Run, tmp_path: Path, shell: str) -> None:
@@ -97,7 +98,7 @@ def test_ctrl_c_that_ends_tee_first(
     run: Run, terminal: Callable[[str], Terminal], tmp_path: Path
 ) -> None:
     code = tmp_path / "code"
-    command = f"{supervise(run)} 2>&1 | tee {tmp_path}/log; echo ${{PIPESTATUS[0]}} >{code}"
+    command = f"{supervise(run)} 2>&1 | tee '{tmp_path}/log'; echo ${{PIPESTATUS[0]}} >'{code}'"
     here = terminal(f"trap : INT; {command}")
     supervisor(run)
     here.type(CTRL_C)
@@ -110,14 +111,14 @@ def test_a_closed_terminal_and_one_that_nohup_does_not_need(
 ) -> None:
     code = tmp_path / "code"
     # The outer shell dies of it; the inner one stays to see how the command ends.
-    here = terminal(f"(trap : HUP; {supervise(run)}; echo $? >{code}); true")
+    here = terminal(f"(trap : HUP; {supervise(run)}; echo $? >'{code}'); true")
     supervisor(run)
     here.look()
     here.close()
     expect_stop(run, code)
     code.unlink()
-    command = f"nohup {supervise(run)} >{tmp_path}/log 2>&1"
-    here = terminal(f"(trap : HUP; {command}; echo $? >{code}); true")
+    command = f"nohup {supervise(run)} >'{tmp_path}/log' 2>&1"
+    here = terminal(f"(trap : HUP; {command}; echo $? >'{code}'); true")
     daemon = supervisor(run)
     here.close()
     os.kill(daemon, signal.SIGHUP)
@@ -132,7 +133,7 @@ def test_a_terminal_that_is_stopped(
 ) -> None:
     """It shows nothing, and whoever writes to it has to wait: but not training, nor its end."""
     code = tmp_path / "code"
-    here = terminal(f"export NO_COLOR=1 TERM=xterm-256color; {supervise(run)}; echo $? >{code}")
+    here = terminal(f"export NO_COLOR=1 TERM=xterm-256color; {supervise(run)}; echo $? >'{code}'")
     daemon = supervisor(run)
     wait_until(lambda: b"tokens/s" in here.look(), "the progress bar")
     here.type(CTRL_S)
@@ -158,7 +159,7 @@ def test_a_narrow_terminal_a_pause_another_size_and_two_ctrl_c(
     code, paused = tmp_path / "code", tmp_path / "paused"
     here = terminal(
         f"stty columns 40; export TERM=xterm-256color; set -m; {supervise(run)} --nproc 2; "
-        f"touch {paused}; read; fg; echo $? >{code}"
+        f"touch '{paused}'; read; fg; echo $? >'{code}'"
     )
     daemon = supervisor(run)
     ranks = [rank_of(run, 1, rank) for rank in (0, 1)]

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from harness import Run, assert_named, wait_until
+from patience import scaled, slowed
 
 from kempner.insight.status.read import RunReader
 from kempner.insight.status.summary import summarise
@@ -105,7 +106,7 @@ def test_a_stopped_supervisor_holds_nobody_up_and_the_ledger_misses_nothing(run:
 
 
 def test_ranks_that_hear_nothing_for_too_long_commit_and_leave(run: Run) -> None:
-    job = run.supervise(2, LONG, "--supervise.supervisor_timeout=10")
+    job = run.supervise(2, LONG, f"--supervise.supervisor_timeout={slowed(10)}")
     ranks = [run.ready_pid(1, rank, job) for rank in range(2)]
     run.reach(3, job)
     job.signal(signal.SIGSTOP)
@@ -249,7 +250,7 @@ def molest(port: int) -> None:
 def knock(port: int) -> socket.socket:
     """A connection of which nobody knows anything yet; its challenge has come."""
     stranger = socket.create_connection(("127.0.0.1", port))
-    stranger.settimeout(10)
+    stranger.settimeout(scaled(10))
     with suppress(OSError):  # one of too many
         stranger.recv(1, socket.MSG_PEEK)
     return stranger
@@ -257,7 +258,7 @@ def knock(port: int) -> socket.socket:
 
 def hung_up(stranger: socket.socket) -> bool:
     """Whether the other side ends the connection; `TimeoutError` if it does not."""
-    stranger.settimeout(30)
+    stranger.settimeout(scaled(30))
     with suppress(ConnectionResetError):
         while stranger.recv(4096):
             pass

@@ -181,7 +181,7 @@ def test_what_is_suspicious_is_not_saved(run: Run) -> None:
 
 
 def test_a_stop_among_spikes_commits_none_of_it(run: Run) -> None:
-    options = ("--resilience.rollback_after=1000", "--train.max_steps=4000")
+    options = ("--resilience.rollback_after=1000", "--train.max_steps=100000")
     job = run.train(*options, KEMPNER_FAULTS="spike rank 0 by 300 from step 25")
     wait_until(lambda: run.events("loss_spike"), "a spike", job=job)
     job.signal()

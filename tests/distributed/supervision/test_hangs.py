@@ -6,13 +6,17 @@ from collections.abc import Mapping
 
 import pytest
 from harness import Run
+from patience import slowed
 
 from kempner.config.fault_spec import parse_faults
 
 pytestmark = pytest.mark.timeout(400)
 
 OPTIONS = ("--train.max_steps=240", "--checkpoint.interval=20", "--train.global_batch_size=6")
-SOON = ("--resilience.hang_timeout_min=8.0", "--resilience.hang_timeout_max_of.load=15.0")
+SOON = (
+    f"--resilience.hang_timeout_min={slowed(8.0)}",
+    f"--resilience.hang_timeout_max_of.load={slowed(15.0)}",
+)
 
 IN_PYTHON_AND_STOPPED = {
     "hang rank 1 at step 205 attempt 1": "_hang",

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import scaled
 
 PROGRAM = Path(__file__).with_name("cut_off.py")
 
@@ -27,6 +28,6 @@ def test_no_rank_is_given_up_that_is_cut_off_for_some_seconds(tmp_path: Path) ->
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
     for seconds, process in cuts.items():
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=scaled(120))
         assert process.returncode == 0, f"cut of {seconds} s\n{said}"
         assert said.endswith("nobody was given up\n")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from harness import Run, wait_until
+from patience import slowed
 
 from kempner.run.record.lease import RELEASED, look
 from kempner.run.record.ledger import read_lines
@@ -54,7 +55,7 @@ def test_ranks_without_a_supervisor_own_their_run_as_one_would(run: Run) -> None
 def test_a_killed_one_is_replaced_at_once_and_a_sleeping_one_finds_itself_replaced(
     run: Run, undisturbed: Callable[..., Run]
 ) -> None:
-    options = (LONG, "--supervise.lease=2")
+    options = (LONG, f"--supervise.lease={slowed(2)}")
     killed = run.supervise(1, LONG, "--supervise.lease=100000", KEMPNER_FAULTS=SLOW)
     run.reach(12, killed)
     killed.signal(signal.SIGKILL)
@@ -67,7 +68,7 @@ def test_a_killed_one_is_replaced_at_once_and_a_sleeping_one_finds_itself_replac
 
     awake = run.supervise(1, *options, KEMPNER_FAULTS=SLOW)
     wait_until(lambda: run.attempt() == 3, "the third to take over", job=awake)
-    assert "did not renew its lease for 2 s" in awake.output()
+    assert f"did not renew its lease for {slowed(2):g} s" in awake.output()
     sleeping.signal(signal.SIGCONT)
     assert sleeping.wait() == 74
     assert "this run was taken over by process" in sleeping.output()

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.append(str(Path(__file__).parents[2]))
 from harness import wait_until
-from managers import open_manager
+from saved import open_manager
 
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.run.output import logs

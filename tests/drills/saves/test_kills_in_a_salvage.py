@@ -14,6 +14,7 @@ from random import Random
 
 import pytest
 from drilling import ALL, SEED, note
+from patience import scaled
 from promises import broken, resumable
 from tracer import Call, Tracer, supported
 
@@ -58,7 +59,7 @@ class Salvage:
             seen.add(moment)
 
         tracer = Tracer([self.process.pid], entered)
-        self.process.communicate("go\n", timeout=60)
+        self.process.communicate("go\n", timeout=scaled(60))
         tracer.join()
         return seen  # the tracer knows how it has ended, and nobody else
 

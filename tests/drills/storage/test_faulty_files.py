@@ -15,6 +15,7 @@ from faulty_storage.matrix import BROKEN, FULL, REFUSED
 from faulty_storage.mount import Mount, mounted
 from faulty_storage.rules import EMPTY, HANG, Life, Match, Rule
 from harness import wait_until
+from patience import scaled
 
 from kempner.checkpoint.io.file_writer import write_stream
 
@@ -95,7 +96,7 @@ def test_what_hangs_holds_up_nobody_else(storage: Mount, folder: Path) -> None:
     assert said == []
     storage.clear("hang")
     for reader in readers:
-        reader.join(20)
+        reader.join(scaled(20))
     assert said == ["hello"] * len(readers)
 
 
@@ -189,7 +190,7 @@ def test_appends_of_many_do_not_overwrite_each_other(storage: Mount) -> None:
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(20)
+        writer.join(scaled(20))
     assert sorted(path.read_text().split()) == sorted("abcd" * 50)
 
 
@@ -205,7 +206,7 @@ def test_nothing_stays_mounted_whatever_hangs_or_is_open(fuse: None, tmp_path: P
         stuck = threading.Thread(target=look)
         stuck.start()
         wait_until(lambda: mount.faults("hang"), "a thread that hangs")
-    stuck.join(20)
+    stuck.join(scaled(20))
     assert not stuck.is_alive()
     assert str(mount.path) not in Path("/proc/self/mounts").read_text()
     with pytest.raises(OSError, match="not connected"):

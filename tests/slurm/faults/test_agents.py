@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import Run, wait_until
-from lab import Cluster
+from lab import SERVICES, Cluster
 from submitting import LONG, Project, assert_like
 
 from kempner.cluster.machine.cgroup import MemoryGroup
@@ -41,10 +41,12 @@ def _kill(project: Project, node: str, pid: int, number: signal.Signals = signal
 
 def _assert_nothing_left(project: Project) -> None:
     """No process of the run is left on any node."""
+    cluster, at_rest = project.cluster, {*SERVICES, "sleep"}  # which the first process waits for
     left = lambda: [  # noqa: E731
-        (node, found)
-        for node in project.cluster.options.node_names
-        if (found := project.cluster.run(node, "pgrep", "-fa", "kempner", check=False).stdout)
+        (node, name)
+        for node in cluster.options.node_names
+        for name in cluster.machines[node].processes().values()
+        if name not in at_rest
     ]
     wait_until(lambda: not left(), f"nothing is left: {left()}", 30)
 

@@ -10,6 +10,7 @@ import signal
 import pytest
 from harness import Run
 from lab import Cluster
+from patience import slowed
 from submitting import LONG, Project, assert_like
 
 from kempner.run.record.ledger import read_lines
@@ -20,7 +21,7 @@ STEPS = 280
 OPTIONS = (
     f"--train.max_steps={STEPS}",
     "--checkpoint.interval=20",
-    "--resilience.hang_timeout_min=8.0",
+    f"--resilience.hang_timeout_min={slowed(8.0)}",
 )
 
 
@@ -59,7 +60,7 @@ def test_a_node_that_loses_the_fabric_costs_a_requeue_without_it(
     cluster: Cluster, project: Project, undisturbed: Run
 ) -> None:
     """With two nodes, no spare one and none to do without: ranks cannot start there again."""
-    job = project.train(*LONG, "--resilience.hang_timeout_min=8.0")
+    job = project.train(*LONG, f"--resilience.hang_timeout_min={slowed(8.0)}")
     project.reach(job, 31)
     cluster.cut("node2", "ib0", "cable")
     project.wait_until(job, lambda: project.events("requeued"), "the requeue", 180)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from drilling import note
+from patience import slowed
 from submitting import Project
 
 from kempner.run.record.lease import look
@@ -125,7 +126,11 @@ def test_one_whose_time_is_nearer_leaves_before_it_is_over(project: Project) -> 
 @pytest.mark.drill
 def test_of_two_supervisors_the_newer_one_has_those_that_joined(project: Project) -> None:
     """The first one stands still, and goes on when another has taken over the run."""
-    options = *OPTIONS, "--supervise.lease=5", "--supervise.supervisor_timeout=10"
+    options = (
+        *OPTIONS,
+        f"--supervise.lease={slowed(5)}",
+        f"--supervise.supervisor_timeout={slowed(10)}",
+    )
     older = project.train(*options, nodes=2, options=("--no-requeue",))
     project.reach(older, 5)
     project.slow()

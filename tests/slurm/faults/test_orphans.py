@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from lab import Cluster
+from patience import slowed
 from submitting import LONG, STEPS, Project
 
 from kempner.run.record.lease import look
@@ -24,7 +25,9 @@ def _wait_for_requeue(project: Project, job: str) -> None:
 def test_a_job_without_its_supervisor_is_requeued_once(
     cluster: Cluster, project: Project, loss: str
 ) -> None:
-    job = project.train(*LONG, "--supervise.supervisor_timeout=10", nodes=3, options=NO_GPUS)
+    job = project.train(
+        *LONG, f"--supervise.supervisor_timeout={slowed(10)}", nodes=3, options=NO_GPUS
+    )
     project.reach(job, 31)
     assert cluster.job(job)["BatchHost"] == "node1"
     getattr(cluster, loss)("node1")  # and rank 0 with it: both of the others could ask Slurm

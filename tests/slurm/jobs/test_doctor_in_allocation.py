@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import PYTHON
 from lab import Cluster
 from submitting import Project
 
@@ -134,7 +135,7 @@ def test_a_batch_script_begins_with_it_and_the_gpus_of_all_nodes_are_looked_at(
     (site / "nvidia-smi").write_text(SMI)
     (site / "nvidia-smi").chmod(0o755)
     config = project.run.config.relative_to(project.folder)
-    doctor = f"{sys.executable} -m kempner doctor {config} --allocation --json > told.json"
+    doctor = f"{PYTHON} -m kempner doctor {config} --allocation --json > told.json"
     job = cluster.sbatch(
         *("--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2", "--output=log"),
         f"--wrap={doctor}; echo $? > code",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import sys
 import pytest
 from harness import ROOT, wait_until
 from lab import Cluster
+from patience import scaled
 from submitting import Project
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,7 +32,7 @@ def at_a_terminal(project: Project, command: list[str]) -> subprocess.Popen[str]
         "--quiet",
         "--return",
         "--command",
-        " ".join(["exec", *command]),
+        shlex.join(["exec", *command]),
         "/dev/null",
     ]
     return project.cluster.start("login1", *typed, cwd=project.folder, **IDLE)
@@ -59,11 +61,11 @@ def busy(cluster: Cluster) -> str:
 
 
 def test_ctrl_c_ends_the_run_and_nothing_else(project: Project, busy: str) -> None:
-    command = interactive(project, busy, "--train.max_steps=4000")
+    command = interactive(project, busy, "--train.max_steps=100000")
     first = at_a_terminal(project, command)
     project.reach(busy, 5)
     press(first, CTRL_C)
-    said, _ = first.communicate(timeout=60)
+    said, _ = first.communicate(timeout=scaled(60))
     assert first.returncode == 75, said
     assert "this is an interactive allocation: start again in it to continue" in said
     (stopped,) = project.events("stopped")
@@ -76,7 +78,7 @@ def test_ctrl_c_ends_the_run_and_nothing_else(project: Project, busy: str) -> No
     press(second, CTRL_C)
     wait_until(lambda: len(project.events("stop_requested")) == 2, "the first is heard")
     press(second, CTRL_C)
-    said, _ = second.communicate(timeout=60)
+    said, _ = second.communicate(timeout=scaled(60))
     assert second.returncode == 130, said
     assert f"resumed at step {stopped['step']}" in said
     alone = lambda: steps(project.cluster, busy) == [f"{busy}.0"]  # noqa: E731
@@ -92,10 +94,10 @@ def test_a_terminal_inside_of_a_batch_job_speaks_only_for_its_run(project: Proje
     wait_until(lambda: f"{job}.0" in steps(cluster, job), "another step runs")
     step = ["srun", f"--jobid={job}", "--overlap", "--pty", "--nodes=1", "--ntasks=1"]
     train = [sys.executable, "-m", "kempner", "supervise", "tiny/tiny.toml", "--slurm.procs=1"]
-    terminal = at_a_terminal(project, [*step, *train, "--train.max_steps=4000"])
+    terminal = at_a_terminal(project, [*step, *train, "--train.max_steps=100000"])
     project.reach(job, 5)
     press(terminal, CTRL_C)
-    said, _ = terminal.communicate(timeout=60)
+    said, _ = terminal.communicate(timeout=scaled(60))
     assert f"in job {job}: starting the ranks with srun" in said
     assert ": 2 nodes (node1,node2), 2 ranks, 1 per node" in said
     assert "this is an interactive allocation: start again in it to continue" in said
@@ -109,12 +111,12 @@ def test_a_shell_on_a_node_of_a_running_job_is_one_command_away(project: Project
     """As docs/slurm.md has it; the run does not notice."""
     page = (ROOT / "docs" / "slurm.md").read_text()
     (command,) = re.findall(r"`(srun --jobid=JOBID [^`]* --pty bash)`", page)
-    job = project.train("--train.max_steps=4000")
+    job = project.train("--train.max_steps=100000")
     project.reach(job, 5)
     words = command.replace("JOBID", job).replace("NODE", "node2").split()
     shell = at_a_terminal(project, words)
     press(shell, "echo in $SLURM_JOB_ID on $SLURMD_NODENAME\nexit 7\n")
-    said, _ = shell.communicate(timeout=60)
+    said, _ = shell.communicate(timeout=scaled(60))
     assert f"in {job} on node2" in said
     assert shell.returncode == 7, said
     project.reach(job, max(project.run.steps()) + 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -60,8 +61,8 @@ def assert_placed(text: str, *per_node: int) -> None:
 
 def run_command(project: Project, *options: str, overrides: tuple[str, ...] = ()) -> str:
     """A job with a command of the user's; what it has printed in the end."""
-    words = [*SUPERVISE, *overrides, "--launcher", "srun", "--", "bash", "-c", f"'{PLACE}'"]
-    (project.folder / "shape.sh").write_text(SCRIPT.format(command=" ".join(words)))
+    words = [*SUPERVISE, *overrides, "--launcher", "srun", "--", "bash", "-c", PLACE]
+    (project.folder / "shape.sh").write_text(SCRIPT.format(command=shlex.join(words)))
     job = project.cluster.sbatch(
         "--nodelist=node[1-2]", *options, "shape.sh", cwd=project.folder, OMP_NUM_THREADS="1"
     )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 
 import pytest
-from harness import ROOT
+from harness import PYTHON, ROOT
 from submitting import Project
 
 from kempner.run.record.ledger import read_lines
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 SCRIPT = f"""#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=2
 #SBATCH --requeue --open-mode=append --output=logs/%j_own.out
-exec {sys.executable} -m kempner supervise --launcher srun -- {sys.executable} surviving.py
+exec {PYTHON} -m kempner supervise --launcher srun -- {PYTHON} surviving.py
 """
 
 

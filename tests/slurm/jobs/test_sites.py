@@ -21,7 +21,8 @@ CONTAINER = f"""#!/bin/bash
 [ "$1 $2" = "exec image.sif" ] || exit 99
 shift 2
 exec unshare --mount bash -c '
-    mount -t tmpfs inside /mnt && mkdir /mnt/venv && mount --bind {sys.prefix} /mnt/venv || exit 98
+    mount -t tmpfs inside /mnt && mkdir /mnt/venv || exit 98
+    mount --bind "{sys.prefix}" /mnt/venv || exit 98
     "$@" &
     wait $!
 ' in-container "$@"

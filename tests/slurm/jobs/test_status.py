@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from harness import wait_until
 from lab import Cluster
+from patience import scaled, slowed
 from stalling import missing, stalling_storage
 from submitting import Project
 
@@ -36,7 +37,7 @@ def status(project: Project, target: str) -> dict[str, str]:
 
 
 def test_a_job_is_followed_by_its_id(project: Project, cluster: Cluster) -> None:
-    job = project.train("--train.max_steps=4000")
+    job = project.train("--train.max_steps=100000")
     project.reach(job, 5)
     shown = status(project, job)
     assert shown["run"] == str(project.run.record.path)
@@ -55,7 +56,7 @@ def test_a_job_is_followed_by_its_id(project: Project, cluster: Cluster) -> None
     assert shown["job"] == f"{job} PENDING"
     assert shown["latest checkpoint"].startswith(f"{stopped['step']}, ")
     assert shown["state"].startswith("queued (")
-    assert shown["step"] == f"{stopped['step']} of 4000"
+    assert shown["step"] == f"{stopped['step']} of 100000"
 
     wait_until(lambda: len(project.events("attempt_started")) == 2, "it is back", 60)
     agreed = "the last launch 1, scontrol 1, sacct -D 1"  # the accounting hears of it last
@@ -102,11 +103,11 @@ class Onlooker:
 
 
 PATIENCE = (
-    "--resilience.hang_timeout_min=15",
-    "--resilience.hang_timeout_max=15",
-    "--resilience.hang_timeout_max_of.start=120",  # a busy machine needs more than 15 s for it
+    f"--resilience.hang_timeout_min={slowed(15)}",
+    f"--resilience.hang_timeout_max={slowed(15)}",
+    f"--resilience.hang_timeout_max_of.start={slowed(120)}",
 )
-NEAR = 2.0
+NEAR = scaled(2.0)
 """Seconds that two clocks of one machine, and who reads them, may be apart."""
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
+from harness import PYTHON
 from submitting import Project
 
 pytestmark = pytest.mark.timeout(300)
@@ -14,7 +14,7 @@ PORT = "29611"
 BY_AGENTS, BY_SRUN = (), ("--supervise.fork=false",)
 COMMAND = f"""#!/bin/bash
 #SBATCH --output=logs/%j_told.out
-exec {sys.executable} -m kempner supervise --launcher srun --run.name=told "$@" -- \\
+exec {PYTHON} -m kempner supervise --launcher srun --run.name=told "$@" -- \\
     bash -c 'echo told $RANK $MASTER_ADDR $MASTER_PORT'
 """
 

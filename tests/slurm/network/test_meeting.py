@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import wait_until
+from harness import PYTHON, wait_until
 from lab import Cluster
 
 from kempner.cluster.network.ports import candidates, job_salt
@@ -33,7 +33,7 @@ def config(tmp_path: Path) -> Path:
 def submit(cluster: Cluster, config: Path, step: str, **environ: str) -> tuple[str, Path]:
     """A job of two nodes with one step of ranks; its id and its output."""
     script = config.with_name("job.sh")
-    script.write_text(f"#!/bin/sh\nexec srun {step} {sys.executable} {MEETING} {config}\n")
+    script.write_text(f"#!/bin/sh\nexec srun {step} {PYTHON} '{MEETING}' '{config}'\n")
     job = cluster.sbatch("--nodes=2", "--cpus-per-task=2", "-n4", str(script), **environ,
                          cwd=config.parent)  # fmt: skip
     return job, config.parent / f"slurm-{job}.out"
@@ -117,7 +117,7 @@ def test_a_cluster_without_a_fabric_falls_back_with_a_warning(
 
 def test_python_in_the_batch_script_waits_for_nobody(cluster: Cluster, config: Path) -> None:
     script = config.with_name("alone.sh")
-    script.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{ALONE}'\n")
+    script.write_text(f"#!/bin/sh\nexec {PYTHON} -c '{ALONE}'\n")
     job = cluster.sbatch("-N2", "-n4", str(script), cwd=config.parent)
     cluster.wait_for(job, "COMPLETED")
     assert (config.parent / f"slurm-{job}.out").read_text() == "1 none\n"

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from harness import Run, assert_named, wait_until
+from patience import slowed
 from submitting import LONG, Project, assert_like
 
 from kempner.run.process.stop_reason import StopReason
@@ -23,11 +24,13 @@ def test_an_operators_word_holds(project: Project, undisturbed: Run) -> None:
     """Suspended, requeued and cancelled by an operator; then submitted again."""
     project.slow()
     # Every patience is shorter than the suspension.
-    job = project.train(*LONG, "--supervise.supervisor_timeout=10", "--supervise.crash_grace=1")
+    job = project.train(
+        *LONG, f"--supervise.supervisor_timeout={slowed(10)}", "--supervise.crash_grace=1"
+    )
     project.reach(job, 3)
     project.cluster.scontrol("suspend", job)
     project.cluster.wait_for(job, "SUSPENDED")
-    until = time.monotonic() + 12
+    until = time.monotonic() + slowed(12)
     wait_until(lambda: time.monotonic() > until, "the suspension is long", interval=0.1)
     made = max(project.run.steps())
     project.cluster.scontrol("resume", job)

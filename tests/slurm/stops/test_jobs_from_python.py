@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from harness import Run
+from patience import scaled
 from submitting import LONG, Project, assert_like
 
 import kempner
@@ -25,21 +26,21 @@ if what == "submit":
 elif what == "cancel":
     job = kempner.Job(config)
     job.cancel()
-    print(job.wait(120).value, job.step)
+    print(job.wait(WAIT).value, job.step)
 elif what == "refused":
     try:
         kempner.submit(config, *overrides, **at)
     except UsageError as error:
         print(error)
 else:
-    print(kempner.Job(config).wait(200).value)
+    print(kempner.Job(config).wait(WAIT).value)
 """
 
 
 @pytest.fixture
 def ask(project: Project) -> Callable[..., str]:
     """What a Python session on the login machine prints."""
-    (project.folder / "ask.py").write_text(SUBMITS)
+    (project.folder / "ask.py").write_text(f"WAIT = {scaled(200)}\n{SUBMITS}")
 
     def run(*arguments: str) -> str:
         command = (sys.executable, "ask.py", *arguments)

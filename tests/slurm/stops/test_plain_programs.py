@@ -3,11 +3,11 @@ whatever its ranks leave with, and one of them that leaves alone is missed at on
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
 import pytest
+from harness import PYTHON
 from submitting import Project
 
 from kempner.run.record.ledger import read_lines
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(400)
 SCRIPT = f"""#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=2 --time=5
 #SBATCH --requeue --open-mode=append --output=logs/%j_plain.out
-exec {sys.executable} -m kempner supervise --launcher srun --run.name=plain \\
+exec {PYTHON} -m kempner supervise --launcher srun --run.name=plain \\
     --supervise.crash_grace=2 -- bash plain.sh
 """
 

@@ -7,13 +7,13 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import PYTHON
 from lab import SERVICES
 from submitting import Project
 
@@ -56,7 +56,7 @@ exec unshare --mount --pid --fork --mount-proc bash -c '
 
 ACCELERATE = f"""#!/bin/bash
 # As docs/integrations.md has it: one launcher per node, which starts the ranks of its node.
-{sys.executable} -m accelerate.commands.launch --multi_gpu \\
+{PYTHON} -m accelerate.commands.launch --multi_gpu \\
     --mixed_precision no --dynamo_backend no --num_machines "$WORLD_SIZE" --machine_rank "$RANK" \\
     --num_processes "$((2 * WORLD_SIZE))" \\
     --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT" "$@"
@@ -65,7 +65,7 @@ ACCELERATE = f"""#!/bin/bash
 SCRIPT = f"""#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=2
 #SBATCH --requeue --open-mode=append --output=logs/%j_wrapped.out
-exec {sys.executable} -m kempner supervise --launcher srun --run.name="$1" -- "${{@:2}}"
+exec {PYTHON} -m kempner supervise --launcher srun --run.name="$1" -- "${{@:2}}"
 """
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import scaled
 from saved import commit_state
 
 import kempner
@@ -92,7 +93,7 @@ def test_bash_completes_commands_and_options() -> None:
         env={**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
         check=True,
     )
     assert done.stderr == ""
@@ -127,7 +128,7 @@ def test_ctrl_c_while_a_command_imports_is_no_traceback(module: str) -> None:
         [sys.executable, "-c", INTERRUPTED, module, "status", "run"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from patience import scaled
 
 COMMIT = "a" * 40
 FILES = {
@@ -138,7 +139,7 @@ def start(hub: Hub, folder: Path, *arguments: str, **environ: str) -> subprocess
 def download(hub: Hub, folder: Path, *arguments: str, **environ: str) -> tuple[int, str]:
     """The exit code, and what was said last."""
     process = start(hub, folder, *arguments, **environ)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=scaled(120))
     assert "Traceback" not in err, err
     return process.returncode, (out if process.returncode == 0 else err).strip().splitlines()[-1]
 
@@ -172,7 +173,7 @@ def test_it_brings_what_is_wanted_and_goes_on_where_it_stopped(hub: Hub, tmp_pat
 def test_of_many_processes_one_downloads(hub: Hub, tmp_path: Path) -> None:
     ranks = [start(hub, tmp_path / "tiny", "ours/tiny") for _ in range(3)]
     for rank in ranks:
-        _, said = rank.communicate(timeout=120)
+        _, said = rank.communicate(timeout=scaled(120))
         assert rank.returncode == 0, said
     assert hub.sent == {name: len(content) for name, content in FILES.items()}
 

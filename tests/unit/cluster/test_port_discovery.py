@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from itertools import count
 
 import pytest
+from patience import scaled
 
 from kempner.cluster.network.port_discovery import announce, find
 from kempner.cluster.network.ports import FIRST, LAST, candidates, claim, job_salt
@@ -60,7 +61,7 @@ def test_ports_that_are_all_taken_are_named() -> None:
 def stranger(port: int, says: bytes) -> Iterator[None]:
     """Somebody else's service on a port."""
     with socket.create_server(("", port)) as listener:
-        listener.settimeout(20)
+        listener.settimeout(scaled(20))
 
         def serve() -> None:
             connection, _ = listener.accept()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from harness import PYTHON
 
 from kempner.cluster.machine.process_start import process_began
 
@@ -17,7 +17,7 @@ TELL = "from kempner.cluster.machine.process_start import process_began; print(p
 def test_a_process_began_before_it_became_what_it_is() -> None:
     """As a batch script becomes the supervisor: the clock does not begin anew."""
     before = time.time()
-    script = f"read -r go; exec {sys.executable} -c '{TELL}'"
+    script = f"read -r go; exec {PYTHON} -c '{TELL}'"
     pipe = subprocess.PIPE
     with subprocess.Popen(["bash", "-c", script], stdin=pipe, stdout=pipe, text=True) as process:
         began = time.time()

@@ -189,7 +189,7 @@ def test_a_command_that_outstays_its_time_is_ended_with_what_it_started(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "COMMAND_WITHIN", 1.0)
-    beating = f"(trap '' TERM; while :; do date +%N >{tmp_path}/beat; sleep 0.05; done)"
+    beating = f"(trap '' TERM; while :; do date +%N >'{tmp_path}/beat'; sleep 0.05; done)"
     with pytest.raises(SlurmSilentError, match="no answer within"):
         tell([script(beating)])
     beat = (tmp_path / "beat").read_text()

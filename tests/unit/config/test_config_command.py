@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import tomli
 import typer
-from harness import write_tokens
+from harness import PYTHON, write_tokens
+from patience import scaled
 
 import kempner
 from kempner.cli.entry import main
@@ -139,7 +140,7 @@ def test_the_package_is_the_command(path: Path) -> None:
         [sys.executable, "-m", "kempner", "config", "show", path],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
 
@@ -217,9 +218,9 @@ def test_an_output_that_takes_nothing(where: str, code: int, said: str) -> None:
     """A pipe without a reader ends a command in silence, and a closed output is no wish for one; an
     error's code does not depend on who reads it.
     """
-    shell = f"{sys.executable} -m kempner config schema {where}; exit ${{PIPESTATUS[0]}}"
+    shell = f"{PYTHON} -m kempner config schema {where}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
-        ["bash", "-c", shell], capture_output=True, text=True, timeout=60, check=False
+        ["bash", "-c", shell], capture_output=True, text=True, timeout=scaled(60), check=False
     )
     assert (done.returncode, done.stderr) == (code, said)
 
@@ -239,7 +240,7 @@ def test_a_rank_traps_signals_before_anything_heavy_is_imported(command: str, ar
         [sys.executable, "-c", ARMED, command, "debug.toml"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=True,
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from patience import scaled
 
 from kempner.data.files.token_file import Corpus
 from kempner.data.order.batch_slices import Slicing
@@ -198,7 +199,7 @@ def test_a_closed_feed_says_so(tokens: Path) -> None:
 def test_a_batch_that_is_there_is_taken_even_when_giving_up(tokens: Path) -> None:
     with closing(feed(tokens)) as source:
         assert source.take() is not None
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + scaled(30)
         while source.take(give_up=lambda: True) is None:
             assert time.monotonic() < deadline
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from harness import wait_until, write_tokens
+from patience import scaled
 
 from kempner.data.files.token_file import Corpus, verify
 from kempner.data.order.batch_slices import Slicing
@@ -80,8 +81,8 @@ def test_a_folder_that_is_away_is_waited_for(tmp_path: Path, read_first: bool) -
         opened = pool.submit(Corpus.open, here, worked=True)
         wait_until(lambda: len(storage_waits()._waiting) == 2, "both to wait")
         away.rename(here)
-        assert read.result(30).tolist() == [7, 8]
-        assert opened.result(30).read(0, 1).tolist() == [1]
+        assert read.result(scaled(30)).tolist() == [7, 8]
+        assert opened.result(scaled(30)).read(0, 1).tolist() == [1]
 
 
 @pytest.mark.usefixtures("patient")
@@ -96,7 +97,7 @@ def test_a_file_that_seems_empty_is_waited_for(tmp_path: Path) -> None:
         wait_until(lambda: "it is empty" in storage_waits().waiting_for, "it to wait")
         part.with_name("back").write_bytes(content)
         part.with_name("back").rename(part)
-        assert read.result(30).tolist() == [1, 2]
+        assert read.result(scaled(30)).tolist() == [1, 2]
 
 
 def test_an_evaluation_stays_in_step_when_a_stop_ends_its_wait(
@@ -114,7 +115,7 @@ def test_an_evaluation_stays_in_step_when_a_stop_ends_its_wait(
         batches = pool.submit(lambda: list(eval_batches(corpus, **options)))
         wait_until(lambda: patient.waiting_for, "it to wait")
         stop.set()
-        found = batches.result(30)
+        found = batches.result(scaled(30))
     away.rename(tmp_path)
     assert [len(batch) for batch in found] == [len(batch) for batch in whole]
     assert all((micro.targets == IGNORE).all() for batch in found for micro in batch)
@@ -142,4 +143,4 @@ def test_a_feed_waits_and_goes_on_with_the_same_samples(tmp_path: Path, workers:
             others = pool.submit(tokens, feed, 25)
             wait_until(lambda: storage_waits().waiting_for, "it to wait")
             away.rename(here)
-            assert found + others.result(30) == expected
+            assert found + others.result(scaled(30)) == expected

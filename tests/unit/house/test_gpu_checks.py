@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import scaled
 
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "models" / "gpu.py"
 
@@ -21,7 +22,7 @@ def test_the_checks_of_a_gpu_run_on_a_cpu_and_one_that_fails_is_told(planted: st
         f"runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=scaled(200)
     )
     verdicts = {line.split()[0]: line[22:31].strip() for line in ended.stdout.splitlines()[1:]}
     held = "FAILED" if planted else "passed"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+from patience import scaled
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "kempner"
@@ -76,7 +77,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
         env={**os.environ, "COLUMNS": "200"},  # a wrapped line would hide the names
         stdout=subprocess.PIPE,
         text=True,
-        timeout=200,
+        timeout=scaled(200),
         check=True,
     )
     names = ["", *(v.name for v in VIOLATIONS)]

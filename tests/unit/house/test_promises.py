@@ -9,6 +9,7 @@ from pathlib import Path
 
 import promises_kept
 import pytest
+from patience import scaled
 from promises_kept import (
     ROOT,
     Collected,
@@ -183,7 +184,7 @@ def session(
         env={**inherited, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
         check=False,
     )
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import scaled
 
 UNUSED = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"]
 UNUSED += ["torch.distributed.checkpoint", "sympy", "networkx", "kempner.supervisor", "tokenizers"]
@@ -39,7 +40,7 @@ def test_a_rank_that_is_alone_imports_only_what_it_needs(optimizer: str) -> None
         [sys.executable, "-c", FIRST_STEP, optimizer],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
         check=False,
     )
 

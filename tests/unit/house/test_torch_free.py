@@ -14,6 +14,7 @@ import pytest
 import tomli
 from harness import write_tokens
 from packaging.requirements import Requirement
+from patience import scaled
 
 import kempner
 from kempner.checkpoint.format.manifest import FileEntry, Identity, Manifest, encode, whole_sum
@@ -98,7 +99,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Runner:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=scaled(60),
             check=False,
         )
 
@@ -117,7 +118,7 @@ def test_importing_the_torch_free_side_leaves_torch_alone() -> None:
         [sys.executable, "-c", IMPORT_ALL, *torch_free_modules()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
 
@@ -153,7 +154,7 @@ def test_a_public_name_is_imported_when_it_is_used(name: str, home: str, needs_t
         [sys.executable, "-c", IMPORT_NAME, name],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
 
@@ -172,7 +173,7 @@ def test_torch_would_have_been_seen() -> None:
         [sys.executable, "-c", IMPORT_ALL, "kempner.model.transformer"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=True,
     )
 

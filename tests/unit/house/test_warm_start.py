@@ -14,6 +14,7 @@ import psutil
 import pytest
 import warm
 from harness import Run, rank_processes, wait_until
+from patience import scaled
 
 pytestmark = pytest.mark.skipif(warm.ALL_COLD, reason="KEMPNER_TESTS_COLD=1: nothing is forked")
 
@@ -43,7 +44,7 @@ def facts(cold: bool, folder: Path, module: bool) -> tuple[dict[str, Any], str]:
     out.unlink(missing_ok=True)
     with open(errors, "wb") as output:
         process = warm.start([sys.executable, *program, "-x"], environ, output, folder, stdout=out)
-        assert process.wait(60) == 3, errors.read_text()
+        assert process.wait(scaled(60)) == 3, errors.read_text()
         assert process.poll() == 3
     return json.loads(out.read_text()), errors.read_text()
 
@@ -66,7 +67,7 @@ def test_a_process_that_goes_on_can_be_waited_for_and_killed(tmp_path: Path) -> 
         process.wait(0.01)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == -signal.SIGTERM
+    assert process.wait(scaled(60)) == -signal.SIGTERM
     process.send_signal(signal.SIGTERM)  # to nobody
 
 

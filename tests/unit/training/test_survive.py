@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import scaled
 
 from kempner.run.process.exit_codes import UsageError
 from kempner.training.survive import Todo
@@ -135,7 +136,7 @@ survive(model, optimizer, **options | {"steps": 0})
 
 def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", LOOP + program]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=scaled(200))
 
 
 def test_after_the_loop_the_signals_do_what_they_did_before(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_at_a_prompt_ctrl_c_interrupts_the_loop_and_leaves_the_process(tmp_path:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=scaled(200),
     )
     assert "Traceback" not in done.stderr, done.stderr
     said = re.sub(r"(?<=at step |er step )[0-9]", "N", done.stdout)

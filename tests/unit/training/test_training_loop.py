@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import write_tokens
-from managers import open_manager
+from saved import open_manager
 
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.cluster.world import World

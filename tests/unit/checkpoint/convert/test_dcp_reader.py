@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from kempner.checkpoint.convert.dcp_reader import RestrictedReader
@@ -38,6 +38,18 @@ def test_what_dcp_writes_is_read_as_the_stock_reader_does(checkpoint: Path) -> N
     assert ours.storage_data == stock.storage_data
 
 
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_what_python_3_11_2_has_written_is_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, protocol: int
+) -> None:
+    """Its enumerations are pickled as `getattr(CLASS, NAME)`."""
+    stock = FileSystemReader(checkpoint).read_metadata()
+    by_name = lambda member, _: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(stock, protocol))
+    assert RestrictedReader(checkpoint).read_metadata().storage_data == stock.storage_data
+
+
 class Runs:
     """Pickles as a call of its function."""
 
@@ -60,6 +72,8 @@ def test_a_hostile_metadata_runs_nothing(checkpoint: Path, mark: Path, protocol:
         Runs(eval, f"__import__('os').mkdir({str(mark)!r})"),
         Runs(exec, f"import os; os.mkdir({str(mark)!r})"),
         Runs(getattr, "text", "upper"),
+        Runs(getattr, _MEM_FORMAT_ENCODING, "mro"),
+        Runs(getattr, Metadata, "__init__"),
         Runs(torch.load, str(mark)),
         Metadata({"x": Runs(os.mkdir, str(mark))}),  # type: ignore[dict-item]
     ):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tomli
 import torch
+from patience import scaled
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -251,7 +252,7 @@ finally:
 def peak(*arguments: str | Path) -> int:
     """The most memory that a command needs at once, bytes."""
     command = [sys.executable, "-c", MEASURED, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stderr
     return 1024 * int(done.stderr.split()[-1])
 

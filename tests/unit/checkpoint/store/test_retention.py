@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import wait_until
+from patience import scaled
 
 from kempner.checkpoint.format.names import MANIFEST, WITHDRAWN, CheckpointFolder, step_name
 from kempner.checkpoint.store import read_marker, retention
@@ -230,13 +231,13 @@ def test_requests_while_a_pass_runs_add_one_more_at_most(
     def slow_pass(*_: object) -> dict[int, OSError]:
         passes.append(None)
         begun.release()
-        assert go_on.wait(60)
+        assert go_on.wait(scaled(60))
         return {}
 
     monkeypatch.setattr(retention, "prune", slow_pass)
     pruner = Pruner(folder, Keep(last=2), fence)
     pruner.request()
-    assert begun.acquire(timeout=60)
+    assert begun.acquire(timeout=scaled(60))
     for _ in range(5):
         pruner.request()
     go_on.set()

@@ -7,6 +7,7 @@ import threading
 
 import psutil
 import pytest
+from patience import scaled
 
 from kempner.checkpoint.format.shard_plan import TensorSpec
 from kempner.checkpoint.tensors import dcp_metadata
@@ -36,7 +37,7 @@ def test_a_stop_signal_does_not_end_the_planning(monkeypatch: pytest.MonkeyPatch
     (planner,) = wait_until(born, "the planner")
     planner.send_signal(signal.SIGTERM)
     planner.send_signal(signal.SIGINT)
-    thread.join(60)
+    thread.join(scaled(60))
     assert made == [dcp_metadata.build_metadata(SPECS, 4)]
 
 

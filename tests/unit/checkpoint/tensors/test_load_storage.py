@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import wait_until
-from managers import open_manager
-from saved import commit_state, small_state
+from patience import scaled
+from saved import commit_state, open_manager, small_state
 from torch import nn
 
 from kempner.checkpoint.format.manifest import read
@@ -65,7 +65,7 @@ def test_a_folder_that_is_away_is_waited_for(tmp_path: Path, patient: StorageWai
         loading = pool.submit(load, checkpoint)
         wait_until(lambda: patient.waiting_for, "it to wait")
         (tmp_path / "away").rename(tmp_path / "run")
-        assert_equal(loading.result(60))
+        assert_equal(loading.result(scaled(60)))
 
 
 def test_an_error_number_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from managers import open_manager
+from saved import open_manager
 
 from kempner.checkpoint.format import shard_plan
 from kempner.checkpoint.format.train_state import TrainState

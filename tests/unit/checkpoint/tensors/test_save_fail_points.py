@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from managers import open_manager
+from saved import open_manager
 from torch import nn
 
 from kempner.checkpoint.format.train_state import TrainState

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from managers import open_manager
+from saved import open_manager
 from torch import Tensor, nn
 
 from kempner.checkpoint.format.train_state import TrainState

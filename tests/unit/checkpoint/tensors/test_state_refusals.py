@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from managers import open_manager
+from saved import open_manager
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, write_tokens
+from harness import ROOT, python_script, write_tokens
 
 from kempner.cli.entry import main
 from kempner.insight.doctor.facts import node_probe
@@ -78,7 +77,7 @@ echo "Slurm accounting storage is disabled" >&2
 exit 1
 """
 
-_SRUN = """#!{python}
+_SRUN = """
 import json, os, subprocess, sys
 from dataclasses import replace
 from kempner.insight.doctor.facts.node import answer_text, read_answers
@@ -100,7 +99,7 @@ for node in nodes.split(","):
         "mount -t sysfs sysfs /sys",
         "ip addr add 10.10.0." + number + "/24 dev ib0",
         *([] if "link" in fault else ["ip link set ib0 up"]),
-        *(["mount -t tmpfs tmpfs " + fault["hides"]] if "hides" in fault else []),
+        *(["mount -t tmpfs tmpfs '" + fault["hides"] + "'"] if "hides" in fault else []),
     ]
     alone = ["unshare", "--net", "--mount", "sh", "-c", " && ".join(make) + ' && exec "$@"', "sh"]
     started[node] = subprocess.Popen(
@@ -137,8 +136,10 @@ class Site:
         Path("bin").mkdir()
         Path("slurm").mkdir()
         self.slurm(ahead="0", partition=PARTITION + "\n", faults="{}")
-        for name, text in {"scontrol": _SCONTROL, "sacct": _SACCT, "srun": _SRUN}.items():
-            self.command(name, text.format(folder=self.folder, python=sys.executable))
+        srun = python_script(_SRUN.format(folder=self.folder))
+        for name, text in {"scontrol": _SCONTROL, "sacct": _SACCT}.items():
+            self.command(name, text.format(folder=self.folder))
+        self.command("srun", srun)
         path = [str(self.folder / "bin"), os.environ["PATH"]]
         self.patch.setenv("PATH", ":".join(path))
         for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
@@ -184,7 +185,7 @@ class Site:
     def gpus(self, *gpus: Mapping[str, str], devices: int | None = None) -> None:
         """What nvidia-smi prints, and how many GPUs torch can use."""
         (self.folder / "smi.xml").write_text(smi(*gpus))
-        self.command("nvidia-smi", f"#!/bin/sh\ncat {self.folder}/smi.xml\n")
+        self.command("nvidia-smi", f'#!/bin/sh\ncat "{self.folder}/smi.xml"\n')
         self.software(cuda="12.8", devices=len(gpus) if devices is None else devices)
 
     def doctor(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> Report:

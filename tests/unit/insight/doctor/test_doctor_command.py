@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import KEMPNER, ROOT, wait_until
+from patience import scaled
 from rich.console import Console
 from sick_site import Site
 
@@ -127,7 +128,7 @@ def test_ended_early_it_leaves_nothing(site: Site) -> None:
     try:
         wait_until(lambda: list(site.folder.glob(".kempner-doctor-*/doctor")), "it writes")
         doctor.terminate()
-        assert doctor.wait(60) == 130
+        assert doctor.wait(scaled(60)) == 130
     finally:
         with suppress(ProcessLookupError):
             os.killpg(doctor.pid, signal.SIGKILL)

@@ -117,7 +117,7 @@ def test_gpus_that_are_hidden_are_not_looked_at(
 ) -> None:
     (tmp_path / "smi.xml").write_text(smi({}, {"remapped_row_failure": "Yes"}))
     command = tmp_path / "nvidia-smi"
-    command.write_text(f"#!/bin/sh\ncat {tmp_path}/smi.xml\n")
+    command.write_text(f'#!/bin/sh\ncat "{tmp_path}/smi.xml"\n')
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert [gpu.index for gpu in survey_gpus({"CUDA_VISIBLE_DEVICES": "0"}).gpus] == [0]

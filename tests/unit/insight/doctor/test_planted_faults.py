@@ -7,12 +7,11 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import ROOT
+from harness import PYTHON, ROOT
 from plants import FAULTS, IN_JOB, offline
 from sick_site import Report, Site, mounted
 
@@ -138,7 +137,7 @@ def test_a_machine_with_low_limits_and_a_broken_torch(site: Site) -> None:
     Path("tokens/part-1.tokens").chmod(0)
     limits = "ulimit -n 200; mount -t tmpfs -o size=16m tmpfs /dev/shm"
     mortal = "setpriv --bounding-set=-dac_override,-dac_read_search"  # root reads everything
-    doctor = f"{mortal} {sys.executable} -m kempner doctor c.toml --json --distributed.interface=lo"
+    doctor = f"{mortal} {PYTHON} -m kempner doctor c.toml --json --distributed.interface=lo"
     done = subprocess.run(
         ["unshare", "--net", "--mount", "sh", "-c", f"{limits}; exec {doctor}"],
         env={**os.environ, "PYTHONPATH": f"{broken}:{ROOT}"},

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from harness import wait_until
+from patience import scaled
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 from wandb.proto import wandb_internal_pb2
@@ -250,7 +251,7 @@ def test_an_exporter_that_hangs_is_left_behind_and_goes_on_later(
     os.kill(process.pid, signal.SIGSTOP)
     write(run, *SECOND)
     exports.close()
-    assert process.wait(60) == -signal.SIGKILL
+    assert process.wait(scaled(60)) == -signal.SIGKILL
 
     exports = MetricsExports()
     exports.start(run, section)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, wait_until
+from harness import PYTHON, ROOT, wait_until
 from rich.console import Console
 from terminal import CTRL_C, Terminal
 
@@ -191,7 +190,7 @@ def log(run: RunDirectory, step: int) -> None:
 def test_in_a_terminal_the_view_follows_the_run_and_its_size(tmp_path: Path) -> None:
     run, lease = live_run(tmp_path)
     place = {"PYTHONPATH": str(ROOT)}
-    command = f"{sys.executable} -m kempner status runs/mine --watch; echo left with $?"
+    command = f"{PYTHON} -m kempner status runs/mine --watch; echo left with $?"
     terminal = Terminal.open(command, cwd=tmp_path, environ=place)
 
     def shows(words: str) -> bool:

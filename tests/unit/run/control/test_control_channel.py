@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from callers import LOOPBACK, SIZE, Relay, Stranger, Supervisor
 from harness import wait_until
+from patience import scaled
 
 from kempner.run.control import client, file_exchange, handshake
 from kempner.run.control.handshake import introduce
@@ -56,11 +57,11 @@ def test_orders_reach_all_one_and_those_that_come_later(supervisor: Supervisor) 
     first, second = supervisor.link(0), supervisor.link(1)
     supervisor.expect(Connected), supervisor.expect(Connected)
     supervisor.channel.tell(Stop(StopReason.CANCEL, "only you"), rank=1)
-    assert second.stops.get(timeout=20) == Stop(StopReason.CANCEL, "only you")
+    assert second.stops.get(timeout=scaled(20)) == Stop(StopReason.CANCEL, "only you")
     supervisor.channel.tell(Stop(StopReason.SIGNAL, "SIGTERM", 100.0))
-    assert first.stops.get(timeout=20) == Stop(StopReason.SIGNAL, "SIGTERM", 100.0)
-    assert second.stops.get(timeout=20) == Stop(StopReason.SIGNAL, "SIGTERM", 100.0)
-    late = supervisor.link(2).stops.get(timeout=20)
+    assert first.stops.get(timeout=scaled(20)) == Stop(StopReason.SIGNAL, "SIGTERM", 100.0)
+    assert second.stops.get(timeout=scaled(20)) == Stop(StopReason.SIGNAL, "SIGTERM", 100.0)
+    late = supervisor.link(2).stops.get(timeout=scaled(20))
     assert late.reason is StopReason.SIGNAL
     assert late.seconds_left is not None
     assert late.seconds_left < 100.0
@@ -138,9 +139,9 @@ def test_files_take_over_where_no_connection_is_possible(
         rank.link.record(Resumed(9))
         assert supervisor.expect(Heard).message == Event(1, "resumed", {"step": 9})
         supervisor.channel.tell(Stop(StopReason.SIGNAL, "SIGTERM", 30.0))
-        assert rank.stops.get(timeout=20) == Stop(StopReason.SIGNAL, "SIGTERM", 30.0)
+        assert rank.stops.get(timeout=scaled(20)) == Stop(StopReason.SIGNAL, "SIGTERM", 30.0)
         late = supervisor.link(3, port=taken.getsockname()[1])
-        assert late.stops.get(timeout=20).reason is StopReason.SIGNAL
+        assert late.stops.get(timeout=scaled(20)).reason is StopReason.SIGNAL
         assert rank.link.leave(75, "bye") == []
         wait_until(lambda: supervisor.channel.last_reports()[1].report.step == 9, "the report")
         wait_until(lambda: said(supervisor, Outcome(2, 75, "bye")), "the last words")
@@ -171,8 +172,8 @@ def test_silence_is_noticed_and_ends_when_somebody_speaks(
     monkeypatch.setattr(client, "LAST_WORDS", 0.5)
     with socket.create_server((LOOPBACK, 0)) as mute:  # accepts, like a stopped process's kernel
         rank = supervisor.link(0, patience=0.5, port=mute.getsockname()[1])
-        assert rank.silences.get(timeout=20) >= 0.5
-        assert rank.standstills.get(timeout=20) >= 0.5
+        assert rank.silences.get(timeout=scaled(20)) >= 0.5
+        assert rank.standstills.get(timeout=scaled(20)) >= 0.5
         rank.link.record(Signalled())
         assert [e.name for e in rank.link.leave(75, "")] == ["signalled"]
     assert rank.silences.empty()  # said once
@@ -209,7 +210,7 @@ def test_a_lost_peer_ends_a_process_whose_main_thread_is_stuck(supervisor: Super
     supervisor.channel.tell(PeerLost(0, "was killed by SIGKILL"))
     words = supervisor.expect(Heard).message
     assert words == Outcome(1, 76, "exited, because rank 0 was killed by SIGKILL")
-    _, said = stuck.communicate(timeout=20)
+    _, said = stuck.communicate(timeout=scaled(20))
     assert stuck.returncode == 76
     assert "rank 0 was killed by SIGKILL" in said
 

@@ -12,6 +12,7 @@ from callers import LOOPBACK, SIZE, Stranger, Supervisor
 from harness import wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import scaled
 
 from kempner.run.control.handshake import introduce, open_wire
 from kempner.run.control.launch_env import Launch
@@ -175,7 +176,7 @@ def test_a_rank_that_does_not_read_is_given_up_and_the_others_hear_all(
         for _ in range(100):
             supervisor.channel.tell(Stop(StopReason.SIGNAL, long, float(told)), rank=0)
         supervisor.channel.tell(Stop(StopReason.SIGNAL, "next", float(told)), rank=1)
-        assert rank.stops.get(timeout=20).seconds_left == float(told)
+        assert rank.stops.get(timeout=scaled(20)).seconds_left == float(told)
         told += 1
         assert told < 1000
     assert supervisor.expect(Disconnected) == Disconnected(0, "it does not read its messages")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness import wait_until
+from patience import scaled
 
 from kempner.run.output import background_files, courier
 from kempner.run.output.background_files import JsonLines, LatestContent, open_lines
@@ -139,7 +140,9 @@ def test_a_file_whose_storage_hangs_holds_up_no_other(
     stuck, free = tmp_path / "stuck.jsonl", tmp_path / "free.jsonl"
     go_on, open_file = threading.Event(), background_files._open
     monkeypatch.setattr(
-        background_files, "_open", lambda path: (path == free or go_on.wait(60)) and open_file(path)
+        background_files,
+        "_open",
+        lambda path: (path == free or go_on.wait(scaled(60))) and open_file(path),
     )
     first, second = open_lines(stuck, Told()), open_lines(free, Told())
     append(first, 1)

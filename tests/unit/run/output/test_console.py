@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from harness import wait_until
+from patience import scaled
 
 from kempner.run.output import console, courier, logs
 from kempner.run.output.console import lost_lines, protect, say, settle_all
@@ -174,7 +175,7 @@ def test_the_end_of_the_interpreter_waits_for_no_thread(closed: str, shown: str)
         ["bash", "-c", shell, sys.executable, UNTIL_THE_END],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=True,
     )
     assert done.stdout == shown
@@ -187,7 +188,7 @@ def test_a_stuck_errand_keeps_nobody_for_long_and_nothing_is_forgotten(
     go_on, done, tries = threading.Event(), list[str](), iter([None, 0.01, 0.01, None, None])
 
     def stuck() -> None:
-        go_on.wait(60)
+        go_on.wait(scaled(60))
         done.append("stuck")
 
     def failing() -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from patience import scaled
 
 from kempner.run.output import logs
 from kempner.run.process.helper_thread import PAUSE, TRIES, keep_running
@@ -19,7 +20,7 @@ def test_work_that_fails_is_told_of_and_begins_again(capfd: pytest.CaptureFixtur
         if len(done) < 3:
             raise OSError(12, "Cannot allocate memory")
 
-    keep_running("job", work, paused.append).join(10)
+    keep_running("job", work, paused.append).join(scaled(10))
     assert done == [0, 1, 2]
     assert paused == [PAUSE, PAUSE]
     said = capfd.readouterr().err
@@ -41,7 +42,7 @@ def test_a_machine_without_room_for_a_thread_is_waited_for(
     monkeypatch.setattr(threading.Thread, "start", start)
     ran = threading.Event()
     keep_running("job", ran.set, lambda _: None)
-    assert ran.wait(10)
+    assert ran.wait(scaled(10))
     failures += [1] * TRIES
     with pytest.raises(RuntimeError):
         keep_running("job", ran.set, lambda _: None)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import wait_until
+from patience import scaled
 
 import kempner.run.record.lease
 from kempner.run.process.exit_codes import UsageError
@@ -139,7 +140,7 @@ def test_of_many_that_find_a_dead_one_a_single_one_takes_over(
         """All have seen the same dead owner before the first of them takes its place."""
         if threading.get_ident() not in seen:
             seen.add(threading.get_ident())
-            together.wait(60)
+            together.wait(scaled(60))
         return create(path, me)
 
     monkeypatch.setattr(kempner.run.record.lease, "_create", create_together)

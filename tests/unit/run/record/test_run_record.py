@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from patience import scaled
 
 from kempner.run.control.launch_env import Control, Launch
 from kempner.run.control.protocol import Secret
@@ -172,7 +173,7 @@ def test_a_directory_that_exists_before_it_is_seen_is_joined(tmp_path: Path) -> 
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(join_directory, entry)
         target.mkdir()
-        joining.result(30)
+        joining.result(scaled(30))
     assert entry.is_dir()
     with pytest.raises(FileNotFoundError):  # storage that is away: nothing is made in its place
         join_directory(tmp_path / "new" / "folder")
@@ -196,14 +197,14 @@ print("ready", flush=True)
 sys.stdin.readline()
 come = queue.SimpleQueue()
 inbox().react_with(come.put)
-for _ in range(int(sys.argv[1])): come.get(timeout=30)
+for _ in range(int(sys.argv[1])): come.get(timeout=float(sys.argv[2]))
 print([r.signal.name for r in inbox().received], flush=True)
 """
 
 
 def _listen(expected: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", _COUNT_SIGNALS, str(expected)],
+        [sys.executable, "-c", _COUNT_SIGNALS, str(expected), str(scaled(30))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -215,7 +216,7 @@ def _let_go_on(process: subprocess.Popen[str]) -> str:
     """What it prints from here on. It waits less long for a signal than we for its last word, so
     that it is the one to say what is missing.
     """
-    out, said = process.communicate("go\n", timeout=60)
+    out, said = process.communicate("go\n", timeout=scaled(60))
     assert process.returncode == 0, f"it ended with {process.returncode}: {out!r}\n{said}"
     return out
 
@@ -247,7 +248,7 @@ gc.collect()
 def test_signals_that_come_all_at_once_leave_the_memory_alone() -> None:
     """The kernel stacks them up, on a stack that has an end."""
     done = subprocess.run(
-        [sys.executable, "-c", _ALL_AT_ONCE], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", _ALL_AT_ONCE], capture_output=True, text=True, timeout=scaled(60)
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -290,7 +291,7 @@ def test_a_lone_rank_leaves_even_from_native_code_and_one_with_peers_waits(
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=25)
+    out, _ = process.communicate(timeout=scaled(25))
     assert process.returncode == status
     assert words in out
 
@@ -328,4 +329,4 @@ def test_a_rank_is_told_when_its_supervisor_is_killed(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
 
-    assert select.select([watch], [], [], 20)[0], "the rank outlived its supervisor"
+    assert select.select([watch], [], [], scaled(20))[0], "the rank outlived its supervisor"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import wait_until
+from patience import scaled
 
 from kempner.run.control.protocol import Alive
 from kempner.run.control.transport import MessageFile
@@ -45,7 +46,7 @@ def test_a_full_disk_is_waited_for_at_the_start(small_disk: Path, patient: Stora
         wait_until(lambda: "No space left" in patient.waiting_for, "it to wait")
         assert not begun.done()
         ballast.unlink()
-        lease, attempt = begun.result(30)
+        lease, attempt = begun.result(scaled(30))
     lease.release()
     assert attempt.number == 1
     assert look(run.supervisors).number == 1  # type: ignore[union-attr]
@@ -136,7 +137,7 @@ def test_a_helper_thread_that_fails_says_so_and_goes_on(
 
     thread = helper.helper_thread(work, "control")
     thread.start()
-    thread.join(30)
+    thread.join(scaled(30))
     assert done.is_set()
     assert capsys.readouterr().err.count("the thread 'control' failed and begins again") == 2
 

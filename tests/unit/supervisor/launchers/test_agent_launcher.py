@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import wait_until
+from harness import python_script, wait_until
 
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
@@ -30,7 +30,7 @@ from kempner.supervisor.nodes import srun_probe
 from kempner.supervisor.nodes.probe import ProbeQuestion
 from kempner.supervisor.policy.outcome import RankExit
 
-FAKE_SRUN = f"""#!{sys.executable} -S
+FAKE_SRUN = """
 import os, signal, subprocess, sys, time
 words = sys.argv[1:]
 options = []
@@ -39,22 +39,22 @@ while words[0].startswith("-"):
 nodes = next(o for o in options if o.startswith("--nodelist="))[11:].split(",")
 silent = open("silent").read().split() if os.path.exists("silent") else []
 size = len(nodes)
-common = {{**os.environ, "SLURM_STEP_NUM_TASKS": str(size), "SLURM_LOCALID": "0"}}
-common["SLURM_STEP_TASKS_PER_NODE"] = f"1(x{{size}})"
+common = {**os.environ, "SLURM_STEP_NUM_TASKS": str(size), "SLURM_LOCALID": "0"}
+common["SLURM_STEP_TASKS_PER_NODE"] = f"1(x{size})"
 cut_off = open("cut off").read().split() if os.path.exists("cut off") else []
-tasks = {{
+tasks = {
     subprocess.Popen(
         words,
-        env={{
+        env={
             **common,
             "SLURMD_NODENAME": node,
             "SLURM_PROCID": str(task),
             "SLURM_NODEID": str(task),
-            **({{"KEMPNER_AGENTS_PORT": "1"}} if node in cut_off else {{}}),
-        }},
+            **({"KEMPNER_AGENTS_PORT": "1"} if node in cut_off else {}),
+        },
     ): (node, task)
     for task, node in enumerate(nodes) if node not in silent
-}}
+}
 signal.signal(signal.SIGTERM, lambda *_: [process.kill() for process in tasks])
 while tasks:
     process = next((process for process in tasks if process.poll() is not None), None)
@@ -63,7 +63,7 @@ while tasks:
         continue
     node, task = tasks.pop(process)
     if process.returncode == -9:
-        print(f"srun: error: {{node}}: task {{task}}: Killed", file=sys.stderr, flush=True)
+        print(f"srun: error: {node}: task {task}: Killed", file=sys.stderr, flush=True)
 """
 
 NODES = ("node1", "node2", "node3")
@@ -125,7 +125,10 @@ class Job:
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     """Two nodes and a spare one; each rank writes down its process, and waits for SIGTERM."""
-    for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/bin/sh\nexit 1\n")):
+    for name, text in (
+        ("srun", python_script(FAKE_SRUN, "-S")),
+        ("scontrol", "#!/bin/sh\nexit 1\n"),
+    ):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.chdir(tmp_path)

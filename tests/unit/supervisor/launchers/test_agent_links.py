@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness import wait_until
+from patience import scaled
 
 from kempner.cluster.world import OF_AGENT
 from kempner.run.control.protocol import Secret
@@ -163,7 +164,7 @@ def test_ranks_are_forked_with_their_place_and_their_ends_are_told(
     place.start(1, 2)
     wait_until(lambda: place.statuses() == {0: 40, 1: 41}, "both have ended", 30)
     place.fleet.close()
-    assert agent.wait(10) == 0
+    assert agent.wait(scaled(10)) == 0
 
 
 def test_what_happens_while_the_link_is_broken_is_told_once_it_is_back(

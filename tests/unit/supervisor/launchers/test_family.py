@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import scaled
 
 from kempner.run.control.launch_env import Control, Launch
 from kempner.run.control.protocol import Secret
@@ -40,7 +41,7 @@ def test_the_first_process_of_a_container_ends_no_orphans_of_others() -> None:
     launch = Launch(Attempt(1, "abcd"), Control("127.0.0.1", 20_000, Secret.new()))
     inside = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", AS_INIT]
     environ = {**os.environ, **launch.environment()}
-    done = subprocess.run(inside, env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(inside, env=environ, capture_output=True, text=True, timeout=scaled(100))
     assert done.stdout == "-9 None\n", done.stderr
 
 
@@ -73,5 +74,5 @@ print(family.stops())
 
 def test_the_program_in_a_wrapper_is_known_before_the_wrapper_ends() -> None:
     asked = [sys.executable, "-c", ASKED, TRAPS]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=scaled(100))
     assert done.stdout == "True True\nFalse True\n-15 True\nFalse\n", done.stderr

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from harness import drills, wait_until
+from patience import scaled
 
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.children import ChildRank, Children
@@ -258,7 +259,7 @@ def test_a_stop_need_not_wait_for_the_imports(tmp_path: Path, server: Any) -> No
     waiting.start()
     wait_until(lambda: forks._running.waited_for, "the order to be sent")
     forks.give_up_orders()
-    waiting.join(20)
+    waiting.join(scaled(20))
     assert refused == ["the fork server has ended"]
 
 

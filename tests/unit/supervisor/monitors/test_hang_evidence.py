@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from harness import wait_until
+from patience import scaled
 
 from kempner.cluster.network.tcp_stalls import stalled_connections, unanswered_calls
 from kempner.run.control.protocol import DumpStacks, FromSupervisor, Phase, Report
@@ -64,7 +65,7 @@ def test_the_kill_waits_for_ranks_and_for_nodes_that_have_not_answered(
     go_on = threading.Event()
 
     def look(node: str, pids: Sequence[int]) -> list[str]:
-        assert (node, pids, go_on.wait(60)) == ("elsewhere", [10], True)
+        assert (node, pids, go_on.wait(scaled(60))) == ("elsewhere", [10], True)
         return []
 
     told: list[FromSupervisor] = []

@@ -10,6 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+from patience import scaled
 
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError, SlurmRefusedError, SlurmSilentError
@@ -54,7 +55,7 @@ def seen(monitor: JobMonitor, enough: Callable[[JobSeen], bool] = lambda told: T
     posted: SimpleQueue[JobSeen] = SimpleQueue()
     monitor.watch(posted.put)
     try:
-        while not enough(told := posted.get(timeout=20)):
+        while not enough(told := posted.get(timeout=scaled(20))):
             monitor.look()
         return told
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import wait_until
+from patience import scaled
 
 from kempner.config.profiling import ProfilingSection
 from kempner.run.record.profile_request import ProfileAnswer, ProfileMail
@@ -41,7 +42,7 @@ def make(profiler: Profiler, first: int, last: int) -> None:
         torch.ones(4, 4).matmul(torch.ones(4, 4))
         profiler.end(step)
         if profiler._writer is not None:
-            profiler._writer.join(60)
+            profiler._writer.join(scaled(60))
 
 
 def traced(path: Path) -> list[dict[str, Any]]:
@@ -111,7 +112,7 @@ def test_storage_that_hangs_holds_up_no_step(
     released = threading.Event()
     finish = Profiler._finish
     monkeypatch.setattr(
-        Profiler, "_finish", lambda *arguments: released.wait(60) and finish(*arguments)
+        Profiler, "_finish", lambda *arguments: released.wait(scaled(60)) and finish(*arguments)
     )
     monkeypatch.setattr(module, "LAST_WAIT", 0.01)
     with profiler_of(run, ProfilingSection(steps=[1, 3], length=1)) as profiler:
@@ -121,5 +122,5 @@ def test_storage_that_hangs_holds_up_no_step(
     assert not run.profiles.exists()
     released.set()
     assert profiler._writer is not None
-    profiler._writer.join(60)
+    profiler._writer.join(scaled(60))
     assert [path.name for path in run.profiles.iterdir()] == ["step-00000001-rank-00000.json.gz"]

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from patience import scaled
 
 from kempner.run.process.signals import Received
 from kempner.run.process.stop_reason import StopReason, reason_of_signal
@@ -156,7 +157,7 @@ def test_a_connected_rank_says_why_it_leaves_and_leaves_once(
     shutdown = ShutdownHandler()
     shutdown.connect(lambda sentence: said.append((sentence, threading.current_thread().name)))
     shutdown.stop(StopReason.TIME_LIMIT, 30.0, "Slurm sent a warning")
-    assert left.wait(20)
+    assert left.wait(scaled(20))
     shutdown.stop(StopReason.CANCEL)
     shutdown._signalled(Received(signal.SIGTERM, time.monotonic()))
     assert said == [

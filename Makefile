@@ -9,9 +9,14 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 UV := build/uv/bin/uv --no-python-downloads
 # The first release of each, which is the strictest; 3.11.2 is Debian 12's.
 LOCKED_PYTHONS := 3.11.0 3.11.2 3.12.0 3.13.0 3.14.0
-SHARED_OUT := --dist=loadfile --no-loadscope-reorder --durations=8
+# A file's tests stay together: they share what is dear to make.
+TOGETHER := --dist=loadfile --no-loadscope-reorder --durations=8
+CLUSTERS := $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
+NEWER_SLURMS := 24.11 26.05
+PARTS := tests/unit $(sort $(wildcard tests/d*/*/) $(wildcard tests/slurm/*/))
 
-.PHONY: install demo lock resolve test test-slurm test-rest drills planted walk lint docs clean
+.PHONY: install demo lock resolve test check long pytest pytest-slurm pytest-others newer-slurms \
+	planted walk lint docs clean
 
 install: $(READY)
 
@@ -23,25 +28,41 @@ demo: $(INSTALLED)
 	$(BIN)/kempner sample runs/debug --prompt "The " --seed 0
 	$(BIN)/python scripts/demo/report.py configs/train/debug.toml
 
-# The tests on a real Slurm mostly wait for it, so they run beside the others, on three clusters. A
-# file's tests stay together: they share what is dear to make. Long ones come first.
+# Ten minutes on two cores: every promise, by few tests (tests/lengths.py says which).
 test: $(READY)
-	$(MAKE) --jobs=2 --output-sync=target test-slurm test-rest
+	$(MAKE) pytest OPTIONS=--chosen
 
-test-slurm: $(READY)
-	$(BIN)/python -m pytest tests/slurm --numprocesses=3 $(SHARED_OUT)
+# Half an hour: all but the drills; then the main tests of Slurm on each newer version.
+check: $(READY)
+	$(MAKE) pytest
+	$(MAKE) newer-slurms
 
-test-rest: $(READY)
-	$(BIN)/python -m pytest --ignore=tests/slurm --numprocesses=2 $(SHARED_OUT)
-
-# All of what `make test` does a part of: kills, power loss, damage, lost nodes, storage that fails.
-# Hours on two cores; as root, or the full disks and the cluster are left out. What happened is in
-# docs/drills.jsonl, and the table of storage faults in docs/storage_faults.md.
-drills: $(READY)
-	rm -f docs/drills.jsonl
-	KEMPNER_DRILLS=all KEMPNER_DRILLS_RECORD=docs/drills.jsonl \
-		$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --timeout=1200
+# Hours: what the others do a part of: kills, power loss, damage, lost nodes, storage that fails; as
+# root, or the full disks and the cluster are left out. By parts: what has passed at this commit is
+# not done again. What happened is in docs/drills.jsonl, and in the table of storage faults.
+long: $(READY)
+	mkdir -p build
+	for part in $(PARTS); do \
+		KEMPNER_DRILLS=all KEMPNER_DRILLS_RECORD=docs/drills.jsonl \
+			$(BIN)/python -m pytest $$part $(TOGETHER) --passed=build/long.jsonl --timeout=1200 \
+			|| test $$? -eq 5 || exit 1; \
+	done
 	$(BIN)/python scripts/docs/storage_fault_page.py
+
+# The tests on a real Slurm mostly wait for it, so they run beside the others.
+pytest: $(READY)
+	$(MAKE) --jobs=2 --output-sync=target pytest-slurm pytest-others
+
+pytest-slurm: $(READY)
+	$(BIN)/python -m pytest tests/slurm --numprocesses=$(CLUSTERS) $(TOGETHER) $(OPTIONS)
+
+pytest-others: $(READY)
+	$(BIN)/python -m pytest --ignore=tests/slurm --numprocesses=auto $(TOGETHER) $(OPTIONS)
+
+newer-slurms: $(addprefix pytest-slurm-,$(NEWER_SLURMS))
+
+pytest-slurm-%: $(READY)
+	$(BIN)/python -m pytest tests/slurm --slurm=$* --numprocesses=$(CLUSTERS) $(TOGETHER) $(OPTIONS)
 
 # Do the tests notice bugs? A hundred are planted, one after the other: tests/planted/run.py.
 planted: $(READY)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import cost
+import lengths
 import patience
 import promises_kept
 import pytest
@@ -42,11 +43,16 @@ settings.register_profile("kempner", derandomize=True, deadline=None)
 settings.load_profile("kempner")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    lengths.add_options(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     patience.slowness()  # before there are workers: they have what is measured here
     ending.mark(config)
     promises_kept.watch(config)
     cost.watch(config)
+    lengths.watch(config)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -83,8 +89,8 @@ def pytest_runtest_teardown() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`make test` leaves out what is marked as a drill; `make drills` does only these, and all of
-    `tests/drills`, of which `make test` does a part of each.
+    """`make check` leaves out what is marked as a drill; `make long` does only these, and all of
+    `tests/drills`, of which `make check` does a part of each.
     """
     drills = {
         item

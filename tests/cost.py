@@ -1,4 +1,4 @@
-"""What each test costs, as a line of JSON each: KEMPNER_TEST_COSTS=FILE make test.
+"""What each test costs, as a line of JSON each: KEMPNER_TEST_COSTS=FILE make check.
 
 Its seconds, the CPU seconds of this process and of all below it, dead or alive (also the nodes of
 the lab's cluster), and how many ranks were started. Fixtures count for the test that needed them

@@ -7,7 +7,7 @@ import os
 import time
 
 ALL = os.environ.get("KEMPNER_DRILLS") == "all"
-"""Everything (`make drills`), or a subset with a fixed seed that fits beside the other tests."""
+"""Everything (`make long`), or a subset with a fixed seed that fits beside the other tests."""
 
 SEED = int(os.environ.get("KEMPNER_DRILLS_SEED", "20"))
 

@@ -72,7 +72,7 @@ interval = 10
 
 
 def drills(*cases: Any) -> list[Any]:
-    """Cases of a parametrized test that only `make drills` takes; `make test` has the others."""
+    """Cases of a parametrized test that only `make long` takes; `make check` has the others."""
     rows = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*row, marks=pytest.mark.drill) for row in rows]
 

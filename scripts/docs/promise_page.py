@@ -67,7 +67,7 @@ def held_by(entry: Mapping[str, Any]) -> str:
     """Its tests, each a link to its file, and what is missing."""
     parts = [link(test) for test in entry.get("tests", ())]
     if entry.get("drill"):
-        parts.append("(only `make drills` runs it)")
+        parts.append("(only `make long` runs it)")
     if "open" in entry:
         parts.append(f"**Open:** {cell(entry['open'])}")
     if "out_of_scope" in entry:

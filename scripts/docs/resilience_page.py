@@ -23,7 +23,7 @@ HEAD = """\
 
 What can happen to a run, what kempner does about it, and what it costs. Each row names tests that \
 make it happen: real signals, real processes, a real Slurm, real errors of a file system. `make \
-test` runs them before every change, and `make drills` the longest; their record is \
+check` runs them before every change, and `make long` the longest; their record is \
 [drills.jsonl](drills.jsonl).
 
 Two rules are behind all of it. A stop that leaves time for a checkpoint loses no step. A crash \
@@ -55,7 +55,7 @@ def row(entry: Mapping[str, Any]) -> str:
     """A fault, and its tests: their names are sentences."""
     tests = "<br>".join(link(test) for test in entry["tests"])
     if entry.get("drill"):
-        tests += " (in `make drills`)"
+        tests += " (in `make long`)"
     told = " | ".join(cell(entry[key]) for key in ("fault", "answer", "costs"))
     return f"| {told} | {tests} |"
 

@@ -19,7 +19,7 @@ Cell = Mapping[str, Any]
 WHENS = ("start", "load", "step", "save", "stop", "requeue")
 
 HEAD = """\
-<!-- Made from drills.jsonl by scripts/docs/storage_fault_page.py, after `make drills`. -->
+<!-- Made from drills.jsonl by scripts/docs/storage_fault_page.py, after `make long`. -->
 # Storage that misbehaves
 
 A run on a file system of the tests' own, which fails where and when a test says so: \

@@ -29,7 +29,7 @@ HOW = 3
 """The place of how among a cell's values."""
 
 FEW = 20
-"""Cells in `make test`."""
+"""Cells in `make check`."""
 
 _OPERATORS_MISTAKES = ((EMPTY, START), ("EACCES", START))
 
@@ -196,7 +196,7 @@ def triples_with_how(cell: Cell) -> frozenset[Tuple]:
 
 
 def few() -> list[Cell]:
-    """What `make test` has: all pairs of kinds, and then what has the most new pairs of values."""
+    """What `make check` has: all pairs of kinds, and then what has the most new pairs of values."""
     chosen = covering(cells(), pairs_of_kinds)
     while len(chosen) < FEW:
         seen = frozenset().union(*(tuples_of(values(cell), 2) for cell in chosen))
@@ -205,5 +205,5 @@ def few() -> list[Cell]:
 
 
 def many() -> list[Cell]:
-    """What `make drills` has."""
+    """What `make long` has."""
     return covering(cells(), triples_with_how)

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT
+from lengths import commit
 from versions import root_of, told_version
 
 OUTCOMES = ("passed", "skipped", "failed")
@@ -54,21 +53,6 @@ class Record:
         }
         with open(self.file, "a") as out:  # one short write: workers do not mix their lines
             out.write(json.dumps(line) + "\n")
-
-
-def commit() -> str:
-    """That of the tests, with a plus sign where files differ from it."""
-    git = [
-        "git",
-        "-C",
-        str(ROOT),
-        "describe",
-        "--always",
-        "--abbrev=10",
-        "--dirty=+",
-        "--exclude=*",
-    ]
-    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def machine() -> str:

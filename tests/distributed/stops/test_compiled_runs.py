@@ -1,6 +1,6 @@
 """A compiled run, stopped and killed, is the run that was never disturbed, and compiles once.
 
-`make test` has the graph without its kernels: tests/unit/model/test_compilation.py.
+`make check` has the graph without its kernels: tests/unit/model/test_compilation.py.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def test_a_stop_by_channel_alone_is_enough(run: Run) -> None:
 
 @pytest.mark.drill
 def test_ranks_stopped_before_they_know_each_other_say_so(run: Run) -> None:
-    """`make test` stops ranks before their first step in ../stops/test_stop_and_resume.py."""
+    """`make check` stops ranks before their first step in ../stops/test_stop_and_resume.py."""
     job = run.start(ELSEWHERE, LONG, spare=True)
     log = run.record.supervisor_log(1)
     wait_until(

@@ -69,7 +69,7 @@ def test_hangs_are_noticed_named_and_healed(run: Run) -> None:
 def test_hangs_elsewhere_are_healed(
     run: Run, reference: Run, faults: Mapping[str, str | None]
 ) -> None:
-    """Of `make test` the one above is a part: here ranks hang elsewhere, and the losses are those
+    """Of `make check` the one above is a part: here ranks hang elsewhere, and the losses are those
     of a run in which none did.
     """
     evaluation = ("--eval.interval=30", f'--eval.dataset_path="{run.data}"', "--eval.max_batches=2")

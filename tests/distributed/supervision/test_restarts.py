@@ -23,7 +23,7 @@ def kill_once_ready(run: Run, job: Job, attempt: int, rank: int) -> None:
 
 @pytest.mark.drill
 def test_a_run_whose_ranks_die_again_and_again_is_given_up(run: Run) -> None:
-    """Of `make test` the next one is a part: there they die twice, and always at the same step."""
+    """Of `make check` the next one is a part: there they die twice, and always at the same step."""
     job = run.supervise(
         2, "--supervise.max_restarts_without_progress=2", "--checkpoint.interval=1000"
     )
@@ -80,7 +80,7 @@ def test_a_run_that_always_dies_at_the_same_step_is_given_up_for_good(
 def test_a_run_that_saves_something_each_time_is_never_given_up(
     run: Run, undisturbed: Callable[..., Run]
 ) -> None:
-    """`make test` has it of six kills: tests/drills/runs/test_kills_and_restarts.py."""
+    """`make check` has it of six kills: tests/drills/runs/test_kills_and_restarts.py."""
     options = ("--supervise.max_restarts_without_progress=1", "--train.max_steps=60")
     job = run.supervise(1, *options)
     for attempt, commits in ((1, 1), (2, 2), (3, 3)):
@@ -128,7 +128,7 @@ def test_a_wrong_configuration_leaves_no_mark(run: Run) -> None:
 
 @pytest.mark.drill
 def test_a_stop_during_a_restart_is_a_stop(run: Run) -> None:
-    """`make test` has it in a simulated world: tests/drills/runs/test_simulated_world.py."""
+    """`make check` has it in a simulated world: tests/drills/runs/test_simulated_world.py."""
     job = run.supervise(2, "--train.max_steps=100000")
     wait_until(lambda: run.committed(), "a commit", job=job)
     os.kill(run.ready_pid(1, 1, job), signal.SIGKILL)

@@ -38,7 +38,7 @@ def test_a_rank_slowed_to_a_third_is_named(run: Run) -> None:
 
 @pytest.mark.drill
 def test_a_rank_that_gets_a_third_of_the_time_is_named(run: Run) -> None:
-    """Of `make test` the one above is a part: there the rank slows itself down."""
+    """Of `make check` the one above is a part: there the rank slows itself down."""
     job = run.supervise(3, *ENDLESS, "--model.dim=256", "--train.seq_len=128")
     victim = run.ready_pid(1, 2, job)
     turns = itertools.cycle([(signal.SIGSTOP, 0.4), (signal.SIGCONT, 0.2)])
@@ -59,7 +59,7 @@ def test_a_rank_that_gets_a_third_of_the_time_is_named(run: Run) -> None:
 
 @pytest.mark.drill
 def test_a_uniformly_slow_run_has_no_straggler(run: Run) -> None:
-    """`make test` has a part of it: tests/unit/supervisor/monitors/test_straggler.py."""
+    """`make check` has a part of it: tests/unit/supervisor/monitors/test_straggler.py."""
     slow = ";".join(f"slow rank {rank} by 3 from step 600" for rank in range(3))
     job = run.supervise(3, *ENDLESS, KEMPNER_FAULTS=slow)
     wait_until(lambda: run.events("slow_down"), "the run is called slow", 280, job)

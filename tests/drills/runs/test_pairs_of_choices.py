@@ -65,7 +65,7 @@ IN_ALL = (
     "--model.vocab_multiple=2",
 )
 PARTS = 5
-"""Combinations that `make test` takes; `make drills` takes them all."""
+"""Combinations that `make check` takes; `make long` takes them all."""
 
 
 def combinations() -> list[dict[str, str]]:

@@ -61,7 +61,7 @@ def assert_it_goes_on(run: Run, reference: Run, job: Job, folder: CheckpointFold
 
 @pytest.mark.drill
 def test_a_full_disk_on_two_ranks(run: Run, reference: Run, small_disk: Path) -> None:
-    """`make test` has the next one, and the same of one rank: distributed/saves/test_commits.py."""
+    """`make check` has the next one; of one rank: distributed/saves/test_commits.py."""
     folder = CheckpointFolder(small_disk / "checkpoints")
     job = run.supervise(WORLD, f'--checkpoint.dir="{folder.path}"', *ENDLESS)
     wait_until(lambda: len(folder.committed()) > 1, "two commits", job=job)

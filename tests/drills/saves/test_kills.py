@@ -2,7 +2,7 @@
 
 Distinct is a call by its name, the rank that makes it, and what it works on. Each attempt of one
 long run is killed at the next of them, so that every start is also the resume after a kill.
-`make test` kills ranks in the parts of a save (tests/drills/runs/test_kills_and_restarts.py), and
+`make check` kills ranks in the parts of a save (tests/drills/runs/test_kills_and_restarts.py), and
 looks at what is left on the disk before and after each call (test_power_loss.py).
 """
 

@@ -1,6 +1,6 @@
 """SIGTERM at random moments of a save, with loader workers: the checkpoint is committed.
 
-`make test` has a stop in a save: tests/distributed/stops/test_stop_and_resume.py.
+`make check` has a stop in a save: tests/distributed/stops/test_stop_and_resume.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SIGKILL of a rank at moments of every kind, over eight nodes: healed within one job.
 
-Eight ranks start fifty times; `make test` has a kill of each kind on one machine, in
+Eight ranks start fifty times; `make check` has a kill of each kind on one machine, in
 tests/drills/runs/test_kills_and_restarts.py.
 """
 

@@ -1,6 +1,6 @@
 """A node crashes, or loses its power: the run goes on without it, long before Slurm has noticed.
 
-`make test` has one of each way to go on that Slurm has a part in; `make drills` has the others.
+`make check` has one of each way to go on that Slurm has a part in; `make long` has the others.
 """
 
 from __future__ import annotations

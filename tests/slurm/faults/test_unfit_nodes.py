@@ -37,8 +37,8 @@ def test_where_nothing_can_take_its_place_the_job_goes_on_elsewhere(
 ) -> None:
     """Rather than fail there for the last time.
 
-    `make test` has it of a lost node, in test_lost_nodes.py; whom repeated failures make suspect is
-    in tests/unit/supervisor/nodes/test_exclusion.py.
+    `make check` has it of a lost node, in test_lost_nodes.py; whom repeated failures make suspect
+    is in tests/unit/supervisor/nodes/test_exclusion.py.
     """
     faults = "kill rank 1 at step 3 attempt 1; kill rank 1 at step 4 attempt 2"
     job = project.train(

@@ -31,7 +31,7 @@ def test_eight_nodes_train_the_7b_configuration_made_tiny(project: Project, corp
 def test_eight_nodes_lose_what_eight_local_ranks_lose(
     project: Project, reference: Run, corpus: Path
 ) -> None:
-    """`make test` compares two nodes with two local ranks: tests/slurm/stops."""
+    """`make check` compares two nodes with two local ranks: tests/slurm/stops."""
     data = [f"--data.dataset_path={corpus}", f"--eval.dataset_path={corpus}"]
     job = project.submit(
         "multinode.sh", "configs/train/7b.toml", *TINY_OF_7B, *data,
@@ -51,7 +51,7 @@ def test_eight_nodes_lose_what_eight_local_ranks_lose(
 def test_a_warned_job_comes_back_and_goes_on(project: Project, reference: Run) -> None:
     """What --signal=B:SIGTERM@120 does, at a moment of our choosing.
 
-    `make test` has it in tests/slurm/stops, and with the other scripts in test_other_launchers.py.
+    `make check` has it in tests/slurm/stops, and with the other scripts in test_other_launchers.py.
     """
     job = project.train("--train.max_steps=40")
     project.reach(job, 5)
@@ -70,7 +70,7 @@ def test_a_warned_job_comes_back_and_goes_on(project: Project, reference: Run) -
 @pytest.mark.drill
 @pytest.mark.timeout(1200)
 def test_eight_nodes_of_four_ranks_each_are_warned_and_lose_a_rank(project: Project) -> None:
-    """`make test` has both with fewer ranks: tests/slurm/stops and tests/slurm/faults."""
+    """`make check` has both with fewer ranks: tests/slurm/stops and tests/slurm/faults."""
     steps, batch = 40, 32
     job = project.train(
         f"--train.max_steps={steps}",

@@ -73,7 +73,7 @@ def test_a_warned_job_comes_back(project: Project, undisturbed: Run, script: str
     ],
 )
 def test_a_preempted_job_comes_back(project: Project, script: str, grace: int, ended: str) -> None:
-    """`make test` has it of multinode.sh: tests/slurm/stops/test_preemption.py."""
+    """`make check` has it of multinode.sh: tests/slurm/stops/test_preemption.py."""
     project.cluster.configure(grace=grace)
     job = start(project, script, "--train.max_steps=400")
     preemptor = project.cluster.preempt(job, seconds=1)

@@ -71,7 +71,7 @@ def network(cluster: Cluster, near: str, far: str) -> str:
 
 @pytest.mark.drill
 def test_a_node_off_the_fabric_is_named_in_the_jobs_log(project: Project, cluster: Cluster) -> None:
-    """`make test` has what every rank says of it: test_meeting.py."""
+    """`make check` has what every rank says of it: test_meeting.py."""
     cluster.cut("node2", "ib0", "admin")
     job = project.train()
     project.end(job, "FAILED")

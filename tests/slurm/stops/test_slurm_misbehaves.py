@@ -1,8 +1,8 @@
 """A Slurm that answers late, wrongly or not at all: every job ends as with one that is well.
 
 Of every ten calls of a command three go wrong (`misbehaving.py`), the accounting database is down
-throughout, and the controller is away for a while at the worst moments: `make test` has one of
-them, `make drills` has all, for three minutes each.
+throughout, and the controller is away for a while at the worst moments: `make check` has one of
+them, `make long` has all, for three minutes each.
 """
 
 from __future__ import annotations

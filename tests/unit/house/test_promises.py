@@ -88,8 +88,12 @@ THERE = Collected({"a.py::test_often", "a.py::test_in_part_a_drill"}, {"a.py::te
         (["test_in_part_a_drill"], False, ""),
         (["test_drill"], True, ""),
         (["test_often", "test_gone"], False, "pytest does not find a.py::test_gone"),
-        (["test_drill"], False, "`make test` runs none of its tests; say `drill = true`"),
-        (["test_often", "test_drill"], True, "`make test` runs a test of it, so leave `drill` out"),
+        (["test_drill"], False, "`make check` runs none of its tests; say `drill = true`"),
+        (
+            ["test_often", "test_drill"],
+            True,
+            "`make check` runs a test of it, so leave `drill` out",
+        ),
     ],
 )
 def test_what_is_wrong_with_the_tests_of_a_promise(

@@ -1,6 +1,6 @@
 """The agent launcher over two "nodes" of this machine, with a srun of our own.
 
-`make test` has it on a real Slurm: tests/slurm/faults/test_agents.py.
+`make check` has it on a real Slurm: tests/slurm/faults/test_agents.py.
 """
 
 from __future__ import annotations

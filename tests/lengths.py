@@ -1,0 +1,277 @@
+"""Which tests `make test` runs, in which order, and until when.
+
+    python tests/lengths.py [COSTS.jsonl]
+
+chooses anew and writes `chosen.txt`; with a file that `cost.py` wrote, the costs are taken from it
+first, and `costs.json` is written, too.
+
+`make test` runs every test that is cheap, and of the dear ones as few as exercise every promise of
+docs/promises.toml: on ranks or on the real Slurm, where the promise has such a test. `make check`
+runs all, and `make long` the drills.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from promises_kept import NO_TIME, Promise, function_of, read_promises
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+COSTS = TESTS / "costs.json"
+CHOSEN = TESTS / "chosen.txt"
+
+CHEAP = (1.0, 3.0)
+"""CPU seconds and seconds below which a test, all of its cases together, is always run."""
+
+WAITING = 1 / 6
+"""What a second costs that a test only waits, in CPU seconds: others run meanwhile."""
+
+ON_RANKS = ("tests/distributed/", "tests/slurm/", "tests/drills/")
+
+NEAREST_SECONDS = 600.0
+"""How long, by the costs, the tests nearest to a change may take that are run whatever the time."""
+
+Cost = tuple[float, float]
+"""CPU seconds and seconds of a test function, all of its cases together."""
+
+
+# Choosing
+
+
+def choose(promises: Sequence[Promise], costs: Mapping[str, Cost]) -> list[str]:
+    """The dear tests that `make test` runs, sorted: a small set that exercises every promise.
+
+    A greedy weighted set cover, after which every test is dropped that the others make superfluous.
+    A test without a cost is cheap, and so always run.
+    """
+    wanted = [want for entry in promises if (want := witnesses(entry))]
+    missing = [want for want in wanted if want <= costs.keys()]
+    chosen: set[str] = set()
+    while left := [want for want in missing if not want & chosen]:
+        serves = Counter(test for want in left for test in want)
+        chosen.add(min(serves, key=lambda test: (_price(costs[test]) / serves[test], test)))
+    for test in sorted(chosen, key=lambda test: (-_price(costs[test]), test)):
+        if all(want & (chosen - {test}) for want in missing):
+            chosen.remove(test)
+    return sorted(chosen)
+
+
+def witnesses(entry: Promise) -> frozenset[str]:
+    """The tests of which one must run: those on ranks or on Slurm, if the promise has any."""
+    tests = [] if entry.get("drill") else entry.get("tests", [])
+    return frozenset([test for test in tests if test.startswith(ON_RANKS)] or tests)
+
+
+def _price(cost: Cost) -> float:
+    cpu, seconds = cost
+    return cpu + WAITING * seconds
+
+
+def dear(lines: Iterable[Mapping[str, Any]]) -> dict[str, Cost]:
+    """The costs of the tests that are not cheap, from the lines that `cost.py` wrote."""
+    sums: dict[str, Cost] = {}
+    for line in lines:
+        cpu, seconds = sums.get(test := function_of(line["test"]), (0.0, 0.0))
+        sums[test] = (cpu + line["cpu"], seconds + line["seconds"])
+    return {
+        test: (round(cpu, 1), round(seconds, 1))
+        for test, (cpu, seconds) in sorted(sums.items())
+        if cpu >= CHEAP[0] or seconds >= CHEAP[1]
+    }
+
+
+def read_costs() -> dict[str, Cost]:
+    """The dear tests with what they cost when they were measured."""
+    tests = json.loads(COSTS.read_text())["tests"]
+    return {test: (cpu, seconds) for test, (cpu, seconds) in tests.items()}
+
+
+def read_chosen() -> list[str]:
+    return CHOSEN.read_text().split()
+
+
+# The tests nearest to a change
+
+
+def nearest(changed: Collection[str], sources: Mapping[str, str]) -> list[str]:
+    """The test files that changed, then those that name a module that changed.
+
+    `changed` are paths from the root; `sources` is the text of every test file by its path.
+    """
+    modules = [
+        path.removesuffix(".py").replace("/", ".")
+        for path in sorted(changed)
+        if path.startswith("kempner/") and path.endswith(".py")
+    ]
+    imported = _imports_of(modules)
+    own = [path for path in sorted(sources) if path in changed]
+    return own + [
+        path for path in sorted(sources) if path not in changed and imported.search(sources[path])
+    ]
+
+
+def _imports_of(modules: Sequence[str]) -> re.Pattern[str]:
+    forms = [re.escape(module) for module in modules]
+    forms += [
+        rf"from {re.escape(package)} import [^\n]*\b{re.escape(name)}"
+        for package, _, name in (module.rpartition(".") for module in modules)
+    ]
+    return re.compile(rf"(?:{'|'.join(forms)})\b") if forms else re.compile(r"(?!)")
+
+
+def changed_since(base: str) -> list[str]:
+    """The paths that differ from a commit."""
+    command = ["git", "diff", "--name-only", base]
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=-1, text=True).stdout.split()
+
+
+# In pytest
+
+
+def add_options(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kempner")
+    group.addoption("--chosen", action="store_true", help="only the tests of `make test`")
+    group.addoption("--rest", action="store_true", help="only those that `make test` leaves out")
+    group.addoption("--nearest", metavar="COMMIT", help="what has changed since comes first")
+    group.addoption("--turn", type=int, default=0, help="begin with another file each time")
+    group.addoption("--until", type=float, help="begin no test after this time of the clock, in s")
+    group.addoption("--passed", metavar="FILE", help="leave out what this record says has passed")
+
+
+@dataclass(eq=False)  # a plugin is known by identity
+class Lengths:
+    """Leaves out, orders and ends the tests as the options say."""
+
+    config: pytest.Config
+    first: frozenset[str] = frozenset()
+    """The files nearest to the change, which are run whatever the time."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        option = self.config.option
+        if option.chosen or option.rest:
+            left_out = read_costs().keys() - set(read_chosen())
+            self._keep(items, lambda item: (function_of(item.nodeid) in left_out) == option.rest)
+        if passed := _passed(self.config):
+            self._keep(items, lambda item: _file(item.nodeid) not in passed)
+        files = sorted({_file(item.nodeid) for item in items})
+        turn = option.turn % len(files) if files else 0
+        place = {name: n for n, name in enumerate(files[turn:] + files[:turn])} if turn else {}
+        if option.nearest:
+            self.first = self._nearest(files)
+        key = lambda item: (_file(item.nodeid) not in self.first, place.get(_file(item.nodeid), 0))  # noqa: E731
+        items.sort(key=key)
+
+    def _keep(self, items: list[pytest.Item], wanted: Any) -> None:
+        self.config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+        items[:] = [item for item in items if wanted(item)]
+
+    def _nearest(self, files: Sequence[str]) -> frozenset[str]:
+        """As many of the nearest files as `NEAREST_SECONDS` have room for."""
+        sources = {name: (ROOT / name).read_text() for name in files}
+        seconds = Counter[str]()
+        for test, (_, wall) in read_costs().items():
+            seconds[_file(test)] += wall  # type: ignore[assignment]
+        found, left = [], NEAREST_SECONDS
+        for name in nearest(changed_since(self.config.option.nearest), sources):
+            left -= seconds[name]
+            if left < 0:
+                break
+            found.append(name)
+        return frozenset(found)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        until = self.config.option.until
+        if until and time.time() > until and _file(item.nodeid) not in self.first:
+            pytest.skip(NO_TIME)
+
+
+@dataclass(eq=False)  # a plugin is known by identity
+class Record:
+    """Sees the reports of all workers: says what there was no time for, and what has passed."""
+
+    config: pytest.Config
+    late: set[str] = field(default_factory=set)
+    bad: set[str] = field(default_factory=set)
+    seen: set[str] = field(default_factory=set)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = _file(report.nodeid)
+        self.seen.add(name)
+        if report.skipped and NO_TIME in str(report.longrepr):
+            self.late.add(name)
+        elif report.failed:
+            self.bad.add(name)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if self.config.option.passed and exitstatus in (0, 1):
+            with open(self.config.option.passed, "a") as record:
+                for name in sorted(self.seen - self.bad - self.late):
+                    line = {"file": name, "commit": commit(), "time": round(time.time())}
+                    record.write(json.dumps(line) + "\n")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.late:
+            terminalreporter.section("no time was left for")
+            terminalreporter.write_line("\n".join(sorted(self.late)))
+
+
+def watch(config: pytest.Config) -> None:
+    config.pluginmanager.register(Lengths(config), "lengths")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Record(config), "record")
+
+
+def _passed(config: pytest.Config) -> frozenset[str]:
+    """The files that a record says have passed at this commit."""
+    record = Path(config.option.passed or os.devnull)
+    lines = record.read_text().splitlines() if record.is_file() else []
+    now = commit() if lines else ""
+    return frozenset(line["file"] for line in map(json.loads, lines) if line["commit"] == now)
+
+
+def commit() -> str:
+    """The commit that is checked out, with a + where files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=-1, text=True).stdout.strip()
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def main(*measured: str) -> None:
+    for file in measured:
+        lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+        facts = {
+            "commit": commit(),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python "
+            f"{platform.python_version()}",
+            "command": "KEMPNER_TEST_COSTS=FILE make check",
+            "unit": "CPU seconds and seconds of all cases of a function; those of the cheap "
+            "functions are left out",
+            "all": [round(sum(line[key] for line in lines)) for key in ("cpu", "seconds")],
+        }
+        rows = (f"  {json.dumps(test)}: {json.dumps(cost)}" for test, cost in dear(lines).items())
+        head = json.dumps(facts, indent=1).removesuffix("\n}")
+        COSTS.write_text(f'{head},\n "tests": {{\n' + ",\n".join(rows) + "\n }\n}\n")
+    CHOSEN.write_text("\n".join(choose(read_promises(), read_costs())) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

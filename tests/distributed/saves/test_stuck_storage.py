@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from harness import Job, Run, drills, wait_until, write_tokens
+from patience import slowed
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -53,3 +54,27 @@ def test_a_reader_stuck_on_storage_does_not_keep_the_ranks_from_leaving(
     assert run.latest() == max(run.steps())
     assert [s for ids in run.samples().values() for s in ids] == list(range(8 * run.latest()))
     wait_until(lambda: not any(p.is_running() for p in ranks), "every process to be gone")
+
+
+def test_a_save_that_does_not_end_is_left_to_itself_at_the_deadline(run: Run) -> None:
+    """The commit asks which attempt is current, and the storage does not answer."""
+    endless = ("--train.max_steps=1000000", "--checkpoint.interval=100")
+    job = run.supervise(2, *endless, f"--supervise.stop_grace={slowed(6)}")
+    wait_until((run.checkpoints / "latest").exists, "a commit", job=job)
+    fifo = run.folder / "fifo"
+    os.mkfifo(fifo)
+    fifo.replace(run.record.attempts / "CURRENT")
+    wait_until(lambda: stuck_on(family(job)), "a commit that hangs", job=job)
+    kept = run.latest()
+    job.signal()
+    assert job.wait(30) == 75, job.output()
+    assert run.latest() == kept
+    assert "the save in flight did not finish in time" in job.output()
+    assert run.events("stopped")[-1]["lost_steps"] == max(run.steps()) - kept
+
+    job = run.supervise(2, *endless)
+    run.reach(max(run.steps()) + 1, job)
+    assert f"resumed at step {kept}," in job.output()
+    job.signal()
+    assert job.wait() == 75, job.output()
+    assert run.latest() == max(run.steps())

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 
 import pytest
-from harness import Run, wait_until
-from patience import slowed
-from test_stuck_storage import family, stuck_on
+from harness import Run
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -54,27 +51,3 @@ def test_a_restarted_run_knows_that_a_save_would_not_fit(
 
     run.complete(world, keep)
     assert run.steps() == undisturbed(world).steps()
-
-
-def test_a_save_that_does_not_end_is_left_to_itself_at_the_deadline(run: Run) -> None:
-    """The commit asks which attempt is current, and the storage does not answer."""
-    endless = ("--train.max_steps=1000000", "--checkpoint.interval=100")
-    job = run.supervise(2, *endless, f"--supervise.stop_grace={slowed(6)}")
-    wait_until((run.checkpoints / "latest").exists, "a commit", job=job)
-    fifo = run.folder / "fifo"
-    os.mkfifo(fifo)
-    fifo.replace(run.record.attempts / "CURRENT")
-    wait_until(lambda: stuck_on(family(job)), "a commit that hangs", job=job)
-    kept = run.latest()
-    job.signal()
-    assert job.wait(30) == 75, job.output()
-    assert run.latest() == kept
-    assert "the save in flight did not finish in time" in job.output()
-    assert run.events("stopped")[-1]["lost_steps"] == max(run.steps()) - kept
-
-    job = run.supervise(2, *endless)
-    run.reach(max(run.steps()) + 1, job)
-    assert f"resumed at step {kept}," in job.output()
-    job.signal()
-    assert job.wait() == 75, job.output()
-    assert run.latest() == max(run.steps())

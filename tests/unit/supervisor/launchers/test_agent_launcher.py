@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from harness import python_script, wait_until
+from patience import scaled
 
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
@@ -136,6 +137,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     monkeypatch.setattr(srun, "reachable_address", lambda *_: "127.0.0.1")
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # answers of nodes must not mix
+    monkeypatch.setattr(launcher, "COME_WITHIN", scaled(30.0))
     monkeypatch.setattr(srun_probe, "_PAUSE", 0.0)
     monkeypatch.setattr(srun_probe, "PROBE_WITHIN", 60.0)  # a busy machine loses no node
     script = tmp_path / "program.py"
@@ -259,7 +261,7 @@ def test_one_agent_that_does_not_connect_costs_one_start_its_forks(
     job.end()
     assert job.launcher.prepare_again([], {}) is None
     (job.folder / "cut off").unlink()
-    monkeypatch.setattr(launcher, "COME_WITHIN", 30.0)
+    monkeypatch.setattr(launcher, "COME_WITHIN", scaled(30.0))
     job.start()
     assert job.agent(0) != job.agent(1)
     job.end()

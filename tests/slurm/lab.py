@@ -15,8 +15,9 @@ ended and its faults mended):
         cluster.slow("node2", "ib0", "2mbit")
         cluster.configure(grace=0)  # any field of Options; mended after the test
 
-By hand, `python tests/slurm/lab.py [COMMAND...]` runs a command, or a shell, on the login machine
-of a new cluster, and takes the cluster down when it ends.
+By hand, `python tests/slurm/lab.py [--slurm VERSION] [COMMAND...]` runs a command, or a shell, on
+the login machine of a new cluster, and takes the cluster down when it ends. The Slurm is that of
+this machine, or one of `versions.py`.
 
 The machines are `login1` (munge, accounting, controller) and `node1` to `node8` (8 CPUs, 4 GPUs
 that are device files only). `em4` (10.20.0.x) is the management network, which host names mean;
@@ -27,6 +28,7 @@ is Ethernet's even where it plays InfiniBand.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -46,6 +48,7 @@ from harness import wait_until
 from nodes import Machine, Switch, address
 from services import PATH, Services
 from slurm_conf import LOGIN, Options, write_configuration
+from versions import root_of
 
 TOOLS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "ip", "nsenter", "setpriv")
 SERVICES = ("slurmctld", "slurmd", "slurmstepd", "slurmdbd", "munged", "mariadbd")
@@ -70,7 +73,8 @@ class Cluster(Services):
 
     def __init__(self, folder: Path, options: Options | None = None) -> None:
         self.options = self._wanted = options or Options()
-        super().__init__(folder, [LOGIN, *self.options.node_names])
+        self.root = root_of(self.options.slurm) if self.options.slurm else None
+        super().__init__(folder, [LOGIN, *self.options.node_names], self.root)
         self._switch = Switch(Machine("switch", folder, self.environ))
         self._cut: set[tuple[str, str]] = set()
 
@@ -309,12 +313,16 @@ def _remove_group(path: str) -> bool:
     return True
 
 
-def main(command: Sequence[str]) -> int:
+def main(words: Sequence[str]) -> int:
     """A cluster for the length of one command on its login machine."""
-    cluster = Cluster(Path(tempfile.mkdtemp(prefix="lab-")))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--slurm", default="", help="one of the versions of versions.py")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    asked = parser.parse_args(words)
+    cluster = Cluster(Path(tempfile.mkdtemp(prefix="lab-")), Options(slurm=asked.slurm))
     try:
         cluster.up()
-        inside = cluster.machines[LOGIN].inside(command or ["bash"], Path.cwd())
+        inside = cluster.machines[LOGIN].inside(asked.command or ["bash"], Path.cwd())
         return subprocess.run(inside, env={**os.environ, **cluster.environ}).returncode
     finally:
         cluster.down()

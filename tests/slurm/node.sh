@@ -9,6 +9,12 @@ read -r pid _ </proc/self/stat # as the outside numbers it: /proc is not this no
 echo "$name" >/proc/sys/kernel/hostname
 ip link set lo up
 
+# Another Slurm comes with the /usr around it; the machine's own stays for all else.
+if [[ -n ${LAB_ROOT:-} ]]; then
+    mount --rbind /usr/local "$LAB_ROOT/usr/local"
+    mount --rbind "$LAB_ROOT/usr" /usr
+fi
+
 # A sysfs of this network, so that /sys/class/net shows the node's own interfaces. Of the control
 # groups the node sees its own corner: two labs on one machine have nodes of the same names.
 mount --rbind /sys/fs/cgroup "$folder/mnt"

@@ -17,7 +17,8 @@ PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 class Services:
     """Machines by name, that share a folder, and what runs on them."""
 
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+    def __init__(self, folder: Path, names: Sequence[str], root: Path | None = None) -> None:
+        """With a `root` of `versions.py`, its Slurm runs on all machines."""
         self.folder = folder
         self.environ: Mapping[str, str] = {
             "PATH": PATH,
@@ -26,6 +27,7 @@ class Services:
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
             "SLURM_CONF": str(folder / "etc" / "slurm.conf"),
+            **({} if root is None else {"LAB_ROOT": str(root)}),
         }
         self.machines = {name: Machine(name, folder, self.environ) for name in names}
 

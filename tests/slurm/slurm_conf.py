@@ -17,7 +17,8 @@ class Options:
     """What can be chosen about the cluster. Times are in seconds.
 
     `cred_expire` is also how long a requeued job waits before it may start again (Slurm's own
-    default is 120). `extra` adds or replaces lines of slurm.conf; an empty value removes one.
+    default is 120). `slurm` is a version of `versions.SUITES`, or empty for what is installed, and
+    stays. `extra` adds or replaces lines of slurm.conf; an empty value removes one.
     """
 
     nodes: int = 8
@@ -30,6 +31,7 @@ class Options:
     slurmd_timeout: int = 30
     cred_expire: int = 5
     send_user_signal: bool = False
+    slurm: str = ""
     extra: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -46,6 +46,7 @@ def assert_each_sample_once(project: Project) -> None:
     assert sorted(taken) == list(range(8 * STEPS))
 
 
+@pytest.mark.every_slurm
 @pytest.mark.parametrize("loss", [pytest.param("crash", marks=pytest.mark.drill), "power_off"])
 def test_a_spare_node_takes_its_place(
     patient: Cluster, project: Project, undisturbed: Run, loss: str
@@ -71,6 +72,7 @@ def test_without_a_spare_the_run_goes_on_smaller(
     assert_each_sample_once(project)
 
 
+@pytest.mark.every_slurm
 @pytest.mark.parametrize("loss", ["crash", pytest.param("power_off", marks=pytest.mark.drill)])
 def test_with_neither_the_job_is_requeued_without_the_node(
     patient: Cluster, project: Project, undisturbed: Run, loss: str

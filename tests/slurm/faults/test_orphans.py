@@ -19,6 +19,7 @@ def _wait_for_requeue(project: Project, job: str) -> None:
     project.wait_until(job, lambda: project.events("requeued"), "the requeue", 240.0)
 
 
+@pytest.mark.every_slurm
 @pytest.mark.parametrize("loss", [pytest.param("crash", marks=pytest.mark.drill), "power_off"])
 def test_a_job_without_its_supervisor_is_requeued_once(
     cluster: Cluster, project: Project, loss: str
@@ -37,6 +38,7 @@ def test_a_job_without_its_supervisor_is_requeued_once(
     assert sorted(taken) == list(range(8 * STEPS))
 
 
+@pytest.mark.every_slurm
 def test_a_job_whose_supervisor_is_killed_is_requeued_with_all_that_it_has_done(
     cluster: Cluster, project: Project
 ) -> None:

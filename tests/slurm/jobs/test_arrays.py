@@ -11,6 +11,7 @@ from submitting import Project
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.every_slurm
 def test_the_element_that_carries_the_arrays_id_is_warned_alone(project: Project) -> None:
     long = "--train.max_steps=200"
     array = project.train(long, nodes=1, options=("--array=1-3", "--output=logs/%A_%a.out"))

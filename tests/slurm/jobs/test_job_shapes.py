@@ -69,6 +69,7 @@ def run_command(project: Project, *options: str, overrides: tuple[str, ...] = ()
     return project.log(job)
 
 
+@pytest.mark.every_slurm
 @pytest.mark.parametrize(
     ("options", "per_node"),
     [

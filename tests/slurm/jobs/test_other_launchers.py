@@ -46,6 +46,7 @@ def meet_at(project: Project) -> str:
     return address
 
 
+@pytest.mark.every_slurm
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_warned_job_comes_back(project: Project, undisturbed: Run, script: str) -> None:
     job = start(project, script, *LONG)
@@ -59,6 +60,7 @@ def test_a_warned_job_comes_back(project: Project, undisturbed: Run, script: str
     assert project.run.steps() == undisturbed.steps()
 
 
+@pytest.mark.every_slurm
 @pytest.mark.parametrize(
     ("script", "grace", "ended"),
     [

@@ -22,6 +22,7 @@ exec {sys.executable} -m kempner supervise --launcher srun -- {sys.executable} s
 """
 
 
+@pytest.mark.every_slurm
 def test_the_example_over_two_nodes_goes_on_after_a_warning(project: Project) -> None:
     shutil.copy(ROOT / "docs" / "examples" / "surviving.py", project.folder)
     (project.folder / "own.sh").write_text(SCRIPT)

@@ -27,6 +27,7 @@ def refusing(project: Project) -> str:
     return f"{shim.parent}:{os.environ['PATH']}"
 
 
+@pytest.mark.every_slurm
 @pytest.mark.parametrize("who", ["site", "user"])
 def test_a_job_that_may_not_be_requeued_is_submitted_again(
     cluster: Cluster, project: Project, undisturbed: Run, who: str

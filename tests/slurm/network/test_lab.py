@@ -27,6 +27,7 @@ def test_a_job_runs_on_eight_machines_with_networks_of_their_own(
     assert sorted((tmp_path / "out").read_text().splitlines()) == expected
 
 
+@pytest.mark.every_slurm
 def test_accounting_knows_how_a_job_ended(cluster: Cluster) -> None:
     job = cluster.sbatch("--gpus-per-node=2", "--output=/dev/null", "--wrap=exit 3")
     cluster.wait_for(job, "FAILED")
@@ -43,6 +44,7 @@ def sleeper(cluster: Cluster, *arguments: str) -> str:
     return job
 
 
+@pytest.mark.every_slurm
 def test_a_job_of_high_priority_pushes_another_out(cluster: Cluster) -> None:
     cluster.configure(grace=0)
     job = sleeper(cluster, "--nodes=8", "--requeue")
@@ -85,6 +87,7 @@ def test_a_link_breaks_and_mends(cluster: Cluster, how: str, carrier: str) -> No
     wait_until(lambda: reach() == 0, "the link is whole")
 
 
+@pytest.mark.every_slurm
 def test_a_node_is_lost_and_comes_back(cluster: Cluster) -> None:
     cluster.configure(slurmd_timeout=10)
     job = sleeper(cluster, "--nodes=2", "--nodelist=node[7-8]", "--no-requeue")

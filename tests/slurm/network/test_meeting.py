@@ -135,6 +135,7 @@ def ask(cluster: Cluster, expression: str) -> subprocess.CompletedProcess[str]:
     return cluster.run("login1", sys.executable, "-c", program, check=False)
 
 
+@pytest.mark.every_slurm
 @pytest.mark.parametrize("text", ["node[1-3,7]", "a[08-11],b", "r[1-2]n[01-02]"])
 def test_hosts_are_expanded_as_scontrol_does(cluster: Cluster, text: str) -> None:
     told = ask(cluster, f"hostnames('{text}') == expand_hosts('{text}')")

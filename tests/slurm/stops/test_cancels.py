@@ -18,6 +18,7 @@ def committed_all(project: Project) -> bool:
     return project.run.latest() == max(project.run.steps())
 
 
+@pytest.mark.every_slurm
 def test_an_operators_word_holds(project: Project, undisturbed: Run) -> None:
     """Suspended, requeued and cancelled by an operator; then submitted again."""
     project.slow()

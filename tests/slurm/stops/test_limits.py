@@ -39,6 +39,7 @@ def assert_came_back_once(project: Project, job: str) -> None:
     assert first_steps == {1: 1, 2: requeued["step"] + 1}
 
 
+@pytest.mark.every_slurm
 def test_the_time_limit_costs_nothing(
     project: Project, unwarned: Project, undisturbed: Run
 ) -> None:

@@ -35,6 +35,7 @@ echo done >> told-$RANK
 """
 
 
+@pytest.mark.every_slurm
 def test_a_plain_program_comes_back_after_every_stop_and_when_one_rank_leaves(
     project: Project,
 ) -> None:

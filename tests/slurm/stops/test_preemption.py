@@ -24,6 +24,7 @@ WAYS: Ways = [
 SIGNALLED: Ways = [({"grace": 20, "send_user_signal": True}, "REQUEUED", StopReason.PREEMPTION)]
 
 
+@pytest.mark.every_slurm
 @pytest.mark.parametrize(
     "ways", [WAYS, *drills(WAYS[:2] + SIGNALLED + WAYS[2:])], ids=["most", "all"]
 )

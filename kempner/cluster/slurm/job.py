@@ -27,16 +27,14 @@ FINAL = frozenset(
 _BASE = FINAL | {"PENDING", "RUNNING", "SUSPENDED"}
 """The states beside which a job may have another one, which says more: COMPLETED, COMPLETING."""
 
-_HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT"})
-_HELD_FOR = (
-    "JobHeldUser", "JobHeldAdmin", "launch_failed_requeued_held",
-    "job_requeued_in_held_state", "JobHoldMaxRequeue",
-)  # fmt: skip
+_HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+_HELD_FOR = re.compile("[Hh]eld|Hold|special_exit")
+"""Found in the reasons for which a job is held, `launch_failed_requeued_held` among them."""
 
 
 def is_held(state: str, reason: str) -> bool:
     """Whether Slurm does not start a job before it is released."""
-    return state in _HELD or (state in QUEUED and reason in _HELD_FOR)
+    return state in _HELD or (state in QUEUED and _HELD_FOR.search(reason) is not None)
 
 
 def telling_state(states: str) -> str:

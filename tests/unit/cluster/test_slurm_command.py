@@ -102,19 +102,27 @@ LEAKED = {
 }
 
 
+PREFER = {"SLURM_CPU_BIND_PREFER": "prefer"}
+
+
 @pytest.mark.parametrize(
     ("environ", "kept"),
     [
         (LEAKED, None),
+        ({**LEAKED, "SLURM_CPU_BIND": "quiet,prefer,mask_cpu:0x3", **PREFER}, None),
         ({**LEAKED, "SLURM_CPU_BIND": "cores"}, "cores"),
         ({"SLURM_CPU_BIND": "cores"}, "cores"),
         ({"SLURM_CPU_BIND": "mask_cpu:0x3"}, "mask_cpu:0x3"),
     ],
 )
+@pytest.mark.parametrize("what", ["CPU", "MEM"])
 def test_the_binding_of_another_steps_task_does_not_reach_a_step(
-    environ: dict[str, str], kept: str | None
+    environ: dict[str, str], kept: str | None, what: str
 ) -> None:
-    assert step_environment(environ, in_step=False).get("SLURM_CPU_BIND") == kept
+    named = {name.replace("_CPU_", f"_{what}_"): value for name, value in environ.items()}
+    given = step_environment(named, in_step=False)
+    assert given.get(f"SLURM_{what}_BIND") == kept
+    assert kept is not None or given == {}
 
 
 @pytest.mark.parametrize(

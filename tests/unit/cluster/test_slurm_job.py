@@ -244,6 +244,12 @@ def test_a_job_that_is_over_or_waits_does_not_run(state: str) -> None:
         ("PENDING", "JobHeldAdmin", True),
         ("PENDING", "launch_failed_requeued_held", True),
         ("PENDING", "JobHoldMaxRequeue", True),
+        ("PENDING", "launch_failure_limit_exceeded_requeued_held", True),
+        ("PENDING", "user_env_retrieval_failed_requeued_held", True),
+        ("PENDING", "job_requeued_in_held_state", True),
+        ("PENDING", "job_requeued_in_special_exit_state", True),
+        ("PENDING", "BeginTime", False),
+        ("RESV_DEL_HOLD", "", True),
     ],
 )
 def test_a_held_job_waits_for_its_release(state: str, reason: str, held: bool) -> None:

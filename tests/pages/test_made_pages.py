@@ -13,6 +13,7 @@ from promises_kept import ROOT, collect, faults_of_the_tests
 sys.path.append(str(ROOT / "scripts" / "docs"))
 import configuration_page
 import resilience_page
+import slurm_page
 
 FAULTS: list[Mapping[str, Any]] = tomli.loads(resilience_page.SOURCE.read_text())["fault"]
 
@@ -25,6 +26,11 @@ def test_the_keys_are_those_of_the_sections() -> None:
 def test_the_page_on_resilience_is_made_from_the_list() -> None:
     hint = "run `python scripts/docs/resilience_page.py`"
     assert resilience_page.PAGE.read_text() == resilience_page.page(FAULTS), hint
+
+
+def test_the_table_of_slurm_versions_is_made_from_the_record() -> None:
+    text = slurm_page.PAGE.read_text()
+    assert text == slurm_page.page(text, slurm_page.read()), "run scripts/docs/slurm_page.py"
 
 
 def test_each_fault_is_whole_and_has_a_test_that_injects_it(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ _BASE = FINAL | {"PENDING", "RUNNING", "SUSPENDED"}
 """The states beside which a job may have another one, which says more: COMPLETED, COMPLETING."""
 
 _HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
-_HELD_FOR = re.compile("[Hh]eld|Hold|special_exit")
+_HELD_FOR = re.compile("[Hh]eld|Hold|special_exit|BadConstraints")
 """Found in the reasons for which a job is held, `launch_failed_requeued_held` among them."""
 
 

@@ -248,6 +248,7 @@ def test_a_job_that_is_over_or_waits_does_not_run(state: str) -> None:
         ("PENDING", "user_env_retrieval_failed_requeued_held", True),
         ("PENDING", "job_requeued_in_held_state", True),
         ("PENDING", "job_requeued_in_special_exit_state", True),
+        ("PENDING", "BadConstraints", True),
         ("PENDING", "BeginTime", False),
         ("RESV_DEL_HOLD", "", True),
     ],

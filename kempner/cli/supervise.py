@@ -90,6 +90,10 @@ def supervise(
     inbox().install()
     logs.configure()
     command: tuple[str, ...] = context.obj
+    if jobid is None:
+        from kempner.supervisor.slurm.setup import forget_other_jobs
+
+        forget_other_jobs(os.environ)  # it names the run
     config, given = _load(file, overrides(context, file, bool(command)), command)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     chosen = launcher or choose_launcher(config.slurm.launcher, os.environ, nproc, jobid)

@@ -3,6 +3,7 @@
 A login shell's stale `RANK=0 WORLD_SIZE=99` must not make a lone process wait for phantom peers:
 torch's variables count only if torchrun or a kempner supervisor set them. Nor do Slurm's outside of
 a step: a batch script and a shell under `salloc` see `SLURM_NTASKS=8`, yet are one process each.
+They have a step's variables, too, if the shell that submitted them was in one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from kempner.cluster.machine.job_place import Place, find_place
 from kempner.cluster.slurm.hostlist import expand_counts
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -55,7 +57,7 @@ def discover(environ: Mapping[str, str]) -> World:
         return _placed(environ, "kempner")
     if OF_AGENT in environ:
         return _placed(environ, "agent")
-    if "SLURM_STEP_NUM_TASKS" in environ:
+    if "SLURM_STEP_NUM_TASKS" in environ and find_place(environ) is Place.STEP:
         return _task(environ)
     return World(0, 1, 0, 1, launcher="none", warning=_stale(environ, {}))
 

@@ -97,9 +97,11 @@ class Job:
     def done(self) -> bool:
         """Whether nothing more happens unless somebody submits it again.
 
-        A Slurm job that waits to go on is not done.
+        A Slurm job that waits to go on is not done, nor is one that is held before its run is over.
         """
-        _, doing, works = self._look()
+        status, doing, works = self._look()
+        if status.job is not None and status.job.held and doing.activity.is_over:
+            return True
         if works is None and not self._job:
             return not (doing.activity.is_live or doing.activity is Activity.QUEUED)
         return works is False

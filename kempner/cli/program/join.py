@@ -45,9 +45,11 @@ def join(
     from kempner.cluster.machine.job_place import Place, find_place
     from kempner.supervisor.joining.joiner import Joiner
     from kempner.supervisor.slurm.job_monitor import JobMonitor
+    from kempner.supervisor.slurm.setup import forget_other_jobs
 
     if not directory.is_dir():
         raise UsageError(f"there is no run directory {directory}")
+    forget_other_jobs(os.environ)
     try:
         job = job_id(os.environ)
         room = ranks or detect(os.environ).gpus.value or _tasks()

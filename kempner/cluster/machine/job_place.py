@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -43,13 +43,13 @@ class JobStep:
     job: str
     step: str
 
-    def of_another_job(self, job: str) -> bool:
-        """Whether it is known to be of another job than the one of this number."""
-        return self.job.isdecimal() and self.job != job
+    def of_another_job(self, jobs: Collection[str]) -> bool:
+        """Whether it is known to be of none of the jobs with these numbers."""
+        return self.job.isdecimal() and self.job not in jobs
 
 
 _STEP = r"(?P<step>batch|interactive|extern|\d+)"
-_TITLE = re.compile(rf"slurmstepd: \[(?P<job>\w+)(?:\+\d+)?\.{_STEP}(?:\+\d+)?\]")
+_TITLE = re.compile(rf"slurmstepd: \[(?P<job>\w+)(?:\+\d+)?\.{_STEP}(?:\+\d+)?[] ]")
 _GROUP = re.compile(rf"/(?P<job>[^/]+)/step_{_STEP}(?=[/+]|$)")
 
 _SPECIAL = {-5: "batch", -6: "interactive", -4: "extern"}
@@ -71,15 +71,18 @@ def place_in_job(environ: Mapping[str, str], cgroups: str, line: Sequence[Proces
     """What a process is in its job, SLURM_JOB_ID.
 
     `cgroups` is its /proc/PID/cgroup, and `line` it and its ancestors, as far as they can be seen.
-    Its control group says which step it is in; where it does not, the slurmstepd above it does. In
+    The slurmstepd above it says which step it is in; where it does not, its control group does. In
     a container that hides both SLURM_STEP_ID has to do. A terminal that the batch script serves,
     such as Jupyter's, has a session of its own: people watch what they do there, and the job is not
     ours to signal or to requeue.
     """
-    job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
+    # In a heterogeneous job each component has a number of its own.
+    jobs = {
+        value for name, value in environ.items() if name.startswith(("SLURM_JOB_ID", "SLURM_JOBID"))
+    }
     step = _step(environ, cgroups, line)
-    if step is not None and step.of_another_job(job):
-        return Place.SHELL if "SLURM_STEP_ID" not in environ else Place.STEP
+    if step is not None and step.of_another_job(jobs):
+        return Place.SHELL  # of salloc, called from there: SLURM_STEP_ID is that of the other job
     if step is not None and step.step != "batch":
         return Place.STEP
     script = environ.get("SLURM_TASK_PID", "")
@@ -102,8 +105,8 @@ def _step(environ: Mapping[str, str], cgroups: str, line: Sequence[Process]) -> 
     groups = filter(None, map(step_of_group, cgroups.splitlines()))
     titles = filter(None, (_TITLE.match(process.title) for process in line))
     by_title = next(map(_named, titles), None)
-    if (found := next(groups, None) or by_title) is not None:
-        return found
+    if (found := by_title or next(groups, None)) is not None:
+        return found  # the title has the job's number, the group perhaps its SLUID
     try:
         number = int(environ.get("SLURM_STEP_ID", ""))
     except ValueError:

@@ -9,6 +9,9 @@ from kempner.cluster.slurm.hostlist import expand_counts
 from kempner.cluster.slurm.resources import CONFIGURED_GPUS, Resources
 from kempner.cluster.slurm.shares import NodeShare, gpus_by_node
 
+_BY_NODE = "24.11"
+"""The first version seen to give the GPUs of one of several different nodes by node."""
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -57,16 +60,17 @@ class Allocation:
             return [[node] for node in nodes]
         return [list(nodes)] if nodes else []
 
-    def gpu_options(self, nodes: Sequence[str]) -> tuple[str, ...]:
-        """What srun is told for a step with all GPUs of these nodes.
+    def gpu_options(self, nodes: Sequence[str], slurm: str) -> tuple[str, ...]:
+        """What srun is told for a step with all GPUs of these nodes; `slurm` is its version.
 
         Without it a step of a job that asked for GPUs by task, or in all, gets some other number.
-        Where nodes differ, a step of several gets none at all, and that of a single one only by
-        --gpus (Slurm 22.05).
+        Where nodes differ, a step of several gets none at all; Slurm 22.05 refuses that of a single
+        one by node, and in 24.11 one in all waits for ever.
         """
         if not (gpus := self.gpus_on(nodes[0])):
             return ()
-        return (f"--gpus={gpus}" if self.uneven else f"--gpus-per-node={gpus}",)
+        in_all = self.uneven and "" < slurm < _BY_NODE
+        return (f"--gpus={gpus}" if in_all else f"--gpus-per-node={gpus}",)
 
     @property
     def why_no_tasks(self) -> str:

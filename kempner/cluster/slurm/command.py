@@ -149,22 +149,24 @@ def step_environment(environ: Mapping[str, str], in_step: bool) -> dict[str, str
     if in_step:
         return probe_environment(environ)
     kept = {name: value for name, value in environ.items() if name not in _AMOUNTS}
-    if _of_a_task(environ):
-        kept = {n: value for n, value in kept.items() if not n.startswith("SLURM_CPU_BIND")}
+    for bound in filter(
+        lambda bound: _of_a_task(environ, bound), ("SLURM_CPU_BIND", "SLURM_MEM_BIND")
+    ):
+        kept = {name: value for name, value in kept.items() if not name.startswith(bound)}
     return _bind_no_amounts(kept)
 
 
-def _of_a_task(environ: Mapping[str, str]) -> bool:
-    """Whether the CPU binding is that of a task in whose shell the job was submitted.
+def _of_a_task(environ: Mapping[str, str], bound: str) -> bool:
+    """Whether a binding is that of a task in whose shell the job was submitted.
 
-    srun tells its tasks of theirs in four variables that agree; sbatch has no option for it, and a
-    user who wishes the ranks to be bound sets the first alone.
+    srun tells its tasks of theirs in several variables that agree. A user who wishes the ranks to
+    be bound sets the first alone, and sbatch says of memory only what is asked for.
     """
-    names = ("SLURM_CPU_BIND_VERBOSE", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_LIST")
-    verbose, kind, cpus = (environ.get(name, "") for name in names)
-    return bool(kind) and environ.get("SLURM_CPU_BIND") in (
-        f"{verbose},{kind}{cpus}", f"{kind}{cpus}",
-    )  # fmt: skip
+    names = (f"{bound}_VERBOSE", f"{bound}_TYPE", f"{bound}_LIST")
+    verbose, kind, places = (environ.get(name, "") for name in names)
+    prefer = ",prefer" if environ.get(f"{bound}_PREFER") else ""
+    said = f"{kind}{places}"
+    return bool(kind) and environ.get(bound) in (f"{verbose}{prefer},{said}", said)
 
 
 def _bind_no_amounts(environ: dict[str, str]) -> dict[str, str]:

@@ -12,8 +12,11 @@ _NOTHING = ("", "(null)", "None", "N/A", "Unknown", "NONE")
 
 
 QUEUED = frozenset(
-    {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
-)
+    {
+        "PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT",
+        "EXPEDITING",
+    }
+)  # fmt: skip
 """The states of a job that is in the queue."""
 
 FINAL = frozenset(
@@ -27,16 +30,14 @@ FINAL = frozenset(
 _BASE = FINAL | {"PENDING", "RUNNING", "SUSPENDED"}
 """The states beside which a job may have another one, which says more: COMPLETED, COMPLETING."""
 
-_HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT"})
-_HELD_FOR = (
-    "JobHeldUser", "JobHeldAdmin", "launch_failed_requeued_held",
-    "job_requeued_in_held_state", "JobHoldMaxRequeue",
-)  # fmt: skip
+_HELD = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+_HELD_FOR = re.compile("[Hh]eld|Hold|special_exit|BadConstraints")
+"""Found in the reasons for which a job is held, `launch_failed_requeued_held` among them."""
 
 
 def is_held(state: str, reason: str) -> bool:
     """Whether Slurm does not start a job before it is released."""
-    return state in _HELD or (state in QUEUED and reason in _HELD_FOR)
+    return state in _HELD or (state in QUEUED and _HELD_FOR.search(reason) is not None)
 
 
 def telling_state(states: str) -> str:
@@ -49,9 +50,7 @@ def telling_state(states: str) -> str:
     return next(iter([*known, *(word for word in words if word in _BASE), *words]))
 
 
-_FLAGS = frozenset(
-    {"COMPLETING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "EXPEDITING"}
-)
+_FLAGS = frozenset({"COMPLETING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"})
 
 _AT_THE_END = (
     "OOMKillStep|CpusPerTres|MemPerTres|TresBind|TresFreq|TresPerJob|TresPerNode|TresPerSocket"
@@ -134,10 +133,10 @@ class JobState:
     def running(self) -> bool:
         """Whether the job still holds its nodes and may be requeued without reviving a dead one.
 
-        So it is in a state that is not known here: SIGNALING while the tasks of a preempted job are
-        warned, STOPPED after a SIGSTOP to its steps, whatever the next version calls its own.
+        So it does in a state that is not known here: SIGNALING while the tasks of a preempted job
+        are warned, STOPPED after a SIGSTOP to its steps, whatever the next version calls its own.
         """
-        return self.state not in QUEUED | FINAL | {"COMPLETING", "SUSPENDED"}
+        return self.state not in QUEUED | FINAL | {"COMPLETING", "STAGE_OUT", "SUSPENDED"}
 
     @property
     def queued(self) -> bool:
@@ -202,7 +201,7 @@ def classify(before: JobState, now: JobState, warned: bool = False) -> Event:
     """
     if now.restarts > before.restarts or now.queued:
         return Event.REQUEUE
-    if now.state == "SUSPENDED":
+    if now.state in ("SUSPENDED", "STAGE_OUT"):
         return Event.NOTHING  # seen in the moment before it takes hold, or after it is over
     if now.running:
         if now.times.preempt is not None:

@@ -126,6 +126,71 @@ def _gpus(environ: Mapping[str, str], job: Mapping[str, str], node: Mapping[str,
         yield "scontrol show node: Gres", _gpus_among(node["Gres"])
 
 
+def inherited(environ: Mapping[str, str], job: Mapping[str, str]) -> set[str]:
+    """The variables of `environ` that are not about `job`, the fields of `scontrol show job`.
+
+    sbatch and salloc hand on the environment of the shell that called them, which may be in another
+    job or in a step of one. Slurm overwrites what was asked for in this job, and leaves the rest.
+    """
+    found = {
+        name for name, fits in _FITS.items() if name in environ and not fits(environ[name], job)
+    }
+    if "SLURM_STEP_NODELIST" in environ:
+        found |= {name for name in environ if name.startswith(_OF_A_TASK)}
+    return found
+
+
+_OF_A_TASK = (
+    "SLURM_STEP", "SLURM_SRUN_COMM_", "SLURM_LABELIO", "SLURM_DIST", "SLURM_CPU_FREQ_REQ",
+)  # fmt: skip
+"""What srun tells a task, and takes for an option where it finds it."""
+
+
+def _asks_for_gpus(field: str) -> Callable[[str, Mapping[str, str]], bool]:
+    return lambda value, job: _gpus_among(job.get(field, "")) == count_gpus(value)
+
+
+def _has(field: str) -> Callable[[str, Mapping[str, str]], bool]:
+    return lambda value, job: field in job
+
+
+def _fits_tasks(value: str, job: Mapping[str, str]) -> bool:
+    return job.get("NtasksPerN:B:S:C", value).partition(":")[0] == value
+
+
+def _fits_cpus(value: str, job: Mapping[str, str]) -> bool:
+    """Slurm sets a variable that it finds to 1 where no number was asked for."""
+    asked = value != "1" or "cpu" in job.get("TresPerTask", "")
+    return asked and job.get("CPUs/Task", value) == value
+
+
+def _fits_memory(value: str, job: Mapping[str, str]) -> bool:
+    return "MinMemoryNode" in job and (value == "0" or parse_memory(job["MinMemoryNode"]) > 0)
+
+
+_FITS: Mapping[str, Callable[[str, Mapping[str, str]], bool]] = {
+    "SLURM_ARRAY_JOB_ID": _has("ArrayJobId"),
+    "SLURM_ARRAY_TASK_ID": _has("ArrayJobId"),
+    "SLURM_HET_SIZE": _has("HetJobId"),
+    "SLURM_RESTART_COUNT": lambda value, job: int(job.get("Restarts", value)) > 0,
+    "SLURM_NTASKS_PER_NODE": _fits_tasks,
+    "SLURM_CPUS_PER_TASK": _fits_cpus,
+    "SLURM_CPUS_PER_GPU": _has("CpusPerTres"),
+    "SLURM_GPUS_PER_NODE": _asks_for_gpus("TresPerNode"),
+    "SLURM_GPUS_PER_SOCKET": _has("TresPerSocket"),
+    "SLURM_GPUS_PER_TASK": _asks_for_gpus("TresPerTask"),
+    "SLURM_GPU_BIND": _has("TresBind"),
+    "SLURM_TRES_BIND": _has("TresBind"),
+    "SLURM_MEM_PER_NODE": _fits_memory,
+    "SLURM_MEM_PER_CPU": _has("MinMemoryCPU"),
+    "SLURM_MEM_PER_GPU": _has("MemPerTres"),
+}
+"""Whether a variable says what was asked for in a job."""
+
+TELLING = frozenset(_FITS) - {"SLURM_CPUS_PER_TASK", "SLURM_RESTART_COUNT"}
+"""Those that change what the ranks get, or which job is spoken of to Slurm."""
+
+
 def _gpus_among(resources: str) -> int:
     """The GPUs of a field that names all resources, none of them by its type alone."""
     return count_gpus(resources) if "gpu" in resources else 0

@@ -31,6 +31,9 @@ T = TypeVar("T")
 _ALWAYS = ("JobId", "JobState", "Restarts", "Requeue", "TimeLimit", "EndTime", "NumNodes")
 """Fields without which an answer about a job is not whole."""
 
+TRIED = ("22.05", "24.11", "26.05")
+"""The versions of Slurm with which kempner was tried on a real cluster."""
+
 CLOCK_WITHIN = 2.0
 """Seconds within which an answer must come that is to tell the controller's clock."""
 
@@ -40,12 +43,14 @@ class ClusterSettings:
     """What slurm.conf sets, in seconds, and the controller's clock.
 
     `ahead` is what to add to `time.monotonic` for seconds since the epoch by that clock; None if
-    the answer took too long to tell.
+    the answer took too long to tell. `series` is the first part of its version, such as "26.05", or
+    empty if it is written in a way not known here.
     """
 
     kill_wait: float
     node_timeout: float
     ahead: float | None
+    series: str = ""
 
 
 def show_job(job: str, within: float = SHORTLY) -> dict[str, str]:
@@ -159,18 +164,28 @@ def cluster_settings(within: float = SHORTLY) -> ClusterSettings:
     return patiently(ask_now, within)
 
 
+def series(within: float = SHORTLY) -> str:
+    """The controller's version, such as "26.05"; empty if it does not say."""
+    try:
+        return cluster_settings(within).series
+    except SlurmError:
+        return ""
+
+
 def read_settings(text: str, asked_at: float) -> ClusterSettings | None:
     """What `scontrol show config` says, asked at a time of `time.monotonic`; None if not all."""
     clock = re.match(r"Configuration data as of (\S+)\n", text)
     found = [re.search(rf"^{name}\s*= (\d+) sec\n", text, re.MULTILINE) for name in _SETTINGS]
     if clock is None or found[0] is None or found[1] is None:
         return None
+    version = re.search(r"^SLURM_VERSION\s*= (\d\d\.\d\d)\b", text, re.MULTILINE)
     now, took = parse_time(clock[1]), time.monotonic() - asked_at
     told = now is not None and took <= CLOCK_WITHIN
     return ClusterSettings(
         kill_wait=float(found[0][1]),
         node_timeout=float(found[1][1]),
         ahead=now - asked_at if now is not None and told else None,
+        series=version[1] if version is not None else "",
     )
 
 

@@ -24,7 +24,7 @@ from kempner.cluster.slurm.command import (
     step_environment,
 )
 from kempner.cluster.slurm.hostlist import node_name, node_of
-from kempner.cluster.slurm.scontrol import signal_tasks
+from kempner.cluster.slurm.scontrol import series, signal_tasks
 from kempner.config.sections import SuperviseSection
 from kempner.run.control.launch_env import Launch
 from kempner.run.output.console import say
@@ -301,7 +301,8 @@ class SrunLauncher(BareLauncher):
             )  # a step before may still hold CPUs, on a dead node for long
         if not allocation.batch:
             command.append(f"--jobid={allocation.job}")
-        return [*command, *allocation.gpu_options(nodes), *self._around.options]
+        slurm = series() if allocation.uneven else ""
+        return [*command, *allocation.gpu_options(nodes, slurm), *self._around.options]
 
     def _tasks_per_node(self) -> int:
         return self._allocation.tasks_per_node

@@ -221,11 +221,17 @@ class JobMonitor:
         """Ask for the cluster's settings and clock, unless they were just asked for."""
         if time.monotonic() < self._settings_due:
             return
+        before = self._settings.series
         try:
             self._settings = scontrol.cluster_settings(within)
         except SlurmError as error:
             logger().info("cannot ask Slurm about its settings", reason=str(error))
             return
+        if self._settings.series not in (before, *scontrol.TRIED):
+            logger().warning(
+                f"Slurm {self._settings.series}: kempner was tried with "
+                f"{', '.join(scontrol.TRIED)} (docs/sites.md), and goes on"
+            )
         told = self._settings.ahead is not None
         self._settings_due = time.monotonic() + (SETTINGS_EVERY if told else LOOK_EVERY)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from math import inf
 
 from kempner.cluster.machine.job_place import Place, find_place
@@ -15,7 +15,7 @@ from kempner.cluster.slurm.allocation import Allocation, allocate
 from kempner.cluster.slurm.command import SlurmError, patiently
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.slurm.job import job_id, parse_job
-from kempner.cluster.slurm.resources import Resources, Wanted, detect
+from kempner.cluster.slurm.resources import TELLING, Resources, Wanted, detect, inherited
 from kempner.cluster.slurm.shares import NodeShare
 from kempner.config.sections import Config
 from kempner.run.output.logs import logger
@@ -26,6 +26,36 @@ from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 AT_A_TERMINAL = 30.0
 """Seconds for which Slurm is asked by somebody who waits for the answer; a batch job waits for as
 long as it takes, because nobody is there to start it again."""
+
+
+ARRAY, COMPONENT = "SLURM_ARRAY_TASK_ID", "SLURM_HET_SIZE"
+"""Variables of an element of an array, and of a part of a heterogeneous job."""
+
+
+def forget_other_jobs(environ: MutableMapping[str, str]) -> None:
+    """Take out of `environ` what makes this job a part of the one whose shell submitted it.
+
+    Slurm is asked only if it is a part of one. Where it does not answer, they are believed.
+    """
+    job = environ.get("SLURM_JOB_ID")
+    if not job or not {ARRAY, COMPONENT} & set(environ):
+        return
+    try:
+        _forget(environ, scontrol.show_job(job))
+    except SlurmError as error:
+        logger().info("Slurm does not say whether the job is in an array", reason=str(error))
+
+
+def _forget(environ: MutableMapping[str, str], fields: Mapping[str, str]) -> None:
+    """Take out what is about another job than the one with these `fields`."""
+    names = inherited(environ, fields)
+    for name in names:
+        del environ[name]
+    if told := sorted(names & TELLING):
+        logger().warning(
+            f"{', '.join(told)} of the shell that submitted this job is ignored: by what Slurm "
+            "says it is about another job"
+        )
 
 
 def find_job(environ: Mapping[str, str], given: str | None) -> str:
@@ -46,13 +76,14 @@ def find_job(environ: Mapping[str, str], given: str | None) -> str:
 
 
 def enter(
-    job: str, environ: Mapping[str, str], config: Config, *, given: bool, per_task: bool
+    job: str, environ: MutableMapping[str, str], config: Config, *, given: bool, per_task: bool
 ) -> tuple[Allocation, Resources]:
     """What the ranks get of `job`, and what its nodes have.
 
     `given` says that the job was named by the user: then this process need not be in it, and what
-    the environment says may be about another one. `per_task` says that each task is a rank.
-    Raises `UsageError` if it cannot be used.
+    the environment says may be about another one. `per_task` says that each task is a rank. What
+    was inherited from another job is taken out of `environ`. Raises `UsageError` if the job cannot
+    be used.
     """
     section, place = config.slurm, find_place(environ)
     batch = not given and place is Place.BATCH_SCRIPT
@@ -64,7 +95,10 @@ def enter(
             raise UsageError(_not_running(job, state.state, state.reason))
         nodes = scontrol.hostnames(state.nodes.held)
         # What the environment says may be about another job, or about another step of this one.
-        here: Mapping[str, str] = {} if given or place is Place.STEP else environ
+        own = not given and place is not Place.STEP
+        if own:
+            _forget(environ, fields)
+        here: Mapping[str, str] = environ if own else {}
         resources = detect(
             here,
             configured=Wanted(section.cpus, section.memory_mb, section.gpus_per_node),

@@ -88,6 +88,17 @@ def test_each_gpu_has_a_rank(project: Project, options: str, per_node: tuple[int
     assert_placed(run_command(project, *options.split()), *per_node)
 
 
+@pytest.mark.every_slurm
+@pytest.mark.parametrize("fork", ["true", "false"])
+def test_a_rank_sees_the_gpus_of_its_node_though_they_are_asked_for_by_task(
+    project: Project, fork: str
+) -> None:
+    """From 24.11 on Slurm binds each task to its own by itself."""
+    options = ("--ntasks-per-node=4", "--gpus-per-task=1", "--cpus-per-task=1")
+    told = run_command(project, *options, overrides=(f"--supervise.fork={fork}",))
+    assert_placed(told, 4, 4)
+
+
 def test_the_master_is_the_node_of_rank_0_though_another_is_preferred(project: Project) -> None:
     """node1 is suspect, and used all the same: srun has its own order of the nodes."""
     (project.folder / "group").mkdir()

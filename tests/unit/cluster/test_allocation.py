@@ -120,7 +120,9 @@ def test_nodes_with_different_numbers_of_gpus_have_as_many_ranks() -> None:
     assert (got.size, got.cpus_per_task) == (12, 1)  # no more than on the node with fewer CPUs
     assert got.places() == {"node1": range(8), "node2": range(8, 12)}
     assert got.steps(got.nodes) == [["node1"], ["node2"]]
-    assert got.gpu_options(["node2"]) == ("--gpus=4",)
+    assert got.gpu_options(["node2"], "22.05") == ("--gpus=4",)
+    for slurm in ("", "24.11", "26.05", "27.02"):
+        assert got.gpu_options(["node2"], slurm) == ("--gpus-per-node=4",)
     assert got.why_no_tasks == "its nodes have different numbers of GPUs (8, 4)"
     assert without(got, ["node1"]).places() == {"node2": range(4)}
 

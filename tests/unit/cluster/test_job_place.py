@@ -88,14 +88,27 @@ def test_where_nothing_else_is_seen_a_number_of_srun_is_a_step(variable: str) ->
     assert hidden.found() is Place.STEP
 
 
+@pytest.mark.parametrize("version", GROUPS)
 @pytest.mark.parametrize("step", ["batch", "0", "extern"])
-@pytest.mark.parametrize(("variable", "place"), [("", Place.SHELL), ("0", Place.STEP)])
-def test_salloc_in_another_job_has_that_ones_group(step: str, variable: str, place: Place) -> None:
+@pytest.mark.parametrize("variable", ["", "0", "-5", "4294967290"])
+def test_a_shell_of_salloc_in_another_jobs_step_is_in_none_of_its_own(
+    version: str, step: str, variable: str
+) -> None:
     environ = {"SLURM_JOB_ID": "8", "SLURM_TASK_PID": "23", "SLURM_STEP_ID": variable}
-    if not variable:
-        del environ["SLURM_STEP_ID"]
-    group = GROUPS["22.05"].format(job="job_7", step=step)
-    assert place_in_job(environ, group, [Process(23, 18)]) is place
+    group = GROUPS[version].format(job=FOLDERS[version], step=step)
+    line = [Process(23, 18, "bash"), Process(19, 18, f"slurmstepd: [7.{step} stepmgr]")]
+    assert place_in_job(environ, group, line) is Place.SHELL
+
+
+@pytest.mark.parametrize("job", ["7", "8"])
+def test_a_task_of_any_component_of_a_heterogeneous_job_is_in_its_step(job: str) -> None:
+    environ = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_ID_HET_GROUP_0": "7",
+        "SLURM_JOB_ID_HET_GROUP_1": "8",
+    }
+    line = [Process(23, 18, "bash"), Process(19, 18, f"slurmstepd: [{job}.0]")]
+    assert place_in_job(environ, "0::/\n", line) is Place.STEP
 
 
 @pytest.mark.parametrize("variable", ["", "-5"])

@@ -102,19 +102,27 @@ LEAKED = {
 }
 
 
+PREFER = {"SLURM_CPU_BIND_PREFER": "prefer"}
+
+
 @pytest.mark.parametrize(
     ("environ", "kept"),
     [
         (LEAKED, None),
+        ({**LEAKED, "SLURM_CPU_BIND": "quiet,prefer,mask_cpu:0x3", **PREFER}, None),
         ({**LEAKED, "SLURM_CPU_BIND": "cores"}, "cores"),
         ({"SLURM_CPU_BIND": "cores"}, "cores"),
         ({"SLURM_CPU_BIND": "mask_cpu:0x3"}, "mask_cpu:0x3"),
     ],
 )
+@pytest.mark.parametrize("what", ["CPU", "MEM"])
 def test_the_binding_of_another_steps_task_does_not_reach_a_step(
-    environ: dict[str, str], kept: str | None
+    environ: dict[str, str], kept: str | None, what: str
 ) -> None:
-    assert step_environment(environ, in_step=False).get("SLURM_CPU_BIND") == kept
+    named = {name.replace("_CPU_", f"_{what}_"): value for name, value in environ.items()}
+    given = step_environment(named, in_step=False)
+    assert given.get(f"SLURM_{what}_BIND") == kept
+    assert kept is not None or given == {}
 
 
 @pytest.mark.parametrize(
@@ -287,6 +295,7 @@ CONFIG = """Configuration data as of 2026-11-22T09:25:30
 KillWait                = 45 sec
 SlurmctldTimeout        = 30 sec
 SlurmdTimeout           = 90 sec
+SLURM_VERSION           = 26.05.5
 
 Slurmctld(primary) at login1 is UP
 """
@@ -295,6 +304,22 @@ Slurmctld(primary) at login1 is UP
 @pytest.mark.parametrize("cut", [0, 20, 60, 100, 140])
 def test_settings_are_read_only_if_all_are_there(cut: int) -> None:
     assert scontrol.read_settings(CONFIG[:cut], 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [
+        ("22.05.8", "22.05"), ("26.05.0-0rc1", "26.05"), ("25.11.2-Bright", "25.11"),
+        ("", ""), ("unknown", ""), ("2.6.9", ""), ("slurm-wlm 24.11.5", ""),
+    ],
+)  # fmt: skip
+def test_a_version_that_cannot_be_read_costs_nothing(version: str, found: str) -> None:
+    settings = scontrol.read_settings(CONFIG.replace("26.05.5", version), 0.0)
+    assert settings is not None
+    assert (settings.series, settings.kill_wait) == (found, 45.0)
+    without = scontrol.read_settings(CONFIG.replace("SLURM_VERSION", "Slurm"), 0.0)
+    assert without is not None
+    assert without.series == ""
 
 
 def test_the_controllers_clock_is_taken_only_from_a_quick_answer(

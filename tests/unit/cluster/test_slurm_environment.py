@@ -11,8 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from kempner.cluster.machine.job_place import Place
 from kempner.cluster.slurm.hostlist import expand_counts, expand_hosts
-from kempner.cluster.slurm.resources import Amount, Wanted, count_gpus, detect, parse_memory
+from kempner.cluster.slurm.resources import (
+    Amount,
+    Wanted,
+    count_gpus,
+    detect,
+    inherited,
+    parse_memory,
+)
 from kempner.cluster.world import discover
 
 DATA = Path(__file__).with_name("slurm_data")
@@ -280,3 +288,75 @@ def test_what_is_configured_wins_and_says_so() -> None:
 def test_cpus_fall_back_on_the_job() -> None:
     assert detect({}, job=JOB).cpus == Amount(8, "scontrol show job: NumCPUs / NumNodes")
     assert detect({}).cpus.value is None
+
+
+# What came from the shell that submitted the job
+
+PLAIN = {
+    "Restarts": "0", "NtasksPerN:B:S:C": "0:0:*:*", "CPUs/Task": "1", "MinMemoryNode": "0",
+}  # fmt: skip
+"""What Slurm says of a job for which nothing was asked."""
+
+ASKED = [
+    ({"SLURM_NTASKS_PER_NODE": "4"}, {"NtasksPerN:B:S:C": "4:0:*:*"}),
+    ({"SLURM_CPUS_PER_TASK": "2"}, {"CPUs/Task": "2"}),
+    ({"SLURM_CPUS_PER_TASK": "1"}, {"CPUs/Task": "1", "TresPerTask": "cpu=1"}),
+    ({"SLURM_GPUS_PER_NODE": "4"}, {"TresPerNode": "gres:gpu:4"}),
+    ({"SLURM_GPUS_PER_NODE": "h100:4"}, {"TresPerNode": "gres/gpu:h100:4"}),
+    ({"SLURM_GPUS_PER_TASK": "1"}, {"TresPerTask": "gres:gpu:1"}),
+    ({"SLURM_GPUS_PER_TASK": "1"}, {"TresPerTask": "cpu=2,gres/gpu=1"}),
+    ({"SLURM_GPUS_PER_SOCKET": "1"}, {"TresPerSocket": "gres/gpu:1"}),
+    ({"SLURM_CPUS_PER_GPU": "1"}, {"CpusPerTres": "gres:gpu:1"}),
+    ({"SLURM_GPU_BIND": "closest"}, {"TresBind": "gpu:closest"}),
+    ({"SLURM_TRES_BIND": "gres/gpu:closest"}, {"TresBind": "gres/gpu:closest"}),
+    ({"SLURM_MEM_PER_NODE": "4096"}, {"MinMemoryNode": "4G"}),
+    ({"SLURM_MEM_PER_CPU": "500"}, {"MinMemoryCPU": "500M"}),
+    ({"SLURM_MEM_PER_GPU": "1000"}, {"MemPerTres": "gres/gpu:1000"}),
+    ({"SLURM_RESTART_COUNT": "2"}, {"Restarts": "2"}),
+    (
+        {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"},
+        {"ArrayJobId": "7", "ArrayTaskId": "0"},
+    ),
+    ({"SLURM_HET_SIZE": "2"}, {"HetJobId": "7"}),
+]
+"""Variables, and what Slurm says of a job for which that was asked."""
+
+TASK = {
+    "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_STEP_NODELIST": "node1",
+    "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_SRUN_COMM_HOST": "n",
+    "SLURM_LABELIO": "1", "SLURM_DISTRIBUTION": "cyclic",
+}  # fmt: skip
+"""What srun tells a task."""
+
+
+def test_what_was_asked_for_in_a_job_is_about_it() -> None:
+    for environ, fields in ASKED:
+        assert inherited({**environ, "SLURM_JOB_ID": "7"}, PLAIN | fields) == set()
+    every = {name: value for environ, _ in ASKED for name, value in environ.items()}
+    assert inherited({"SLURM_MEM_PER_NODE": "0"}, PLAIN) == set()  # --mem=0
+    assert inherited(every, PLAIN) == set(every)
+
+
+@pytest.mark.parametrize("own", range(len(ASKED)))
+@pytest.mark.parametrize("leaked", range(len(ASKED)))
+@pytest.mark.parametrize("step", [{}, TASK], ids=["", "in a step"])
+def test_what_the_submitting_shell_had_is_not(own: int, leaked: int, step: dict[str, str]) -> None:
+    """A job with one request, submitted in a job with another, from a step or not."""
+    (variables, fields), (others, _) = ASKED[own], ASKED[leaked]
+    environ = {**step, **others, **variables, "PATH": "/bin", "SLURM_JOB_ID": "7"}
+    told = inherited(environ, PLAIN | fields)
+    assert told == (set(others) - set(variables) | set(step)) - _also_fits(others, fields)
+
+
+def _also_fits(others: dict[str, str], fields: dict[str, str]) -> set[str]:
+    """Those that say what was asked for by chance: nothing is wrong with them."""
+    return {name for name in others if not inherited({name: others[name]}, PLAIN | fields)}
+
+
+@pytest.mark.parametrize("tasks", ["1", "8"])
+def test_a_batch_script_submitted_from_within_a_step_is_no_rank(
+    monkeypatch: pytest.MonkeyPatch, tasks: str
+) -> None:
+    environ = {**TASK, "SLURM_STEP_NUM_TASKS": tasks, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    monkeypatch.setattr("kempner.cluster.world.find_place", lambda environ: Place.BATCH_SCRIPT)
+    assert discover({**environ, "SLURM_NODEID": "0"}).launcher == "none"

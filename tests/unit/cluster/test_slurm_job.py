@@ -212,7 +212,7 @@ def test_how_many_nodes_a_job_has_or_asks_for_and_which_not(
 
 
 GOES_ON = [
-    "RUNNING", "SIGNALING", "STOPPED", "STAGE_OUT", "CONFIGURING", "RESIZING", "EXPEDITING",
+    "RUNNING", "SIGNALING", "STOPPED", "STAGE_OUT", "CONFIGURING", "RESIZING",
     "A_STATE_OF_THE_NEXT_VERSION",
 ]  # fmt: skip
 
@@ -222,7 +222,7 @@ def test_a_state_that_is_not_known_to_be_an_end_is_none(state: str) -> None:
     before = parse_job(job_fields(JOBS["running"]))
     now = replace(before, state=state)
     assert classify(before, now) is Event.NOTHING
-    assert now.running is (state != "SUSPENDED")
+    assert now.running is (state not in ("SUSPENDED", "STAGE_OUT"))
 
 
 @pytest.mark.parametrize("state", sorted(FINAL | QUEUED))
@@ -244,6 +244,13 @@ def test_a_job_that_is_over_or_waits_does_not_run(state: str) -> None:
         ("PENDING", "JobHeldAdmin", True),
         ("PENDING", "launch_failed_requeued_held", True),
         ("PENDING", "JobHoldMaxRequeue", True),
+        ("PENDING", "launch_failure_limit_exceeded_requeued_held", True),
+        ("PENDING", "user_env_retrieval_failed_requeued_held", True),
+        ("PENDING", "job_requeued_in_held_state", True),
+        ("PENDING", "job_requeued_in_special_exit_state", True),
+        ("PENDING", "BadConstraints", True),
+        ("PENDING", "BeginTime", False),
+        ("RESV_DEL_HOLD", "", True),
     ],
 )
 def test_a_held_job_waits_for_its_release(state: str, reason: str, held: bool) -> None:
@@ -259,6 +266,7 @@ def test_a_held_job_waits_for_its_release(state: str, reason: str, held: bool) -
         *((f"{base}-NEW", base) for base in sorted(FINAL)),
         ("NEW-COMPLETED", "COMPLETED"),
         ("PENDING-REQUEUE_HOLD", "REQUEUE_HOLD"),
+        ("PENDING-EXPEDITING", "EXPEDITING"),
         ("NEW", "NEW"),
         ("RUNNING", "RUNNING"),
     ],

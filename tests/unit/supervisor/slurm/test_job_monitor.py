@@ -75,6 +75,28 @@ def test_the_time_left_is_by_the_controllers_clock(
     assert monitor.try_until() - time.monotonic() == pytest.approx(600.0 + LATE, abs=20.0)
 
 
+@pytest.mark.parametrize(
+    ("version", "warned"),
+    [*((version, False) for version in ("", *scontrol.TRIED)), ("25.11", True), ("27.02", True)],
+)
+def test_a_version_that_was_never_tried_is_told_once_and_holds_up_nothing(
+    ends: Ends,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    version: str,
+    warned: bool,
+) -> None:
+    ends(600.0)
+    settings = replace(scontrol.cluster_settings(0.0), series=version)
+    monkeypatch.setattr(scontrol, "cluster_settings", lambda within: settings)
+    monkeypatch.setattr(job_monitor, "SETTINGS_EVERY", 0.0)
+    monitor = JobMonitor("7", batch=True)
+    for _ in range(3):
+        monitor.node_timeout()
+    told = [line for line in capsys.readouterr().err.splitlines() if "was tried with" in line]
+    assert [version in line for line in told] == ([True] if warned else [])
+
+
 def test_a_job_without_an_end_is_tried_for_an_hour(ends: Ends) -> None:
     ends(None)
     monitor = JobMonitor("7", batch=True)

@@ -178,7 +178,7 @@ def _in_a_job(
     from kempner.supervisor.launchers.torchrun import TorchrunLauncher
     from kempner.supervisor.slurm.job_monitor import JobMonitor
     from kempner.supervisor.slurm.setup import (
-        addresses_of_ranks,
+        bound_here,
         enter,
         find_job,
         introduction,
@@ -208,9 +208,7 @@ def _in_a_job(
     step = launcher(allocation, config.supervise, around)
     if launcher is AgentLauncher and config.supervise.grow and not (command or around.contained):
         step = PoolLauncher(allocation, config.supervise, around, partial(_fits, config))
-    elif launcher is TorchrunLauncher:
-        addresses = addresses_of_ranks(allocation, config, os.environ)
-        step = TorchrunLauncher(allocation, config.supervise, around, addresses)
+    step.bound |= bound_here(allocation, config, os.environ)
     refuse_absent_ranks(config.resilience.faults, step.size)
     resolve_mesh(config, step.size)
     restarts = restart_count(os.environ)

@@ -133,6 +133,19 @@ def odd_ones(bound: Mapping[str, Interface | None]) -> list[str]:
     return [node for node, network in networks.items() if network is rare]
 
 
+def common_address(bound: Mapping[str, Interface | None], nodes: Sequence[str]) -> str:
+    """Where all `nodes` reach the first of them, on the network that their ranks use.
+
+    `bound` is as for `odd_ones`, as far as it is known. Empty, which leaves it to the node's name,
+    if the first is not known, some use another network, or there are no others.
+    """
+    known = {node: bound[node] for node in nodes if node in bound}
+    first = known.get(nodes[0])
+    if first is None or len(nodes) == 1 or odd_ones(known):
+        return ""
+    return first.address.partition("/")[0]
+
+
 def disagreement(bound: Mapping[str, Interface | None]) -> str:
     """One sentence if some nodes are on the fabric and others are not, else nothing.
 

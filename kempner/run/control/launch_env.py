@@ -27,6 +27,7 @@ _RUN = "KEMPNER_RUN_DIR"
 _SILENCE = "KEMPNER_SILENCE_LIMIT"
 _GRACE = "KEMPNER_STOP_GRACE"
 _PATIENCE = "KEMPNER_STORAGE_PATIENCE"
+_NETWORK = "KEMPNER_NETWORK"
 _FORKED = "KEMPNER_FORKED"
 
 IN_MEMORY = "KEMPNER_IN_MEMORY"
@@ -58,13 +59,14 @@ class Control:
 class LaunchTerms:
     """What a rank must know that is not told by a configuration: the run's directory, after how
     many seconds without a heartbeat it exits, how many it has after a stop request, and how many it
-    waits for storage.
+    waits for storage. `network` is the configuration's section `distributed` in JSON.
     """
 
     run: Path
     supervisor_timeout: float
     stop_grace: float
     patience: float
+    network: str = "{}"
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Launch:
             _SILENCE: str(self.terms.supervisor_timeout),
             _GRACE: str(self.terms.stop_grace),
             _PATIENCE: str(self.terms.patience),
+            _NETWORK: self.terms.network,
         }
 
     def heartbeat(self, rank: int) -> dict[str, str]:
@@ -168,8 +171,8 @@ def _namespace() -> str:
 
 
 def _terms(environ: Mapping[str, str]) -> LaunchTerms:
-    seconds = (float(environ[name]) for name in (_SILENCE, _GRACE, _PATIENCE))
-    return LaunchTerms(Path(environ[_RUN]), *seconds)
+    silence, grace, patience = (float(environ[name]) for name in (_SILENCE, _GRACE, _PATIENCE))
+    return LaunchTerms(Path(environ[_RUN]), silence, grace, patience, environ[_NETWORK])
 
 
 def with_token(variables: Mapping[str, str], token: str) -> dict[str, str]:

@@ -69,4 +69,5 @@ def test_a_command_is_told_what_the_user_says_or_where_rank_0_is(
     # Of a login shell: no rank of another node is there.
     ignored, *ranks = told(MASTER_ADDR="localhost", MASTER_PORT=PORT)
     assert "MASTER_ADDR=localhost is ignored: the ranks are on 2 nodes" in ignored
-    assert ranks == [f"told 0 node1 {PORT}", f"told 1 node1 {PORT}"]
+    fabric = project.cluster.address("node1", "ib0")
+    assert ranks == [f"told 0 {fabric} {PORT}", f"told 1 {fabric} {PORT}"]

@@ -51,8 +51,8 @@ def test_two_jobs_share_nodes_and_keep_to_their_networks(
         found = connections(cluster, "node2", pid)
         told = Counter((network(cluster, *ends), port == CONTROL) for *ends, port in found)
         assert told.pop((control, True)) == 1
-        # Two groups to vote and to save, and the one that trains; elsewhere nothing but the store.
-        assert told == {("ib0", False): 3, ("em4", False): 1}
+        # Two groups to vote and to save, the one that trains, and the store.
+        assert told == {("ib0", False): 4}
     assert not any(each.events("attempt_ended") for each, _, _ in jobs)  # all at the same time
     for each, _, job in jobs:
         each.end(job)

@@ -105,7 +105,7 @@ class AgentLauncher(SrunLauncher):
         job = allocation.job if allocation.batch else None
         variables = without_token(replace(launch, job=job).environment())
         buddies = self._slots.pair(allocation.nodes, launch.buddy)
-        master = choose_master(os.environ, allocation.nodes, launch.attempt.nonce)
+        master = choose_master(os.environ, allocation.nodes, launch.attempt.nonce, self.bound)
         self._ranks.begin(allocation.places(), post)
         for node, ranks in allocation.places().items():
             sealed = seal(self._agents.secret, launch.control.secret.token)

@@ -195,7 +195,7 @@ def _in_a_job(
     allocation, resources = enter(
         job, os.environ, config, given=jobid is not None, per_task=per_task
     )
-    around = Surroundings.of(config.slurm)
+    around = Surroundings.of(config.slurm, config.distributed.interface)
     program = _program(command, given, config, around.python)
     launcher: type[SrunLauncher] = SrunLauncher if per_task else TorchrunLauncher
     by_agents = program.modules or allocation.why_no_tasks or (command and config.supervise.fork)

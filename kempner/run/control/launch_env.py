@@ -19,7 +19,7 @@ from kempner.run.record.run_dir import RunDirectory
 _ATTEMPT = "KEMPNER_ATTEMPT"
 _NONCE = "KEMPNER_ATTEMPT_NONCE"
 _PARENT = "KEMPNER_SUPERVISOR_PID"
-_ADDRESS = "KEMPNER_CONTROL_ADDRESS"
+_ADDRESSES = "KEMPNER_CONTROL_ADDRESSES"
 _PORT = "KEMPNER_CONTROL_PORT"
 _TOKEN = "KEMPNER_CONTROL_TOKEN"
 _JOB = "KEMPNER_BATCH_JOB"
@@ -48,9 +48,10 @@ EXPORT_FOR = "KEMPNER_EXPORT_FOR"
 
 @dataclass(frozen=True)
 class Control:
-    """Where the supervisor listens, and the secret that makes it listen to a rank."""
+    """Where the supervisor listens, the likeliest address first, and the secret that makes it
+    listen to a rank."""
 
-    address: str
+    addresses: tuple[str, ...]
     port: int
     secret: Secret
 
@@ -113,7 +114,7 @@ class Launch:
             | {
                 _ATTEMPT: str(self.attempt.number),
                 _NONCE: self.attempt.nonce,
-                _ADDRESS: self.control.address,
+                _ADDRESSES: ",".join(self.control.addresses),
                 _PORT: str(self.control.port),
                 _TOKEN: self.control.secret.token,
             }
@@ -145,7 +146,7 @@ class Launch:
         return cls(
             attempt=Attempt(number=int(environ[_ATTEMPT]), nonce=environ[_NONCE]),
             control=Control(
-                address=environ[_ADDRESS],
+                addresses=tuple(environ[_ADDRESSES].split(",")),
                 port=int(environ[_PORT]),
                 secret=Secret(environ[_TOKEN]),
             ),

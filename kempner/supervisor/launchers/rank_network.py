@@ -38,19 +38,25 @@ def variables(
     """What to add to `environ`; what the user exported stays.
 
     A lone rank may itself be a launcher, of ranks on other nodes, and gets no interface. Raises
-    `ValueError` as `choose`.
+    `ValueError` as `choose`, but not for what is exported: the program may not need it.
     """
     added = section.environment(environ)
     if world.size == 1:
         return added
     master = environ.get("MASTER_ADDR")
-    choice = choose(
-        interfaces,
-        on_one_node=world.on_one_node,
-        configured=section.interface,
-        environ=environ,
-        route_address=route_address(master) if master else "",
-    )
+    try:
+        choice = choose(
+            interfaces,
+            on_one_node=world.on_one_node,
+            configured=section.interface,
+            environ=environ,
+            route_address=route_address(master) if master else "",
+        )
+    except ValueError as error:
+        if "GLOO_SOCKET_IFNAME" not in environ:
+            raise
+        logger().warning(str(error))
+        return added
     if choice.warning:
         logger().warning(choice.warning)
     return added | choice.environment(environ)

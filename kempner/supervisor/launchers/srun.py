@@ -35,7 +35,7 @@ from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.helper_thread import keep_running, start_thread
 from kempner.supervisor.launchers.base import BareLauncher, CannotRestart, Idle, Program
 from kempner.supervisor.launchers.srun_output import StepErrors
-from kempner.supervisor.launchers.surroundings import Surroundings, reachable_address
+from kempner.supervisor.launchers.surroundings import Surroundings, reachable_addresses
 from kempner.supervisor.nodes import srun_probe
 from kempner.supervisor.nodes.blame import lost_nodes, still_boots
 from kempner.supervisor.nodes.health_check import NO_ANSWER
@@ -79,7 +79,8 @@ class SrunLauncher(BareLauncher):
         """What the ranks of nodes will bind to, as far as it is known."""
         self._starts = 0
         self._unheard: tuple[str, ...] = ()
-        self.address = reachable_address(allocation, section.control_interface)
+        wanted = section.control_interface, self._around.interface
+        self.addresses = reachable_addresses(allocation.nodes, *wanted)
         """Of this machine, for the nodes of the step."""
         self._srun: subprocess.Popen[bytes] | None = None
         self._following: threading.Thread | None = None
@@ -268,6 +269,10 @@ class SrunLauncher(BareLauncher):
     def _outside(self) -> str | None:
         """The allocation, if this process is not its batch process."""
         return None if self._allocation.batch else self._allocation.job
+
+    @property
+    def _at_first(self) -> int:
+        return len(self._given.nodes)
 
     @property
     def _wanted(self) -> int:

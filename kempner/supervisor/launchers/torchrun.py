@@ -61,4 +61,5 @@ class TorchrunLauncher(SrunLauncher):
         nodes = self._allocation.nodes
         if not common_address(self.bound, nodes):
             return []
-        return [f"{n}={found.address.partition('/')[0]}" for n in nodes if (found := self.bound[n])]
+        known = {node: self.bound.get(node) for node in nodes}
+        return [f"{n}={at.address.partition('/')[0]}" for n, at in known.items() if at]

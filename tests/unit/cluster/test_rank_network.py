@@ -30,10 +30,13 @@ DEBUG = {"nccl": {"debug": "INFO"}}
         (SPREAD, ALL, {"interface": "em4"}, {}, ON_MANAGEMENT),
         (SPREAD, ALL, {}, {"GLOO_SOCKET_IFNAME": "em4"}, {"NCCL_SOCKET_IFNAME": "=em4"}),
         (SPREAD, ALL, {}, {"NCCL_SOCKET_IFNAME": "ib"}, {"GLOO_SOCKET_IFNAME": "ib0"}),
+        (SPREAD, ALL, {}, {"GLOO_SOCKET_IFNAME": "ib9,em4,ib0"}, {"NCCL_SOCKET_IFNAME": "=em4"}),
+        (SPREAD, ALL, {}, {"GLOO_SOCKET_IFNAME": "ib9"}, {}),  # it may use NCCL alone
         (SPREAD, (LOOPBACK, MANAGEMENT, DOWN), {}, {"MASTER_ADDR": ""}, {}),
         (HERE, ALL, DEBUG, {}, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO"}),
         # It may be a launcher of ranks on other nodes.
         (ALONE, ALL, DEBUG, {}, {"NCCL_DEBUG": "INFO"}),
+        (ALONE, ALL, {"interface": "ib9"}, {}, {}),
     ],
 )
 def test_a_program_gets_its_nodes_network_unless_the_user_says_another(
@@ -63,6 +66,9 @@ def test_an_interface_that_is_not_there_is_named() -> None:
         (("a", "b"), {"a": None, "b": None}, {}, "a"),
         (("a", "b"), {"b": FABRIC}, {}, "a"),
         (("a", "b"), {}, {}, "a"),
+        (("a", "b"), {"a": MANAGEMENT, "b": FABRIC}, {}, "a"),
+        (("a", "b"), {"a": FABRIC, "b": None}, {}, "a"),
+        (("a", "b"), {"a": MANAGEMENT, "b": MANAGEMENT}, {}, "10.20.0.11"),
         (("a",), {"a": FABRIC}, {}, "a"),
         # A node without ranks of this attempt has no say.
         (("a", "b"), {"a": FABRIC, "b": FABRIC, "c": MANAGEMENT}, {}, "10.10.0.11"),

@@ -53,7 +53,7 @@ class PoolLauncher(AgentLauncher):
             return
         program, token = node_agent.program_text(self._program), self._agents.secret.token
         folder = str(Path.cwd())
-        content = Invitation(self.address, self._agents.port, token, program, folder)
+        content = Invitation(self.addresses, self._agents.port, token, program, folder)
         try:
             content.write(invitation)
             self._invited = invitation, content

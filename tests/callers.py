@@ -52,7 +52,7 @@ class Supervisor:
         self.news: queue.SimpleQueue[News] = queue.SimpleQueue()
         members = Membership(self.secret, attempt=3, size=SIZE)
         files = FileTransport(self.run, 3, SIZE)
-        self.channel = ControlServer(listen(LOOPBACK, None), members, files, self.news.put)
+        self.channel = ControlServer(listen([LOOPBACK], None), members, files, self.news.put)
         self.channel.start()
         self.links: list[ControlClient] = []
 
@@ -63,7 +63,7 @@ class Supervisor:
         self.channel.close()
 
     def launch(self, **changes: Any) -> Launch:
-        control = Control(LOOPBACK, self.channel.port, self.secret)
+        control = Control((LOOPBACK,), self.channel.port, self.secret)
         return Launch(Attempt(3, "abcd"), replace(control, **changes))
 
     def link(self, rank: int, patience: float = 60.0, **changes: Any) -> LinkedRank:

@@ -182,7 +182,7 @@ def _in_a_job(
     from kempner.supervisor.launchers.torchrun import TorchrunLauncher
     from kempner.supervisor.slurm.job_monitor import JobMonitor
     from kempner.supervisor.slurm.setup import (
-        addresses_of_ranks,
+        bound_here,
         enter,
         find_job,
         introduction,
@@ -199,7 +199,7 @@ def _in_a_job(
     allocation, resources = enter(
         job, os.environ, config, given=jobid is not None, per_task=per_task
     )
-    around = Surroundings.of(config.slurm)
+    around = Surroundings.of(config.slurm, config.distributed.interface)
     program = _program(command, given, config, around.python)
     launcher: type[SrunLauncher] = SrunLauncher if per_task else TorchrunLauncher
     by_agents = program.modules or allocation.why_no_tasks or (command and config.supervise.fork)
@@ -212,9 +212,7 @@ def _in_a_job(
     step = launcher(allocation, config.supervise, around)
     if launcher is AgentLauncher and config.supervise.grow and not (command or around.contained):
         step = PoolLauncher(allocation, config.supervise, around, partial(_fits, config))
-    elif launcher is TorchrunLauncher:
-        addresses = addresses_of_ranks(allocation, config, os.environ)
-        step = TorchrunLauncher(allocation, config.supervise, around, addresses)
+    step.bound |= bound_here(allocation, config, os.environ)
     refuse_absent_ranks(config.resilience.faults, step.size)
     resolve_mesh(config, step.size)
     restarts = restart_count(os.environ)

@@ -221,7 +221,8 @@ class SuperviseSection(Section):
     """Seconds that the other ranks have to exit by themselves after one rank failed."""
     control_interface: Text | None = None
     """Network interface on which the supervisor of a Slurm job listens to the ranks; by default the
-    one that leads to their nodes. Ranks on the same machine use loopback."""
+    one that they use, and the one that their nodes' names lead to. Ranks on the same machine use
+    loopback."""
     control_ports: Annotated[str, Field(pattern=r"^[0-9]{1,5}-[0-9]{1,5}$")] | None = None
     """First and last port, as in "20000-20100", between which the supervisor listens on free ones:
     one for ranks, and one for the agents of a Slurm job. Any free port by default."""

@@ -60,4 +60,7 @@ class SupervisorContext:
         section, patience = self.config.supervise, self.config.resilience.patience
         if self.program.ours:
             return None
-        return LaunchTerms(self.run.path, section.supervisor_timeout, section.stop_grace, patience)
+        network = self.config.distributed.model_dump_json(exclude_unset=True)
+        return LaunchTerms(
+            self.run.path, section.supervisor_timeout, section.stop_grace, patience, network
+        )

@@ -185,12 +185,12 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
     launcher, signals = context.launcher, context.signals
     incoming: SimpleQueue[AttemptEvent] = SimpleQueue()
     signals.react_with(incoming.put)  # from here on a stop is passed on to the ranks
-    listener = listen(launcher.address, context.config.supervise.ports)
+    listeners = listen(launcher.addresses, context.config.supervise.ports)
     attempt, secret, size = _begin(context), Secret.new(), launcher.size
     section = None if context.program.ours else context.config.program
     program = ProgramReports(context.run, attempt.number, size, section)
     channel = ControlServer(
-        listener,
+        listeners,
         Membership(secret, attempt.number, size),
         FileTransport(context.run, attempt.number, size, program),
         incoming.put,
@@ -198,7 +198,7 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
     channel.start()
     program.start()
     follower = _follower(context, attempt, channel)
-    control = Control(launcher.address, channel.port, secret)
+    control = Control(launcher.addresses, channel.port, secret)
     in_memory = _keeps_steps(context)
     buddy = _buddy_terms(context.config) if in_memory else None
     launch = Launch(attempt, control, terms=context.terms(), in_memory=in_memory, buddy=buddy)

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -87,7 +86,9 @@ class Entry:
         link, shutdown, terms = self.rank_link, self._shutdown, self._terms
         link.progress.enter(Phase.LOAD)
         raise_open_file_limit()
-        ranks = adopt(link.world, device, timedelta(seconds=DistributedSection().timeout))
+        network = terms.network if terms else "{}"
+        section = DistributedSection.model_validate_json(network)
+        ranks = adopt(link.world, device, section)
         shutdown.join_group(terms.stop_grace if terms else None, link.tell_of_signal)
         patience = terms.patience if terms else ResilienceSection().patience
         storage_waits().configure(patience, shutdown.should_shutdown)

@@ -1,7 +1,7 @@
 """A real Slurm cluster of eight nodes on one Linux machine, and the faults that it can have.
 
-Needs root and the Debian packages slurm-wlm, slurmdbd, munge, mariadb-server and iproute2. It is up
-in seconds, gone in one, and takes about 200 MB idle.
+Needs root and the Debian packages slurm-wlm, slurmdbd, munge, mariadb-server, iproute2 and
+nftables. It is up in seconds, gone in one, and takes about 200 MB idle.
 
 In a test, ask for the fixture `cluster` (one cluster per session; after each test its jobs are
 ended and its faults mended):
@@ -21,9 +21,12 @@ this machine, or one of `versions.py`.
 
 The machines are `login1` (munge, accounting, controller) and `node1` to `node8` (8 CPUs, 4 GPUs
 that are device files only). `em4` (10.20.0.x) is the management network, which host names mean;
-`ib0` (10.10.0.x) plays InfiniBand. Folders are shared, as on a cluster. Partitions `low` (default,
-gives way) and `high`. The limits: one kernel and clock, no enforced memory, and an interface's type
-is Ethernet's even where it plays InfiniBand.
+`ib0` (10.10.0.x) plays InfiniBand. As on many clusters, ranks reach each other over `ib0` alone:
+from node to node `em4` carries what Slurm's daemons say, by their ports, and its switch drops all
+else, so that who connects there hears nothing until its time is over. The login machine, which has
+no `ib0`, reaches all nodes over `em4`, and they it. Folders are shared, as on a cluster. Partitions
+`low` (default, gives way) and `high`. The limits: one kernel and clock, no enforced memory, and an
+interface's type is Ethernet's even where it plays InfiniBand.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ from services import PATH, Services
 from slurm_conf import LOGIN, Options, write_configuration
 from versions import root_of
 
-TOOLS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "ip", "nsenter", "setpriv")
+TOOLS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd")
+TOOLS += ("ip", "nft", "nsenter", "setpriv")
 SERVICES = ("slurmctld", "slurmd", "slurmstepd", "slurmdbd", "munged", "mariadbd")
 
 
@@ -177,6 +181,7 @@ class Cluster(Services):
         before, self.options = self.options, replace(self.options, **changes)
         if self.options == before:
             return
+        self._switch.guard(not self.options.open_management)
         write_configuration(self.options, self.folder)
         self._set_qos()
         fixed = lambda options: (options.preempt, options.cpus)  # noqa: E731

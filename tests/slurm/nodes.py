@@ -118,10 +118,34 @@ class Machine:
 _NETWORKS = {"em4": ("10.20.0", 1500), "ib0": ("10.10.0", 2044)}
 """Interface to the first three parts of its addresses, and its MTU: management and IPoIB."""
 
+SLURM_PORTS, SRUN_PORTS = "6817-6819", "61000-62999"
+"""Those of Slurm's daemons and of srun: above the ephemeral ones, of which others get theirs."""
+
+_GUARD = f"""
+add table bridge lab
+delete table bridge lab
+table bridge lab {{
+    chain forward {{
+        type filter hook forward priority 0; policy accept;
+        iifname "e-node*" oifname "e-node*" jump between_nodes
+    }}
+    chain between_nodes {{
+        ether type arp accept
+        tcp sport {{ {SLURM_PORTS}, {SRUN_PORTS} }} accept
+        tcp dport {{ {SLURM_PORTS}, {SRUN_PORTS} }} accept
+        drop
+    }}
+}}
+"""
+"""What passes from one node to another on em4, for nft(8)."""
+
 
 @dataclass
 class Switch:
-    """Two networks, a bridge each, in a machine of their own: the host's network is untouched."""
+    """Two networks, a bridge each, in a machine of their own: the host's network is untouched.
+
+    Between nodes the bridge of em4 passes what is Slurm's, and drops the rest without a word.
+    """
 
     machine: Machine
 
@@ -129,6 +153,18 @@ class Switch:
         self.machine.boot()
         for interface in _NETWORKS:
             self.machine.ip(f"link add br-{interface} type bridge", f"link set br-{interface} up")
+        self.guard(True)
+
+    def guard(self, on: bool) -> None:
+        """Have em4 pass only what is Slurm's, or everything."""
+        rules = _GUARD if on else "add table bridge lab\ndelete table bridge lab\n"
+        subprocess.run(
+            ["nsenter", "-t", str(self.machine.init), "-n", "nft", "-f", "-"],
+            input=rules,
+            text=True,
+            check=True,
+            capture_output=True,
+        )
 
     def plug(self, node: Machine, interfaces: Sequence[str]) -> None:
         """Give a booted node its interfaces, with their addresses, up."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nodes import address
+from nodes import SRUN_PORTS, address
 
 LOGIN = "login1"
 
@@ -17,8 +17,9 @@ class Options:
     """What can be chosen about the cluster. Times are in seconds.
 
     `cred_expire` is also how long a requeued job waits before it may start again (Slurm's own
-    default is 120). `slurm` is a version of `versions.SUITES`, or empty for what is installed, and
-    stays. `extra` adds or replaces lines of slurm.conf; an empty value removes one.
+    default is 120). `open_management` lets everything pass on em4, not only what is Slurm's.
+    `slurm` is a version of `versions.SUITES`, or empty for what is installed, and stays. `extra`
+    adds or replaces lines of slurm.conf; an empty value removes one.
     """
 
     nodes: int = 8
@@ -31,6 +32,7 @@ class Options:
     slurmd_timeout: int = 30
     cred_expire: int = 5
     send_user_signal: bool = False
+    open_management: bool = False
     slurm: str = ""
     extra: Mapping[str, str] = field(default_factory=dict)
 
@@ -107,6 +109,7 @@ def _slurm(options: Options, folder: Path) -> str:
         "JobAcctGatherType": "jobacct_gather/linux",
         "GresTypes": "gpu",
         "PropagateResourceLimits": "NONE",
+        "SrunPortRange": SRUN_PORTS,
         **options.extra,
     }
     lines = [f"{key}={value}" for key, value in settings.items() if value]

@@ -85,17 +85,19 @@ def choose(
 ) -> Choice:
     """The interface for this node's ranks.
 
-    What the user exported wins over `configured` (the key distributed.interface), and that over
-    what is found: loopback if all ranks are here, the fabric, and at last the interface that has
-    `route_address`, the local address from which this node reaches the master (empty if unknown).
+    What the user exported, one name or several with commas between, wins over `configured` (the key
+    distributed.interface), and that over what is found: loopback if all ranks are here, the fabric,
+    and at last the interface that has `route_address`, the local address from which this node
+    reaches the master (empty if unknown).
     Raises `ValueError` with a sentence if the wanted interface cannot be used here.
     """
-    for source, wanted in (
-        ("GLOO_SOCKET_IFNAME", environ.get("GLOO_SOCKET_IFNAME")),
-        ("distributed.interface", configured),
-    ):
-        if wanted:
-            return Choice(named(interfaces, wanted, source), f"{source}={wanted}")
+    if exported := environ.get("GLOO_SOCKET_IFNAME"):
+        usable = (name for name in exported.split(",") if _usable(interfaces, name))
+        found = named(interfaces, next(usable, exported), "GLOO_SOCKET_IFNAME")
+        return Choice(found, f"GLOO_SOCKET_IFNAME={exported}")
+    if configured:
+        found = named(interfaces, configured, "distributed.interface")
+        return Choice(found, f"distributed.interface={configured}")
     if on_one_node:
         # The address of the host's name may belong to a network that is down.
         loopback = (i for i in interfaces if i.usable and i.network is Network.LOOPBACK)
@@ -111,10 +113,9 @@ def named(interfaces: Sequence[Interface], wanted: str, source: str) -> Interfac
 
     Raises `ValueError` with a sentence, in which `source` says who wants it, if it cannot be used.
     """
-    name = wanted.partition("@")[0].removeprefix("=")
-    for interface in interfaces:
-        if interface.name == name and interface.usable:
-            return interface
+    if (found := _usable(interfaces, wanted)) is not None:
+        return found
+    name = _name(wanted)
     there = ", ".join(_described(i) for i in sorted(interfaces, key=_order)) or "none"
     known = any(interface.name == name for interface in interfaces)
     trouble = "is down or has no IPv4 address" if known else "does not exist"
@@ -133,6 +134,19 @@ def odd_ones(bound: Mapping[str, Interface | None]) -> list[str]:
     return [node for node, network in networks.items() if network is rare]
 
 
+def common_address(bound: Mapping[str, Interface | None], nodes: Sequence[str]) -> str:
+    """Where all `nodes` reach the first of them, on the network that their ranks use.
+
+    `bound` is as for `odd_ones`, as far as it is known. Empty, which leaves it to the node's name,
+    if the first is not known, some use another network, or there are no others.
+    """
+    known = {node: bound[node] for node in nodes if node in bound}
+    first = known.get(nodes[0])
+    if first is None or len(nodes) == 1 or odd_ones(known):
+        return ""
+    return first.address.partition("/")[0]
+
+
 def disagreement(bound: Mapping[str, Interface | None]) -> str:
     """One sentence if some nodes are on the fabric and others are not, else nothing.
 
@@ -147,6 +161,15 @@ def disagreement(bound: Mapping[str, Interface | None]) -> str:
         f"{', '.join(odd)}, leave {'it' if len(odd) == 1 else 'them'} out with "
         "`sbatch --exclude`, or set distributed.interface"
     )
+
+
+def _usable(interfaces: Sequence[Interface], wanted: str) -> Interface | None:
+    there = (each for each in interfaces if each.name == _name(wanted) and each.usable)
+    return next(there, None)
+
+
+def _name(wanted: str) -> str:
+    return wanted.partition("@")[0].removeprefix("=")
 
 
 def _routed(interfaces: Sequence[Interface], route_address: str) -> Choice:

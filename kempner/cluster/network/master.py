@@ -1,7 +1,7 @@
 """Where the ranks meet if the user says so, by MASTER_ADDR and MASTER_PORT in the environment.
 
-What is exported wins; otherwise rank 0's node is the address, and the port follows from the job and
-the launch (`ports.py`).
+What is exported wins; otherwise rank 0's node is the address, on the network that the ranks use,
+and the port follows from the job and the launch (`ports.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from kempner.cluster.network.interfaces import Interface, common_address
 from kempner.cluster.network.ports import free_port
 
 _GIVEN_PORT = "KEMPNER_MASTER_PORT"
@@ -55,15 +56,16 @@ def choose_master(
     environ: Mapping[str, str],
     nodes: Sequence[str],
     salt: str,
-    addresses: Mapping[str, str] = MappingProxyType({}),
+    bound: Mapping[str, Interface | None] = MappingProxyType({}),
 ) -> tuple[str, int]:
     """Address and port for ranks on these nodes, the first of which has rank 0.
 
-    `addresses` are those of nodes, by name, where that is known better. Raises `ValueError` as
+    `bound` is what the ranks of nodes will bind to, as far as it is known: the address is on the
+    network that all of them use, and else the name of the first. Raises `ValueError` as
     `exported_master`, `OSError` if no port is free.
     """
     said = exported_master(environ, nodes)
-    address = said.address or addresses.get(nodes[0], nodes[0])
+    address = said.address or common_address(bound, nodes) or nodes[0]
     return address, said.port or free_port("", salt=salt)
 
 

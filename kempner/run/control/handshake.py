@@ -6,7 +6,7 @@ import os
 import socket
 from typing import TypeVar
 
-from kempner.run.control.launch_env import Launch
+from kempner.run.control.launch_env import Control, Launch
 from kempner.run.control.protocol import (
     PROTOCOL,
     Challenge,
@@ -24,6 +24,9 @@ from kempner.run.control.transport import Connection
 PATIENCE = 2.0
 """Seconds that each step of it may take."""
 
+AFTER_REFUSAL = 0.5
+"""Seconds for a further address once one was refused: as a rule nobody listens any more."""
+
 T = TypeVar("T")
 
 
@@ -32,8 +35,7 @@ def open_wire(launch: Launch, rank: int) -> Connection:
 
     Raises `OSError` if there is no connection, `MessageError` if it is not to the supervisor.
     """
-    control = launch.control
-    wire = Connection(socket.create_connection((control.address, control.port), timeout=PATIENCE))
+    wire = Connection(connect(launch.control))
     try:
         _open(wire, launch, rank)
     except (OSError, MessageError):
@@ -62,6 +64,24 @@ def admit(wire: Connection, secret: Secret) -> int:
         raise MessageError("it does not know the token")
     wire.send(Welcome(secret.proof_of_supervisor(nonce, hello.nonce)))
     return hello.rank
+
+
+def connect(control: Control) -> socket.socket:
+    """To the first address that takes the call: which networks connect two nodes is only known when
+    it is tried. Raises `OSError`; `ConnectionRefusedError` if one of them was refused."""
+    failure: OSError | None = None
+    for address in control.addresses:
+        refused = isinstance(failure, ConnectionRefusedError)
+        within = AFTER_REFUSAL if refused else PATIENCE
+        try:
+            connection = socket.create_connection((address, control.port), timeout=within)
+        except OSError as error:
+            failure = failure if refused else error
+            continue
+        connection.settimeout(PATIENCE)
+        return connection
+    assert failure is not None  # a supervisor names one address at least
+    raise failure
 
 
 def _open(wire: Connection, launch: Launch, rank: int) -> None:

@@ -19,7 +19,7 @@ from kempner.run.record.run_dir import RunDirectory
 _ATTEMPT = "KEMPNER_ATTEMPT"
 _NONCE = "KEMPNER_ATTEMPT_NONCE"
 _PARENT = "KEMPNER_SUPERVISOR_PID"
-_ADDRESS = "KEMPNER_CONTROL_ADDRESS"
+_ADDRESSES = "KEMPNER_CONTROL_ADDRESSES"
 _PORT = "KEMPNER_CONTROL_PORT"
 _TOKEN = "KEMPNER_CONTROL_TOKEN"
 _JOB = "KEMPNER_BATCH_JOB"
@@ -27,6 +27,7 @@ _RUN = "KEMPNER_RUN_DIR"
 _SILENCE = "KEMPNER_SILENCE_LIMIT"
 _GRACE = "KEMPNER_STOP_GRACE"
 _PATIENCE = "KEMPNER_STORAGE_PATIENCE"
+_NETWORK = "KEMPNER_NETWORK"
 _FORKED = "KEMPNER_FORKED"
 
 IN_MEMORY = "KEMPNER_IN_MEMORY"
@@ -47,9 +48,10 @@ EXPORT_FOR = "KEMPNER_EXPORT_FOR"
 
 @dataclass(frozen=True)
 class Control:
-    """Where the supervisor listens, and the secret that makes it listen to a rank."""
+    """Where the supervisor listens, the likeliest address first, and the secret that makes it
+    listen to a rank."""
 
-    address: str
+    addresses: tuple[str, ...]
     port: int
     secret: Secret
 
@@ -58,13 +60,14 @@ class Control:
 class LaunchTerms:
     """What a rank must know that is not told by a configuration: the run's directory, after how
     many seconds without a heartbeat it exits, how many it has after a stop request, and how many it
-    waits for storage.
+    waits for storage. `network` is the configuration's section `distributed` in JSON.
     """
 
     run: Path
     supervisor_timeout: float
     stop_grace: float
     patience: float
+    network: str = "{}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Launch:
             | {
                 _ATTEMPT: str(self.attempt.number),
                 _NONCE: self.attempt.nonce,
-                _ADDRESS: self.control.address,
+                _ADDRESSES: ",".join(self.control.addresses),
                 _PORT: str(self.control.port),
                 _TOKEN: self.control.secret.token,
             }
@@ -125,6 +128,7 @@ class Launch:
             _SILENCE: str(self.terms.supervisor_timeout),
             _GRACE: str(self.terms.stop_grace),
             _PATIENCE: str(self.terms.patience),
+            _NETWORK: self.terms.network,
         }
 
     def heartbeat(self, rank: int) -> dict[str, str]:
@@ -142,7 +146,7 @@ class Launch:
         return cls(
             attempt=Attempt(number=int(environ[_ATTEMPT]), nonce=environ[_NONCE]),
             control=Control(
-                address=environ[_ADDRESS],
+                addresses=tuple(environ[_ADDRESSES].split(",")),
                 port=int(environ[_PORT]),
                 secret=Secret(environ[_TOKEN]),
             ),
@@ -168,8 +172,8 @@ def _namespace() -> str:
 
 
 def _terms(environ: Mapping[str, str]) -> LaunchTerms:
-    seconds = (float(environ[name]) for name in (_SILENCE, _GRACE, _PATIENCE))
-    return LaunchTerms(Path(environ[_RUN]), *seconds)
+    silence, grace, patience = (float(environ[name]) for name in (_SILENCE, _GRACE, _PATIENCE))
+    return LaunchTerms(Path(environ[_RUN]), silence, grace, patience, environ[_NETWORK])
 
 
 def with_token(variables: Mapping[str, str], token: str) -> dict[str, str]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kempner.run.control.protocol import PROTOCOL, Hello, Secret, same_proof
 from kempner.run.process.exit_codes import UsageError
+
+_TRIES = 8
+"""A port that the kernel chose for one address may be taken on another."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +36,32 @@ class Membership:
         return None
 
 
-def listen(address: str, ports: range | None) -> socket.socket:
-    """A listening socket on `address`, on the first free port of `ports` (None: any).
+def listen(addresses: Sequence[str], ports: range | None) -> list[socket.socket]:
+    """A listening socket on each address, all on the first port of `ports` that is free (None:
+    any).
 
     Raises `UsageError` if there is none.
     """
     refused = None
-    for port in ports if ports is not None else (0,):
+    for port in ports if ports is not None else (0,) * _TRIES:
         try:
-            return socket.create_server((address, port), backlog=1024)
+            return _listen(addresses, port)
         except OSError as error:
             refused = error.strerror
-    where = f"{address}, ports {ports.start} to {ports.stop - 1}" if ports else address
+    where = " and ".join(addresses)
+    where = f"{where}, ports {ports.start} to {ports.stop - 1}" if ports else where
     raise UsageError(
         f"the supervisor cannot listen on {where} ({refused}); "
         "set supervise.control_ports to a range with a free port"
     )
+
+
+def _listen(addresses: Sequence[str], port: int) -> list[socket.socket]:
+    listeners: list[socket.socket] = []
+    with ExitStack() as opened:
+        for address in addresses:
+            listeners.append(socket.create_server((address, port), backlog=1024))
+            opened.enter_context(listeners[-1])
+            port = int(listeners[-1].getsockname()[1])
+        opened.pop_all()
+    return listeners

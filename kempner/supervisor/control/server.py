@@ -11,7 +11,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kempner.run.control.protocol import (
@@ -54,19 +54,20 @@ class ControlServer:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         members: Membership,
         files: FileTransport,
         post: Callable[[News], None],
     ) -> None:
-        listener.setblocking(False)
-        self._listener, self._members, self._files = listener, members, files
+        self._listeners, self._members, self._files = listeners, members, files
         self._inbox, self._orders = RankInbox(post), Orders()
         self._strangers, self._ranks = Strangers(members.size), dict[int, Peer]()
-        self._accepting = True
+        self._not_accepting: list[socket.socket] = []
         self._closing_until: float | None = None
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        for listener in listeners:
+            listener.setblocking(False)
+            self._listen(listener)
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._alarm, selectors.EVENT_READ, self._wake_up)
         self._thread = helper_thread(self._serve, "control")
@@ -74,7 +75,7 @@ class ControlServer:
     @property
     def port(self) -> int:
         """Where it listens."""
-        return int(self._listener.getsockname()[1])
+        return int(self._listeners[0].getsockname()[1])
 
     def start(self) -> None:
         """Begin to listen."""
@@ -85,7 +86,7 @@ class ControlServer:
 
         May be called from any thread, and returns at once. After `close` nobody is left to hear it.
         """
-        if self._listener.fileno() < 0:
+        if self._listeners[0].fileno() < 0:
             return
         self._orders.add(message, rank)
         os.eventfd_write(self._alarm, 1)
@@ -109,7 +110,8 @@ class ControlServer:
         self._thread.join()
         for peer in (*self._strangers, *self._ranks.values()):
             peer.wire.close()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         self._selector.close()
         os.close(self._alarm)
         self._strangers.sum_up()
@@ -132,16 +134,19 @@ class ControlServer:
     def _wake_up(self, events: int) -> None:
         os.eventfd_read(self._alarm)
 
-    def _accept(self, events: int) -> None:
+    def _listen(self, listener: socket.socket) -> None:
+        self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
+
+    def _accept(self, listener: socket.socket, events: int) -> None:
         try:
-            connection, (address, *_) = self._listener.accept()
+            connection, (address, *_) = listener.accept()
             peer = Peer(Connection(connection, OPENING_LIMIT), address, time.monotonic())
         except (BlockingIOError, ConnectionAbortedError):
             return  # it has gone again
         except OSError as error:  # out of descriptors, say: try again at the next tick
             logger().warning("cannot accept a connection", error=error.strerror)
-            self._selector.unregister(self._listener)
-            self._accepting = False
+            self._selector.unregister(listener)
+            self._not_accepting.append(listener)
             return
         if (oldest := self._strangers.one_too_many()) is not None:
             self._drop(oldest, "too many connections")
@@ -208,9 +213,8 @@ class ControlServer:
 
     def _tick(self) -> None:
         """Every few seconds: a sign of life, and whatever nobody wakes this thread for."""
-        if not self._accepting:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            self._accepting = True
+        while self._not_accepting:
+            self._listen(self._not_accepting.pop())
         for peer in self._addressees(None):
             if not peer.wire.sending:
                 self._send(peer, Alive())

@@ -14,7 +14,7 @@ from kempner.run.process.helper_thread import start_thread
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.joined.invitation import Invitation
 from kempner.supervisor.launchers.agents.joined.terms import Departure, JoinTerms
-from kempner.supervisor.launchers.agents.messages import ADDRESS, PORT, STEP, TOKEN
+from kempner.supervisor.launchers.agents.messages import ADDRESSES, PORT, STEP, TOKEN
 
 ENDS_WITHIN = 15.0
 """Seconds for an agent to end its ranks."""
@@ -36,13 +36,13 @@ class Agent:
         self, invitation: Invitation, terms: JoinTerms, post: Callable[[AgentEnded], None]
     ) -> None:
         self.invitation, self.began = invitation, time.monotonic()
-        where = {ADDRESS: invitation.address, PORT: str(invitation.port), TOKEN: invitation.token}
+        at = {ADDRESSES: ",".join(invitation.addresses), PORT: str(invitation.port)}
         step = {STEP: str(time.time_ns() // 1_000_000)}  # higher than that of any agent before it
         self._process = subprocess.Popen(
             [sys.executable, "-m", node_agent.__name__, invitation.program],
             stdin=subprocess.PIPE,
             cwd=invitation.folder,
-            env=os.environ | where | step | terms.environment(),
+            env=os.environ | at | {TOKEN: invitation.token} | step | terms.environment(),
             start_new_session=True,
         )
         start_thread("agent's end", lambda: post(AgentEnded(self, self._process.wait())))

@@ -161,7 +161,7 @@ class Joiner:
         left = self._view.seconds_to_train(self._stop_times.times)
         until = None if left is None else time.monotonic() + left
         job = "" if self._job is None else self._job.id
-        say(f"joining {self._run.path} at {invitation.address}:{invitation.port}")
+        say(f"joining {self._run.path} at {invitation.addresses[0]}:{invitation.port}")
         self._agent = Agent(invitation, JoinTerms(job, self._ranks, until), self._incoming.put)
 
     def _leave_in_time(self) -> None:

@@ -111,8 +111,8 @@ class Launcher(Protocol):
     """Starts one attempt's ranks. How they end, the control channel tells, too, where it can."""
 
     @property
-    def address(self) -> str:
-        """The address of this machine at which the ranks reach the supervisor."""
+    def addresses(self) -> tuple[str, ...]:
+        """Those of this machine at which ranks may reach the supervisor, the likeliest first."""
 
     @property
     def size(self) -> int:

@@ -3,7 +3,8 @@
     python -m kempner.supervisor.launchers.exec_rank COMMAND...
 
 Any program that reads `env://`, as `torch.distributed.init_process_group` does, finds its place
-there, also in a task of a Slurm step. When the supervisor on this machine dies, it gets SIGTERM.
+there, also in a task of a Slurm step, and Gloo and NCCL their network. When the supervisor on this
+machine dies, it gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kempner.run.control.launch_env import Launch
 from kempner.run.output.console import say
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import follow_parent
+from kempner.supervisor.launchers.rank_network import enter_network
 
 
 def become(command: Sequence[str]) -> ExitCode:
@@ -30,6 +32,7 @@ def become(command: Sequence[str]) -> ExitCode:
         os.environ |= world.environment()
         if launch is not None:
             os.environ |= launch.heartbeat(world.rank)
+        enter_network()
         os.execvp(command[0], list(command))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

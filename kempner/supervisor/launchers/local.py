@@ -35,7 +35,7 @@ class LocalLauncher(BareLauncher):
     others' goes to the attempt's folder.
     """
 
-    address = _LOOPBACK
+    addresses = (_LOOPBACK,)
 
     def __init__(self, run: RunDirectory, size: int) -> None:
         self._run, self.size = run, size

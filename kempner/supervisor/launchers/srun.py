@@ -13,6 +13,7 @@ from functools import partial
 from math import inf
 
 from kempner.cluster.machine.job_place import Place, find_place
+from kempner.cluster.network.interfaces import Interface
 from kempner.cluster.network.master import choose_master
 from kempner.cluster.slurm.allocation import Allocation, avoid, without
 from kempner.cluster.slurm.command import (
@@ -34,7 +35,7 @@ from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.helper_thread import keep_running, start_thread
 from kempner.supervisor.launchers.base import BareLauncher, CannotRestart, Idle, Program
 from kempner.supervisor.launchers.srun_output import StepErrors
-from kempner.supervisor.launchers.surroundings import Surroundings, reachable_address
+from kempner.supervisor.launchers.surroundings import Surroundings, reachable_addresses
 from kempner.supervisor.nodes import srun_probe
 from kempner.supervisor.nodes.blame import lost_nodes, still_boots
 from kempner.supervisor.nodes.health_check import NO_ANSWER
@@ -73,11 +74,13 @@ class SrunLauncher(BareLauncher):
     ) -> None:
         self._allocation, self._section = allocation, section
         self._around = surroundings or Surroundings()
-        self._order = (*allocation.nodes, *allocation.spare)
-        self._at_first = len(allocation.nodes)
+        self._given = allocation
+        self.bound: dict[str, Interface | None] = {}
+        """What the ranks of nodes will bind to, as far as it is known."""
         self._starts = 0
         self._unheard: tuple[str, ...] = ()
-        self.address = reachable_address(allocation, section.control_interface)
+        wanted = section.control_interface, self._around.interface
+        self.addresses = reachable_addresses(allocation.nodes, *wanted)
         """Of this machine, for the nodes of the step."""
         self._srun: subprocess.Popen[bytes] | None = None
         self._following: threading.Thread | None = None
@@ -168,6 +171,7 @@ class SrunLauncher(BareLauncher):
             time.sleep(BOOT_LOOK)
             told += self._survey(question, booting)
         self._unheard = _unheard(self.nodes, told)
+        self.bound |= {result.node: result.interface for result in told}
         return [_with_site_check(result, found) for result in told]
 
     def avoid(self, suspects: Mapping[str, str]) -> None:
@@ -267,9 +271,13 @@ class SrunLauncher(BareLauncher):
         return None if self._allocation.batch else self._allocation.job
 
     @property
+    def _at_first(self) -> int:
+        return len(self._given.nodes)
+
+    @property
     def _wanted(self) -> int:
         """Nodes that the ranks get if there are enough sound ones."""
-        return self._at_first if self._section.grow else len(self._allocation.nodes)
+        return len((self._given if self._section.grow else self._allocation).nodes)
 
     @property
     def _least(self) -> int:
@@ -318,14 +326,15 @@ class SrunLauncher(BareLauncher):
 
     def _rank(self, launch: Launch, program: Program) -> list[str]:
         """What each task runs. Python becomes the step's direct child: Slurm signals no other."""
-        if program.ours:
-            return [*DEAF, *self._around.prefix, *program.command]
         # srun has its own order of the nodes, which is that of the job.
-        nodes = sorted(self._allocation.nodes, key=self._order.index)
-        host, port = choose_master(os.environ, nodes, launch.attempt.nonce)
+        given = (*self._given.nodes, *self._given.spare)
+        nodes = sorted(self._allocation.nodes, key=given.index)
+        host, port = choose_master(os.environ, nodes, launch.attempt.nonce, self.bound)
+        master = ["env", f"MASTER_ADDR={host}"]
+        if program.ours:  # it finds the port itself
+            return [*master, *DEAF, *self._around.prefix, *program.command]
         say(f"the ranks meet at {host}:{port}")
-        master = (f"MASTER_ADDR={host}", f"MASTER_PORT={port}")
-        return ["env", *master, *self._around.prefix, *program.cold]
+        return [*master, f"MASTER_PORT={port}", *self._around.prefix, *program.cold]
 
     def _signal(self) -> None:
         """Until it worked, or these tasks are gone. A task may get the signal twice."""

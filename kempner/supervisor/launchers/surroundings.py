@@ -3,13 +3,14 @@ they find the supervisor."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.cluster.network.interfaces import named
+from kempner.cluster.network.interfaces import choose, named
 from kempner.cluster.network.netinfo import read_interfaces, route_address
-from kempner.cluster.slurm.allocation import Allocation
 from kempner.cluster.slurm.containers import binding_option, container_options
 from kempner.config.site.slurm import SlurmSection
 from kempner.run.process.exit_codes import UsageError
@@ -20,15 +21,16 @@ OPEN_WITHIN = 600.0
 
 @dataclass(frozen=True)
 class Surroundings:
-    """`options` are more of srun's, `prefix` a command before the ranks', and `python` the
-    interpreter that they run on."""
+    """`options` are more of srun's, `prefix` a command before the ranks', `python` the interpreter
+    that they run on, and `interface` that of the network that they are to use, if one is named."""
 
     options: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
     python: str = sys.executable
+    interface: str | None = None
 
     @classmethod
-    def of(cls, section: SlurmSection) -> Surroundings:
+    def of(cls, section: SlurmSection, interface: str | None = None) -> Surroundings:
         """As configured. A container begins in the folder that this process is in."""
         container, options = section.container, tuple(section.srun_args)
         if container.image is not None:
@@ -39,7 +41,8 @@ class Surroundings:
                 ),
                 *options,
             )
-        return cls(options, tuple(container.prefix), section.python or sys.executable)
+        python = section.python or sys.executable
+        return cls(options, tuple(container.prefix), python, interface)
 
     def run(self, module: str) -> list[str]:
         """The command that runs a Python module where the ranks run."""
@@ -76,22 +79,43 @@ class Surroundings:
         return f"{self.python} in `{around}`" if around else self.python
 
 
-def reachable_address(allocation: Allocation, interface: str | None) -> str:
-    """Where to listen: on `interface` if it is given.
+def reachable_addresses(
+    nodes: Sequence[str], control: str | None, interface: str | None
+) -> tuple[str, ...]:
+    """Where to listen: on the interface `control` if it is given.
 
-    Otherwise the address from which packets to the farthest node leave is one that it can answer.
+    Otherwise on the network that ranks use, by the configured `interface` or what is found, which
+    may be the only one that connects nodes; and at the address from which packets to the farthest
+    node leave, by its name, since that network may be down, or not lead to this host.
     Raises `UsageError` if there is none.
     """
-    if interface is not None:
+    if control is not None:
         try:
-            found = named(read_interfaces(), interface, "supervise.control_interface")
+            found = named(read_interfaces(), control, "supervise.control_interface")
         except ValueError as error:
             raise UsageError(str(error)) from error
-        return found.address.partition("/")[0]
-    address = route_address(allocation.nodes[-1])
-    if not address:
-        raise UsageError(
-            f"this host has no route to {allocation.nodes[-1]}, so its ranks cannot reach the "
-            "supervisor; run it inside the allocation"
+        return (found.address.partition("/")[0],)
+    farthest = nodes[-1]
+    route = route_address(farthest)
+    tried = dict.fromkeys((_of_ranks(interface), route))
+    if addresses := tuple(filter(None, tried)):
+        return addresses
+    raise UsageError(
+        f"this host has no route to {farthest}, so its ranks cannot reach the supervisor; run it "
+        "inside the allocation"
+    )
+
+
+def _of_ranks(interface: str | None) -> str:
+    """The address of this host on the network that ranks use; empty if that cannot be told."""
+    try:
+        choice = choose(
+            read_interfaces(),
+            on_one_node=False,
+            configured=interface,
+            environ=os.environ,
+            route_address="",
         )
-    return address
+    except ValueError:  # the ranks say so, on the nodes where it matters
+        return ""
+    return "" if choice.interface is None else choice.interface.address.partition("/")[0]

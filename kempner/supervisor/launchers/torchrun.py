@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
+from kempner.cluster.network.interfaces import common_address
 from kempner.cluster.network.master import choose_master
-from kempner.cluster.slurm.allocation import Allocation
-from kempner.config.sections import SuperviseSection
 from kempner.run.control.launch_env import Launch
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.srun import DEAF, SrunLauncher
-from kempner.supervisor.launchers.surroundings import Surroundings
 from kempner.supervisor.policy.outcome import RankExit
 
 _HOSTS = (
     '[ "$SLURMD_NODENAME" = "$0" ] && hosts=1 || hosts=0; '
-    'export PET_RDZV_CONF="${PET_RDZV_CONF:+$PET_RDZV_CONF,}is_host=$hosts"; exec "$@"'
+    'export PET_RDZV_CONF="${PET_RDZV_CONF:+$PET_RDZV_CONF,}is_host=$hosts"; '
+    'for at in $1; do if [ "${at%%=*}" = "$SLURMD_NODENAME" ]; then '
+    'export PET_LOCAL_ADDR="${at#*=}"; fi; done; shift; exec "$@"'
 )
-"""Tells torchrun whether the rendezvous is on its node: it knows no address of its machine but that
-which the host's name means, and would look for its host for ever."""
+"""Tells torchrun whether the rendezvous is on its node, and the node's address, where the workers
+meet if it has rank 0: it knows no address of its machine but that which the host's name means, and
+would look for its host for ever."""
 
 
 class TorchrunLauncher(SrunLauncher):
@@ -28,20 +28,7 @@ class TorchrunLauncher(SrunLauncher):
 
     torchrun kills its children 30 seconds after it is signalled. It is therefore started to ignore
     SIGTERM, and the ranks are asked to stop by the control channel alone.
-
-    `addresses` are those of nodes on the network that the ranks use, as far as they are known:
-    there the torchruns meet, too.
     """
-
-    def __init__(
-        self,
-        allocation: Allocation,
-        section: SuperviseSection,
-        surroundings: Surroundings | None = None,
-        addresses: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        super().__init__(allocation, section, surroundings)
-        self._addresses = addresses
 
     def ask_to_stop(self) -> None:
         """Nothing: a signal would reach torchrun only."""
@@ -54,8 +41,8 @@ class TorchrunLauncher(SrunLauncher):
 
     def _rank(self, launch: Launch, program: Program) -> list[str]:
         nodes = self._allocation.nodes
-        address, port = choose_master(os.environ, nodes, launch.attempt.nonce, self._addresses)
-        hosts = ["sh", "-c", _HOSTS, nodes[0]]
+        address, port = choose_master(os.environ, nodes, launch.attempt.nonce, self.bound)
+        hosts = ["sh", "-c", _HOSTS, nodes[0], " ".join(self._local_addresses())]
         torchrun = self._around.run("torch.distributed.run")
         options = [
             f"--nnodes={len(nodes)}",
@@ -68,3 +55,11 @@ class TorchrunLauncher(SrunLauncher):
             "--no-python",
         ]
         return [*DEAF, *hosts, *torchrun, *options, *program.command]
+
+    def _local_addresses(self) -> list[str]:
+        """`NODE=ADDRESS` of each node, on the network that the ranks use."""
+        nodes = self._allocation.nodes
+        if not common_address(self.bound, nodes):
+            return []
+        known = {node: self.bound.get(node) for node in nodes}
+        return [f"{n}={at.address.partition('/')[0]}" for n, at in known.items() if at]

@@ -178,13 +178,12 @@ def meeting_place(allocation: Allocation, config: Config, environ: Mapping[str, 
     return lines
 
 
-def addresses_of_ranks(
+def bound_here(
     allocation: Allocation, config: Config, environ: Mapping[str, str]
-) -> dict[str, str]:
-    """By node, the address on the network that its ranks use: of this node, if it has ranks and
-    others have, too. The name of a node often leads to another network."""
-    used = _interface(allocation, config, environ) if len(allocation.nodes) > 1 else None
-    return {} if used is None else {node_name(environ): _address(used)}
+) -> dict[str, Interface | None]:
+    """By node, what its ranks will bind to: of this node, if it has ranks."""
+    used = _interface(allocation, config, environ)
+    return {} if used is None else {node_name(environ): used}
 
 
 def _master(said: ExportedMaster, first: str) -> str:

@@ -23,6 +23,7 @@ from kempner.cluster.network.ports import job_salt
 from kempner.cluster.slurm.scontrol import hostnames
 from kempner.cluster.world import World
 from kempner.config.sections import Config
+from kempner.config.site.network import DistributedSection
 from kempner.model.spec.mesh import MeshDegrees, check_tensor_groups, resolve_mesh
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
@@ -119,7 +120,8 @@ def connect(world: World, config: Config) -> Ranks:
     """
     degrees = resolve_mesh(config, world.size)
     address = _master_address(world)
-    choice = _prepare_environment(world, config, address)
+    choice = _bind(world, config.distributed, address)
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     raise_open_file_limit()
     device = choose_device(world)
     timeout = timedelta(seconds=config.distributed.timeout)
@@ -142,10 +144,10 @@ def connect(world: World, config: Config) -> Ranks:
     return ranks
 
 
-def adopt(world: World, device: torch.device, timeout: timedelta) -> Ranks:
+def adopt(world: World, device: torch.device, section: DistributedSection) -> Ranks:
     """The connections of a rank whose program has met the others itself, or is alone.
 
-    Raises `UsageError` if it has not.
+    Raises `UsageError` if it has not, or the network cannot be used as configured.
     """
     if not dist.is_initialized():
         if world.size > 1:
@@ -154,6 +156,9 @@ def adopt(world: World, device: torch.device, timeout: timedelta) -> Ranks:
                 "torch.distributed.init_process_group first"
             )
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    if world.size > 1:  # the program's own groups may be NCCL's, and Gloo has not been told yet
+        _bind(world, section, os.environ.get("MASTER_ADDR", ""))
+    timeout = timedelta(seconds=section.timeout)
     return _group(world, device, timeout, store=None, degrees=MeshDegrees(shard=world.size))
 
 
@@ -236,13 +241,13 @@ def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _prepare_environment(world: World, config: Config, address: str) -> Choice:
-    settings = config.distributed
+def _bind(world: World, section: DistributedSection, address: str) -> Choice:
+    """Have process groups use this node's interface from now on; `address` is the master's."""
     try:
         choice = choose(
             read_interfaces(),
             on_one_node=world.on_one_node,
-            configured=settings.interface,
+            configured=section.interface,
             environ=os.environ,
             route_address=route_address(address),
         )
@@ -251,7 +256,6 @@ def _prepare_environment(world: World, config: Config, address: str) -> Choice:
     if choice.warning:
         logger().warning(choice.warning)
     os.environ.update(choice.environment(os.environ))
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     return choice
 
 

@@ -32,6 +32,7 @@ from saved import open_manager
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.cluster.world import World
 from kempner.config.fault_spec import FailPoint
+from kempner.config.site.network import DistributedSection
 from kempner.run.control.heartbeat import Progress
 from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
@@ -57,9 +58,8 @@ logs.configure()
 PATIENCE = timedelta(seconds=scaled(60))
 dist.init_process_group("gloo", timeout=PATIENCE)
 rank, world = dist.get_rank(), dist.get_world_size()
-ranks = adopt(
-    World(rank, world, rank, world, "none"), torch.device("cpu"), timedelta(seconds=scaled(60))
-)
+place, section = World(rank, world, rank, world, "none"), DistributedSection(timeout=scaled(60))
+ranks = adopt(place, torch.device("cpu"), section)
 folder, schedules = Path(sys.argv[1]), int(sys.argv[2])
 
 

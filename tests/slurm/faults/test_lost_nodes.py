@@ -131,8 +131,9 @@ def test_where_there_are_too_few_others_the_job_waits_for_the_node(
 def test_a_node_that_only_the_supervisor_cannot_reach_is_not_lost(
     patient: Cluster, project: Project
 ) -> None:
+    patient.configure(open_management=True)
     project.slow()
-    job = project.train("--train.max_steps=60", nodes=2)
+    job = project.train("--train.max_steps=60", "--supervise.control_interface=em4", nodes=2)
     project.reach(job, 5)
     patient.cut("node2", "em4", "silent")
     log = project.run.record.supervisor_log(1)

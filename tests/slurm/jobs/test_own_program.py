@@ -21,6 +21,13 @@ exec {PYTHON} -m kempner supervise --launcher srun -- {PYTHON} surviving.py
 """
 
 
+def talks_to(project: Project, node: str) -> set[str]:
+    """Where the processes of a node that belong to the run are connected to, outside of it."""
+    told = project.cluster.run(node, "ss", "-tnpH", "state", "established").stdout
+    peers = re.findall(r" (\S+):\d+ +users:\(\(\"(?!slurm|srun)", told)
+    return {peer.strip("[]").removeprefix("::ffff:") for peer in peers}
+
+
 @pytest.mark.every_slurm
 def test_the_example_over_two_nodes_goes_on_after_a_warning(project: Project) -> None:
     shutil.copy(ROOT / "docs" / "examples" / "surviving.py", project.folder)
@@ -32,6 +39,7 @@ def test_the_example_over_two_nodes_goes_on_after_a_warning(project: Project) ->
 
     job = project.cluster.sbatch("own.sh", cwd=project.folder, OMP_NUM_THREADS="1")
     project.wait_until(job, lambda: steps("checkpoint_committed"), "a commit")
+    assert talks_to(project, "node2") == {project.cluster.address("node1", "ib0")}
     project.slow(rate="400kbit")
     project.warn(job)
     project.wait_until(job, lambda: steps("requeued"), "the requeue")

@@ -15,7 +15,8 @@ BY_AGENTS, BY_SRUN = (), ("--supervise.fork=false",)
 COMMAND = f"""#!/bin/bash
 #SBATCH --output=logs/%j_told.out
 exec {PYTHON} -m kempner supervise --launcher srun --run.name=told "$@" -- \\
-    bash -c 'echo told $RANK $MASTER_ADDR $MASTER_PORT'
+    bash -c 'echo told $RANK $MASTER_ADDR $MASTER_PORT
+    echo network $RANK $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME $NCCL_DEBUG $NCCL_IB_GID_INDEX'
 """
 
 
@@ -51,7 +52,7 @@ def test_ranks_meet_where_the_user_says_and_the_log_begins_with_it(
 
 
 @pytest.mark.parametrize("options", [BY_AGENTS, BY_SRUN])
-def test_a_command_is_told_what_the_user_says_or_where_rank_0_is(
+def test_a_command_is_told_the_network_and_what_the_user_says_of_it(
     project: Project, options: tuple[str, ...]
 ) -> None:
     (project.folder / "told.sh").write_text(COMMAND)
@@ -61,12 +62,20 @@ def test_a_command_is_told_what_the_user_says_or_where_rank_0_is(
         job = project.cluster.sbatch(*resources, "told.sh", *options, cwd=project.folder, **environ)
         project.end(job)
         lines = project.log(job).splitlines()
-        return sorted(x for x in lines if x.startswith("told ") or "ignored" in x)
+        return sorted(x for x in lines if x.startswith(("told ", "network ")) or "ignored" in x)
 
-    said = exported(project)
-    place = f"{said['MASTER_ADDR']} {PORT}"
-    assert told(**said) == [f"told 0 {place}", f"told 1 {place}"]
+    options = (*options, "--distributed.nccl.debug=WARN", "--distributed.nccl.ib_gid_index=3")
+    place = f"node1-ib {PORT}"
+    said = {"MASTER_ADDR": "node1-ib", "GLOO_SOCKET_IFNAME": "ib7,ib0", "NCCL_DEBUG": "INFO"}
+    assert told(**exported(project) | said) == [
+        "network 0 ib7,ib0 =ib0 INFO 3",
+        "network 1 ib7,ib0 =ib0 INFO 3",
+        f"told 0 {place}",
+        f"told 1 {place}",
+    ]
     # Of a login shell: no rank of another node is there.
     ignored, *ranks = told(MASTER_ADDR="localhost", MASTER_PORT=PORT)
     assert "MASTER_ADDR=localhost is ignored: the ranks are on 2 nodes" in ignored
-    assert ranks == [f"told 0 node1 {PORT}", f"told 1 node1 {PORT}"]
+    found = f"{project.cluster.address('node1', 'ib0')} {PORT}"
+    network = ["network 0 ib0 =ib0 WARN 3", "network 1 ib0 =ib0 WARN 3"]
+    assert ranks == [*network, f"told 0 {found}", f"told 1 {found}"]

@@ -87,6 +87,22 @@ def test_a_link_breaks_and_mends(cluster: Cluster, how: str, carrier: str) -> No
     wait_until(lambda: reach() == 0, "the link is whole")
 
 
+def test_ranks_reach_each_other_over_ib0_alone(cluster: Cluster) -> None:
+    """A port that nobody listens on is refused by the kernel there, if the call gets so far."""
+
+    def call(caller: str, address: str, port: int = 22) -> str:
+        probe = f"exec 3<>/dev/tcp/{address}/{port}"
+        told = cluster.run(caller, "timeout", "2", "bash", "-c", probe, check=False)
+        return {0: "taken", 1: "refused", 124: "silence"}[told.returncode]
+
+    assert call("node1", cluster.address("node2", "ib0")) == "refused"
+    assert call("node1", "node2") == call("node1", cluster.address("node2", "em4")) == "silence"
+    assert call("node1", "node2", 6818) == "taken"  # slurmd
+    assert call("login1", "node2") == call("node2", "login1") == "refused"
+    cluster.configure(open_management=True)
+    assert call("node1", "node2") == "refused"
+
+
 @pytest.mark.every_slurm
 def test_a_node_is_lost_and_comes_back(cluster: Cluster) -> None:
     cluster.configure(slurmd_timeout=10)

@@ -32,6 +32,7 @@ def _plain(address: str) -> str:
 def test_two_jobs_share_nodes_and_keep_to_their_networks(
     cluster: Cluster, project: Project, corpus: Path
 ) -> None:
+    cluster.configure(open_management=True)
     other = Project.make(cluster, project.folder.with_name("other"), corpus)
     jobs = [
         (
@@ -40,7 +41,7 @@ def test_two_jobs_share_nodes_and_keep_to_their_networks(
             each.train(*LONG, f"--supervise.control_ports={CONTROL}-{CONTROL}", *chosen),
         )
         for each, control, chosen in (
-            (project, "em4", []),
+            (project, "em4", ["--supervise.control_interface=em4"]),
             (other, "ib0", ["--supervise.control_interface=ib0"]),
         )
     ]
@@ -51,8 +52,8 @@ def test_two_jobs_share_nodes_and_keep_to_their_networks(
         found = connections(cluster, "node2", pid)
         told = Counter((network(cluster, *ends), port == CONTROL) for *ends, port in found)
         assert told.pop((control, True)) == 1
-        # Two groups to vote and to save, and the one that trains; elsewhere nothing but the store.
-        assert told == {("ib0", False): 3, ("em4", False): 1}
+        # Two groups to vote and to save, the one that trains, and the store.
+        assert told == {("ib0", False): 4}
     assert not any(each.events("attempt_ended") for each, _, _ in jobs)  # all at the same time
     for each, _, job in jobs:
         each.end(job)
@@ -67,6 +68,19 @@ def network(cluster: Cluster, near: str, far: str) -> str:
         if (near, far) == (cluster.address("node2", name), cluster.address("node1", name))
     )
     return name
+
+
+def test_where_the_fabric_is_down_at_the_start_names_lead_the_way(
+    project: Project, cluster: Cluster
+) -> None:
+    cluster.configure(open_management=True)
+    for node in ("node1", "node2"):
+        cluster.cut(node, "ib0", "cable")
+    job = project.train("--train.max_steps=3")
+    project.end(job)
+    assert "agents do not connect" not in project.log(job)
+    log = read_lines(project.run.record.supervisor_log(1))
+    assert sorted(e["rank"] for e in log if e["event"] == "rank connected") == [0, 1]
 
 
 @pytest.mark.drill

@@ -170,6 +170,11 @@ def test_nccl_is_told_the_whole_name() -> None:
         (None, {"GLOO_SOCKET_IFNAME": "em4"}, "em4", {"NCCL_SOCKET_IFNAME": "=em4"}),
         ("ib0", {"GLOO_SOCKET_IFNAME": "em4"}, "em4", {"NCCL_SOCKET_IFNAME": "=em4"}),
         (None, {"NCCL_SOCKET_IFNAME": "eth"}, "ib0", {"GLOO_SOCKET_IFNAME": "ib0"}),
+        (None, {"NCCL_SOCKET_IFNAME": "^docker,lo"}, "ib0", {"GLOO_SOCKET_IFNAME": "ib0"}),
+        (None, {"NCCL_SOCKET_IFNAME": "ib0,ib1"}, "ib0", {"GLOO_SOCKET_IFNAME": "ib0"}),
+        (None, {"GLOO_SOCKET_IFNAME": "em4,ib0"}, "em4", {"NCCL_SOCKET_IFNAME": "=em4"}),
+        ("em4", {"GLOO_SOCKET_IFNAME": "ib7,ib0"}, "ib0", {"NCCL_SOCKET_IFNAME": "=ib0"}),
+        ("em4", {"GLOO_SOCKET_IFNAME": ""}, "em4", {"NCCL_SOCKET_IFNAME": "=em4"}),
     ],
 )
 def test_what_the_user_says_wins(
@@ -186,6 +191,7 @@ def test_what_the_user_says_wins(
     [
         ("ib7", {}, r"distributed.interface=ib7 does not exist on this node; it has ib0 .*, em4 "),
         (None, {"GLOO_SOCKET_IFNAME": "ib7"}, r"GLOO_SOCKET_IFNAME=ib7 does not exist"),
+        (None, {"GLOO_SOCKET_IFNAME": "ib7,ib1"}, r"GLOO_SOCKET_IFNAME=ib7,ib1 does not exist"),
         ("ib1", {}, r"distributed.interface=ib1 is down or has no IPv4 address"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from kempner.cluster.world import World
 from kempner.config.parallelism import ParallelismSection
 from kempner.config.sections import Config, ModelSection, TrainSection
+from kempner.config.site.network import DistributedSection
 from kempner.model.spec.communication import Choice
 from kempner.training.compute.communication import choose_communication
 from kempner.training.groups.process_groups import Ranks, adopt
@@ -32,7 +32,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     monkeypatch.setattr(dist, "new_group", lambda **_: dist.group.WORLD)
     try:
-        yield adopt(World(0, 8, 0, 4, "kempner"), CPU, timedelta(seconds=60))
+        yield adopt(World(0, 8, 0, 4, "kempner"), CPU, DistributedSection(timeout=60.0))
     finally:
         dist.destroy_process_group()
 

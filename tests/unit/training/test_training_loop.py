@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from kempner.config.sections import (
     OptimizerSection,
     TrainSection,
 )
+from kempner.config.site.network import DistributedSection
 from kempner.data.files.token_file import Corpus
 from kempner.model.sharding import build_model
 from kempner.model.spec.mesh import MeshDegrees
@@ -56,7 +56,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
     """Of a world of one, which is this process."""
-    yield adopt(World(0, 1, 0, 1, "none"), CPU, timedelta(seconds=60))
+    yield adopt(World(0, 1, 0, 1, "none"), CPU, DistributedSection(timeout=60.0))
     dist.destroy_process_group()
 
 

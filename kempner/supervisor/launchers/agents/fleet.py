@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TypeAlias
@@ -67,7 +67,7 @@ class Fleet:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         nodes: int,
         hear: Callable[[str, FleetNews], None],
         refusal: Callable[[Here], str] = lambda here: NO_OTHERS,
@@ -80,7 +80,7 @@ class Fleet:
         self._pending: dict[int, Mapping[str, Question]] = {}
         self._answers: dict[int, dict[str, Answer]] = {}
         self._numbers = count(1)
-        self._server = AgentServer(listener, self.secret, nodes, self._hear, refusal)
+        self._server = AgentServer(listeners, self.secret, nodes, self._hear, refusal)
 
     @property
     def port(self) -> int:

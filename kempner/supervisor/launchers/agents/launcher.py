@@ -89,8 +89,8 @@ class AgentLauncher(SrunLauncher):
         if self._by_srun:
             return
         if self._fleet is None:
-            listener = listen(self.address, self._section.ports)
-            self._fleet = Fleet(listener, len(self.nodes), self._hear, self._refusal)
+            listeners = listen(self.addresses, self._section.ports)
+            self._fleet = Fleet(listeners, len(self.nodes), self._hear, self._refusal)
         self._have_agents()
 
     def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
@@ -105,7 +105,7 @@ class AgentLauncher(SrunLauncher):
         job = allocation.job if allocation.batch else None
         variables = without_token(replace(launch, job=job).environment())
         buddies = self._slots.pair(allocation.nodes, launch.buddy)
-        master = choose_master(os.environ, allocation.nodes, launch.attempt.nonce)
+        master = choose_master(os.environ, allocation.nodes, launch.attempt.nonce, self.bound)
         self._ranks.begin(allocation.places(), post)
         for node, ranks in allocation.places().items():
             sealed = seal(self._agents.secret, launch.control.secret.token)
@@ -273,7 +273,7 @@ class AgentLauncher(SrunLauncher):
     def _start_agents(self, nodes: Sequence[str]) -> None:
         assert self._program is not None
         step = AgentStep(len(self._steps), nodes, self._hear_task_end)
-        where = self.address, self._agents.port, self._agents.secret.token
+        where = self.addresses, self._agents.port, self._agents.secret.token
         environ = agent_environment(*where, step.number)
         agent = [*self._around.run(node_agent.__name__), node_agent.program_text(self._program)]
         command = [*self._step("kempner-agents", nodes, 1), "--no-kill", *DEAF, *agent]

@@ -26,8 +26,8 @@ from kempner.run.control.protocol import (
     new_nonce,
 )
 
-ADDRESS, PORT, TOKEN = "KEMPNER_AGENTS_ADDRESS", "KEMPNER_AGENTS_PORT", "KEMPNER_AGENTS_TOKEN"
-STEP = "KEMPNER_AGENTS_STEP"
+ADDRESSES, PORT = "KEMPNER_AGENTS_ADDRESSES", "KEMPNER_AGENTS_PORT"
+TOKEN, STEP = "KEMPNER_AGENTS_TOKEN", "KEMPNER_AGENTS_STEP"
 """Variables of an agent: where the supervisor listens, and which of its steps this is."""
 
 BEAT = 2.0

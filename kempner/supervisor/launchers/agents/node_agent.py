@@ -46,7 +46,7 @@ from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender
 from kempner.supervisor.launchers.agents.joined.terms import Departure, JoinTerms, hear_departures
 from kempner.supervisor.launchers.agents.link import AgentLink
 from kempner.supervisor.launchers.agents.messages import (
-    ADDRESS,
+    ADDRESSES,
     PORT,
     STEP,
     TOKEN,
@@ -97,7 +97,7 @@ class NodeAgent:
         self._program, self._secret, self._terms = program, launch.control.secret, terms
         self._children, self._sender = Children(), CopySender(self._secret)
         copies = CopyHolder()
-        receiver = CopyReceiver(copies, self._secret, launch.control.address)
+        receiver = CopyReceiver(copies, self._secret, launch.control.addresses)
         self._slots = SlotKeeper(SlotHolder(), copies, receiver.listen)
         self._incoming: SimpleQueue[_Event] = SimpleQueue()
         self._link = AgentLink(launch, task, self._here, self._hear)
@@ -262,7 +262,8 @@ def _program(text: str) -> Program:
 def _launch(environ: MutableMapping[str, str]) -> Launch:
     """Where the supervisor is, and this agent's secret, which is taken out of the environment."""
     step, port = int(environ.pop(STEP)), int(environ.pop(PORT))
-    control = Control(environ.pop(ADDRESS), port, Secret(environ.pop(TOKEN)))
+    addresses = tuple(environ.pop(ADDRESSES).split(","))
+    control = Control(addresses, port, Secret(environ.pop(TOKEN)))
     return Launch(Attempt(step, ""), control)
 
 

@@ -7,7 +7,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -102,21 +102,23 @@ class AgentServer:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         secret: Secret,
         nodes: int,
         hear: Callable[[str, AgentNews], list[ToAgent]],
         refusal: Callable[[Here], str],
     ) -> None:
-        listener.setblocking(False)
-        self._listener, self._secret, self._size = listener, secret, nodes
+        self._listeners, self._secret, self._size = listeners, secret, nodes
         self._hear, self._refusal = hear, refusal
         self._strangers = Strangers(nodes)
         self._agents: dict[str, _Agent] = {}
         self._numbers: dict[str, _Heard] = {}
         self._state = _State()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        for listener in listeners:
+            listener.setblocking(False)
+            accept = partial(self._accept, listener)
+            self._selector.register(listener, selectors.EVENT_READ, accept)
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._alarm, selectors.EVENT_READ, self._wake_up)
         self._thread = helper_thread(self._serve, "agents")
@@ -125,7 +127,7 @@ class AgentServer:
     @property
     def port(self) -> int:
         """Where it listens."""
-        return int(self._listener.getsockname()[1])
+        return int(self._listeners[0].getsockname()[1])
 
     def tell(self, node: str, message: ToAgent) -> None:
         """Send to the agent of a node, if there is one; from any thread, at once. After `close`
@@ -159,8 +161,9 @@ class AgentServer:
         for agent in list(self._agents.values()):
             self._send(agent, Leave())
         end = time.monotonic() + GOODBYE
-        self._selector.unregister(self._listener)
-        self._listener.close()
+        for listener in self._listeners:
+            self._selector.unregister(listener)
+            listener.close()
         while self._agents and time.monotonic() < end:
             for key, events in self._selector.select(0.1):
                 key.data(events)
@@ -180,9 +183,9 @@ class AgentServer:
             if (agent := self._agents.get(node)) is not None:
                 self._send(agent, message)
 
-    def _accept(self, events: int) -> None:
+    def _accept(self, listener: socket.socket, events: int) -> None:
         try:
-            connection, (address, *_) = self._listener.accept()
+            connection, (address, *_) = listener.accept()
             peer = Peer(Connection(connection, OPENING_LIMIT), address, time.monotonic())
         except (BlockingIOError, ConnectionAbortedError):
             return

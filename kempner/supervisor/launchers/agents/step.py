@@ -20,7 +20,7 @@ from kempner.cluster.slurm.command import (
 )
 from kempner.run.output.logs import logger
 from kempner.run.process.helper_thread import start_thread
-from kempner.supervisor.launchers.agents.messages import ADDRESS, PORT, STEP, TOKEN
+from kempner.supervisor.launchers.agents.messages import ADDRESSES, PORT, STEP, TOKEN
 from kempner.supervisor.launchers.srun_output import StepErrors
 
 
@@ -100,9 +100,9 @@ class AgentStep:
         self._ended(self, task, status)
 
 
-def agent_environment(address: str, port: int, token: str, step: int) -> dict[str, str]:
+def agent_environment(addresses: Sequence[str], port: int, token: str, step: int) -> dict[str, str]:
     """The variables of a step of agents: this process's own, and where they find it."""
-    where = {ADDRESS: address, PORT: str(port), TOKEN: token, STEP: str(step)}
+    where = {ADDRESSES: ",".join(addresses), PORT: str(port), TOKEN: token, STEP: str(step)}
     environ = step_environment(os.environ, find_place(os.environ) is Place.STEP) | where
     environ.pop("TORCHELASTIC_RUN_ID", None)
     return environ

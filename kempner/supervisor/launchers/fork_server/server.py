@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from kempner.run.output.console import say
+from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import STOP_SIGNALS, signal_at_end_of
 from kempner.supervisor.launchers.fork_server.messages import (
     LARGEST,
@@ -39,6 +41,7 @@ from kempner.supervisor.launchers.fork_server.messages import (
     decode,
     encode,
 )
+from kempner.supervisor.launchers.rank_network import enter_network
 
 _PR_SET_NAME = 15  # linux/prctl.h
 
@@ -138,6 +141,11 @@ def run(order: Order) -> None:
     if not order.ours:
         signal_at_end_of(os.getppid(), signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        try:
+            enter_network()
+        except (OSError, ValueError) as error:
+            say(f"kempner: {order.arguments[0]} cannot be started: {error}", sys.stderr)
+            sys.exit(ExitCode.USAGE)
     if "numpy" in sys.modules:  # two ranks must not draw the same numbers; `random` sees to itself
         sys.modules["numpy"].random.seed()
     gc.enable()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,14 @@ from patience import scaled
 
 from kempner.run.control import client, file_exchange, handshake
 from kempner.run.control.handshake import introduce
+from kempner.run.control.launch_env import Control
 from kempner.run.control.protocol import (
     DumpStacks,
     Event,
     Outcome,
     PeerLost,
     Phase,
+    Secret,
     Stop,
     Welcome,
     encode,
@@ -31,6 +35,8 @@ from kempner.run.record.events.stop import Signalled
 from kempner.supervisor.control import server as channel_module
 from kempner.supervisor.control.auth import listen
 from kempner.supervisor.control.events import Connected, Disconnected, Heard
+
+OTHER, SILENT = "127.0.0.7", "127.0.0.8"
 
 
 def test_a_rank_joins_reports_and_leaves(supervisor: Supervisor) -> None:
@@ -216,9 +222,50 @@ def test_a_lost_peer_ends_a_process_whose_main_thread_is_stuck(supervisor: Super
 
 
 def test_ports_are_taken_from_the_range_and_a_full_range_is_named() -> None:
-    with listen(LOOPBACK, None) as taken:
+    (taken,) = listen([LOOPBACK], None)
+    with taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=rf"ports {port} to {port} .*supervise\.control_ports"):
-            listen(LOOPBACK, range(port, port + 1))
-        with listen(LOOPBACK, range(port, port + 20)) as next_one:
-            assert port < next_one.getsockname()[1] < port + 20
+            listen([OTHER, LOOPBACK], range(port, port + 1))
+        first, second = listen([OTHER, LOOPBACK], range(port, port + 20))
+        with first, second:  # on the same port, though the first was free on one of them
+            assert first.getsockname()[1] == second.getsockname()[1]
+            assert port < first.getsockname()[1] < port + 20
+
+
+@pytest.mark.parametrize(
+    "addresses", [(LOOPBACK,), (OTHER, LOOPBACK), (LOOPBACK, OTHER), (SILENT, OTHER, LOOPBACK)]
+)
+def test_the_first_address_that_answers_is_taken(addresses: tuple[str, ...]) -> None:
+    (listener,) = listen([LOOPBACK], None)
+    port = listener.getsockname()[1]
+    control = Control(addresses, port, Secret.new())
+    with listener, silent(SILENT, port), handshake.connect(control) as connection:
+        assert connection.getpeername() == (LOOPBACK, port)
+
+
+def test_where_nobody_listens_any_more_is_told_from_where_nothing_answers() -> None:
+    """A rank takes a supervisor that refuses for one that may have died."""
+    (listener,) = listen([LOOPBACK], None)
+    port = listener.getsockname()[1]
+    listener.close()
+    with silent(SILENT, port):
+        for addresses in ((LOOPBACK,), (LOOPBACK, SILENT), (SILENT, LOOPBACK)):
+            with pytest.raises(ConnectionRefusedError):
+                handshake.connect(Control(addresses, port, Secret.new()))
+        with pytest.raises(TimeoutError):
+            handshake.connect(Control((SILENT,), port, Secret.new()))
+
+
+@contextmanager
+def silent(address: str, port: int) -> Iterator[None]:
+    """Calls there are not answered, as on a network that drops them: the queue is full."""
+    with ExitStack() as held:
+        full = held.enter_context(socket.socket())
+        full.bind((address, port))
+        full.listen(0)
+        for _ in range(2):
+            caller = held.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex((address, port))
+        yield

@@ -181,7 +181,7 @@ def test_a_directory_that_exists_before_it_is_seen_is_joined(tmp_path: Path) -> 
 
 
 def test_launch_survives_the_environment() -> None:
-    control = Control("10.0.0.7", 20_000, Secret.new())
+    control = Control(("10.0.0.7",), 20_000, Secret.new())
     launch = Launch(Attempt(7, "abcd"), control, parent=12)
     assert Launch.from_environment(launch.environment()) == launch
     assert Launch.from_environment({"PATH": "/bin"}) is None

@@ -83,7 +83,7 @@ class Job:
     def start(self) -> None:
         """Start the ranks once more."""
         self.attempt, self.ends[:] = self.attempt + 1, []
-        control = Control("127.0.0.1", 1, Secret.new())
+        control = Control(("127.0.0.1",), 1, Secret.new())
         launch = Launch(Attempt(self.attempt, "n"), control)
         self.launcher.start(launch, self.program, self.ends.append)
 
@@ -135,7 +135,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
-    monkeypatch.setattr(srun, "reachable_address", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(srun, "reachable_addresses", lambda *_: ("127.0.0.1",))
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # answers of nodes must not mix
     monkeypatch.setattr(launcher, "COME_WITHIN", scaled(30.0))
     monkeypatch.setattr(srun_probe, "_PAUSE", 0.0)

@@ -22,7 +22,7 @@ from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.affinity import shares
 from kempner.supervisor.launchers.agents.fleet import Fleet, FleetNews
 from kempner.supervisor.launchers.agents.messages import (
-    ADDRESS,
+    ADDRESSES,
     PORT,
     STEP,
     TOKEN,
@@ -98,7 +98,7 @@ class Place:
         """Start an agent of this node, as srun would."""
         environ = {
             **os.environ,
-            ADDRESS: LOOPBACK,
+            ADDRESSES: LOOPBACK,
             PORT: str(self.relay.port),
             TOKEN: (secret or self.fleet.secret).token,
             STEP: str(len(self.agents)),
@@ -127,7 +127,7 @@ def place() -> Iterator[Place]:
     def hear(node: str, news: FleetNews) -> None:
         ends.extend([news] if isinstance(news, Ended) else [])
 
-    fleet = Fleet(socket.create_server((LOOPBACK, 0)), 1, hear)
+    fleet = Fleet([socket.create_server((LOOPBACK, 0))], 1, hear)
     place = Place(fleet, Relay(fleet.port), ends)
     yield place
     fleet.close()

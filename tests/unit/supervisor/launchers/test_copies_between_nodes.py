@@ -241,7 +241,7 @@ def nobody() -> Iterator[int]:
 
 
 def test_who_does_not_know_the_secret_brings_nothing(copies: CopyHolder, port: int) -> None:
-    stranger = Launch(Attempt(0, ""), Control("127.0.0.1", port, Secret.new()))
+    stranger = Launch(Attempt(0, ""), Control(("127.0.0.1",), port, Secret.new()))
     with pytest.raises(OSError, match="closed by the other side"):
         open_wire(stranger, 0)
     with socket.create_connection(("127.0.0.1", port)) as wire:

@@ -38,7 +38,7 @@ stranger.wait()
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a process namespace needs root")
 def test_the_first_process_of_a_container_ends_no_orphans_of_others() -> None:
-    launch = Launch(Attempt(1, "abcd"), Control("127.0.0.1", 20_000, Secret.new()))
+    launch = Launch(Attempt(1, "abcd"), Control(("127.0.0.1",), 20_000, Secret.new()))
     inside = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", AS_INIT]
     environ = {**os.environ, **launch.environment()}
     done = subprocess.run(inside, env=environ, capture_output=True, text=True, timeout=scaled(100))

@@ -30,7 +30,7 @@ from kempner.supervisor.launchers.agents.joined.launcher import PoolLauncher
 from kempner.supervisor.launchers.agents.messages import Departs, Here, Joins
 from kempner.supervisor.launchers.base import Idle, Program
 
-INVITATION = Invitation("127.0.0.1", 1, "ab" * 32, "{}", "/")
+INVITATION = Invitation(("127.0.0.1", "127.0.0.2"), 1, "ab" * 32, "{}", "/")
 
 
 class Pool(PoolLauncher):
@@ -58,7 +58,7 @@ class Pool(PoolLauncher):
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(srun, "reachable_address", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(srun, "reachable_addresses", lambda *_: ("127.0.0.1",))
 
 
 def test_nodes_that_join_get_ranks_at_the_next_start_behind_those_of_the_job() -> None:

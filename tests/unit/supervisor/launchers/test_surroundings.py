@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from kempner.cluster.network.interfaces import INFINIBAND, Interface
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.cluster.slurm.containers import knows_option
 from kempner.config.sections import SuperviseSection
@@ -17,11 +18,11 @@ from kempner.config.site.slurm import SlurmSection
 from kempner.run.control.launch_env import Control, Launch
 from kempner.run.control.protocol import Secret
 from kempner.run.record.attempts import Attempt
-from kempner.supervisor.launchers import srun
+from kempner.supervisor.launchers import srun, surroundings
 from kempner.supervisor.launchers.agents.affinity import why_no_agents
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.srun import SrunLauncher
-from kempner.supervisor.launchers.surroundings import Surroundings
+from kempner.supervisor.launchers.surroundings import Surroundings, reachable_addresses
 from kempner.supervisor.launchers.torchrun import TorchrunLauncher
 from kempner.supervisor.slurm.surroundings_check import complaint
 
@@ -34,7 +35,7 @@ def of(**values: Any) -> Surroundings:
 
 @pytest.fixture(autouse=True)
 def _anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(srun, "reachable_address", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(srun, "reachable_addresses", lambda *_: ("127.0.0.1",))
     monkeypatch.chdir(tmp_path)
 
 
@@ -58,7 +59,7 @@ def test_an_image_is_named_to_srun_with_all_about_it(tmp_path: Path) -> None:
 def test_a_prefix_comes_before_whatever_a_task_runs(kind: type[SrunLauncher]) -> None:
     around = of(container={"prefix": ["apptainer", "exec", "x.sif"]}, python="/in/python")
     program = Program.train(["a.toml"], python=around.python)
-    launch = Launch(Attempt(1, "nonce"), Control("127.0.0.1", 1, Secret("s")))
+    launch = Launch(Attempt(1, "nonce"), Control(("127.0.0.1",), 1, Secret("s")))
     task = kind(ALLOCATION, SuperviseSection(), around)._rank(launch, program)
     inside = task.index("apptainer")
     assert task[inside : inside + 4] == ["apptainer", "exec", "x.sif", "/in/python"]
@@ -136,3 +137,34 @@ def test_whether_srun_knows_pyxis(help_text: str, known: bool) -> None:
 )
 def test_which_line_says_what_is_wrong(text: str, line: str) -> None:
     assert complaint(text) == line
+
+
+LOOPBACK = Interface("lo", 772, True, "127.0.0.1/8")
+EM4 = Interface("em4", 1, True, "10.20.0.11/24")
+IB0 = Interface("ib0", INFINIBAND, True, "10.10.0.11/24")
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "route", "control", "interface", "addresses"),
+    [
+        ([EM4, IB0], "10.20.0.11", None, None, ("10.10.0.11", "10.20.0.11")),
+        ([EM4, IB0], "10.10.0.11", None, None, ("10.10.0.11",)),  # names mean the fabric
+        ([EM4, IB0], "", None, None, ("10.10.0.11",)),
+        ([EM4], "10.20.0.11", None, None, ("10.20.0.11",)),
+        ([EM4, IB0], "10.20.0.11", "em4", None, ("10.20.0.11",)),
+        ([EM4, IB0], "10.20.0.11", None, "em4", ("10.20.0.11",)),
+        ([EM4, IB0], "10.20.0.11", None, "ib7", ("10.20.0.11",)),  # of the ranks' nodes
+    ],
+)
+def test_the_supervisor_is_reached_over_the_fabric_and_over_what_names_mean(
+    monkeypatch: pytest.MonkeyPatch,
+    interfaces: list[Interface],
+    route: str,
+    control: str | None,
+    interface: str | None,
+    addresses: tuple[str, ...],
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(surroundings, "read_interfaces", lambda: [LOOPBACK, *interfaces])
+    monkeypatch.setattr(surroundings, "route_address", lambda host: route)
+    assert reachable_addresses(["node1", "node2"], control, interface) == addresses

@@ -110,7 +110,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SrunLauncher:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
-    monkeypatch.setattr(srun, "reachable_address", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(srun, "reachable_addresses", lambda *_: ("127.0.0.1",))
     monkeypatch.setattr(srun_probe, "_PAUSE", 0.0)
     allocation = Allocation("7", ("node1", "node2"), 1, None, 0, batch=False)
     return SrunLauncher(allocation, SuperviseSection(min_nodes=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -30,7 +31,7 @@ STRANGERS = 64
 class CopyReceiver:
     """Listens once it is asked where; each connection has a thread."""
 
-    def __init__(self, copies: CopyHolder, secret: Secret, supervisor: str) -> None:
+    def __init__(self, copies: CopyHolder, secret: Secret, supervisor: Sequence[str]) -> None:
         self._copies, self._secret, self._supervisor = copies, secret, supervisor
         self._listener: socket.socket | None = None
         self._opening = threading.Semaphore(STRANGERS)
@@ -97,18 +98,20 @@ class CopyReceiver:
         return True
 
 
-def _address(supervisor: str, interface: str) -> str:
-    """This node's address on the interface that its ranks would use."""
+def _address(supervisor: Sequence[str], interface: str) -> str:
+    """This node's address on the interface that its ranks would use; at last the one from which it
+    reaches the supervisor."""
+    route = next(filter(None, map(route_address, supervisor)), "")
     try:
         choice = choose(
             read_interfaces(),
             on_one_node=False,
             configured=interface or None,
             environ=os.environ,
-            route_address=route_address(supervisor),
+            route_address=route,
         )
     except ValueError as error:
         raise OSError(0, str(error)) from error
     if choice.interface is None:
-        return route_address(supervisor)
+        return route
     return choice.interface.address.partition("/")[0]

@@ -74,7 +74,7 @@ class _Stream:
     ) -> None:
         assert lent.board is not None  # it has a buddy
         self._buddy, self._rank, self._lent, self._over = buddy, rank, lent, over
-        self._launch = Launch(Attempt(0, ""), Control(buddy.address, buddy.port, secret))
+        self._launch = Launch(Attempt(0, ""), Control((buddy.address,), buddy.port, secret))
         self._board = Board(lent.board)
         self._wire: socket.socket | None = None
         self._noted: int | None = None

@@ -25,7 +25,7 @@ class Invitation:
     """Where the supervisor listens to agents and their secret; the program of its ranks, as agents
     read it, and the folder in which they work."""
 
-    address: str
+    addresses: tuple[str, ...]
     port: int
     token: str
     program: str
@@ -66,4 +66,4 @@ class Invitation:
         told = json.loads(text)
         if told.get("version") != PROTOCOL:
             raise UsageError(f"{path} is of another version of kempner: join with that one")
-        return cls(**told)
+        return cls(**{**told, "addresses": tuple(told["addresses"])})

@@ -53,7 +53,7 @@ class PoolLauncher(AgentLauncher):
             return
         program, token = node_agent.program_text(self._program), self._agents.secret.token
         folder = str(Path.cwd())
-        content = Invitation(self.address, self._agents.port, token, program, folder)
+        content = Invitation(self.addresses, self._agents.port, token, program, folder)
         try:
             content.write(invitation)
             self._invited = invitation, content
@@ -86,7 +86,7 @@ class PoolLauncher(AgentLauncher):
         """Nodes to which the ranks could grow: spare ones of the job, if they have fewer of these
         than at first, and those that wait."""
         used = self._allocation.nodes
-        missing = self._at_first - len(self._of_job(used))
+        missing = len(self._given.nodes) - len(self._of_job(used))
         at_most = self._most(max(0, missing) + len(self._there()), len(self._of_job(used)))
         if at_most <= len(used):
             return Idle()
@@ -99,7 +99,7 @@ class PoolLauncher(AgentLauncher):
         now, there = self._allocation, self._there()
         sound = [node for node in there if node not in suspects]
         own = replace(now, nodes=self._of_job(now.nodes), spare=self._of_job(now.spare))
-        own = avoid(own, suspects, max(0, self._least - len(sound)), self._at_first)
+        own = avoid(own, suspects, max(0, self._least - len(sound)), len(self._given.nodes))
         added = self._most(len(sound), len(own.nodes)) - len(own.nodes)
         rest = [node for node in there if node not in sound[:added]]
         return replace(own, nodes=(*own.nodes, *sound[:added]), spare=(*own.spare, *rest))
@@ -133,11 +133,13 @@ class PoolLauncher(AgentLauncher):
     @property
     def _least(self) -> int:
         used = len(self._allocation.nodes)
-        return min(used, self._section.min_nodes or self._at_first)
+        return min(used, self._section.min_nodes or len(self._given.nodes))
 
     def _allows(self, nodes: int) -> bool:
         """Whether the program can be started on so many nodes; those of the job it was made for."""
-        return nodes <= self._at_first or self._fits(nodes * self._allocation.tasks_per_node)
+        return nodes <= len(self._given.nodes) or self._fits(
+            nodes * self._allocation.tasks_per_node
+        )
 
     def _there(self) -> list[str]:
         """The nodes of other jobs that could have ranks."""

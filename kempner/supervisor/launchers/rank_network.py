@@ -1,0 +1,62 @@
+"""The network of a program of the user's own: what Gloo, NCCL and CUDA are told on its node.
+
+In the rank's process before the program begins, since interfaces are named differently on different
+nodes. `kempner train` does the same from its configuration, and compares the nodes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+
+from kempner.cluster.network.interfaces import Interface, choose
+from kempner.cluster.network.netinfo import read_interfaces, route_address
+from kempner.cluster.world import World, discover
+from kempner.config.site.network import DistributedSection
+from kempner.run.control.launch_env import Launch
+from kempner.run.output.logs import logger
+
+
+def enter_network(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Add this rank's network to its environment, if a supervisor has started it.
+
+    Raises `ValueError` with a sentence if the wanted interface cannot be used here.
+    """
+    launch = Launch.from_environment(environ)
+    if launch is None or launch.terms is None:
+        return
+    section = DistributedSection.model_validate_json(launch.terms.network)
+    environ.update(variables(environ, section, discover(environ), read_interfaces()))
+
+
+def variables(
+    environ: Mapping[str, str],
+    section: DistributedSection,
+    world: World,
+    interfaces: Sequence[Interface],
+) -> dict[str, str]:
+    """What to add to `environ`; what the user exported stays.
+
+    A lone rank may itself be a launcher, of ranks on other nodes, and gets no interface. Raises
+    `ValueError` as `choose`, but not for what is exported: the program may not need it.
+    """
+    added = section.environment(environ)
+    if world.size == 1:
+        return added
+    master = environ.get("MASTER_ADDR")
+    try:
+        choice = choose(
+            interfaces,
+            on_one_node=world.on_one_node,
+            configured=section.interface,
+            environ=environ,
+            route_address=route_address(master) if master else "",
+        )
+    except ValueError as error:
+        if "GLOO_SOCKET_IFNAME" not in environ:
+            raise
+        logger().warning(str(error))
+        return added
+    if choice.warning:
+        logger().warning(choice.warning)
+    return added | choice.environment(environ)

@@ -231,9 +231,10 @@ class Record:
 
 
 def watch(config: pytest.Config) -> None:
-    config.pluginmanager.register(Lengths(config), "lengths")
+    """Do as the options say. A session that a test starts in this process has its own."""
+    config.pluginmanager.register(Lengths(config))
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Record(config), "record")
+        config.pluginmanager.register(Record(config))
 
 
 def _passed(config: pytest.Config) -> frozenset[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 from lab import Cluster
+from nodes import address
 from submitting import Project
 
 pytestmark = pytest.mark.timeout(300)
@@ -56,7 +57,7 @@ def assert_placed(text: str, *per_node: int) -> None:
         here = [place for place in found if place.node == node]
         assert [(p.local_rank, p.local_size) for p in here] == [(n, count) for n in range(count)]
         assert {len(place.gpus) for place in here} == {count}
-    assert {place.master for place in found} == {found[0].node}
+    assert {place.master for place in found} == {address(found[0].node, "ib0")}
 
 
 def run_command(project: Project, *options: str, overrides: tuple[str, ...] = ()) -> str:

@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[3]
 TREES = ("kempner", "tests", "benchmarks", "scripts")
 
-LINES = 400
-"""The longest a module may be."""
+LINES = 600
+"""The longest a module may be: it is a subject, and not split to please a count."""
 
-MODULES = 12
+MODULES = 16
 """The most modules in one folder, `__init__` not counted."""
 
 ATTRIBUTES = 12

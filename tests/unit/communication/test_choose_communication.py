@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -32,7 +34,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     monkeypatch.setattr(dist, "new_group", lambda **_: dist.group.WORLD)
     try:
-        yield adopt(World(0, 8, 0, 4, "kempner"), CPU, DistributedSection(timeout=60.0))
+        with mock.patch.dict(os.environ):  # it names the interface there
+            yield adopt(World(0, 8, 0, 4, "kempner"), CPU, DistributedSection(timeout=60.0))
     finally:
         dist.destroy_process_group()
 

@@ -86,7 +86,8 @@ def test_with_neither_the_job_is_requeued_without_the_node(
     assert after["Restarts"] == "1"
     assert set(expand_hosts(after["ExcNodeList"])) == {"node2", "node8"}
     assert not {"node2", "node8"} & set(expand_hosts(after["NodeList"]))
-    assert "gres/gpu=2" in after["TRES"]
+    allocated = after["TRES"] if "TRES" in after else after["AllocTRES"]  # from 23.02 on
+    assert "gres/gpu=2" in allocated
     assert_like(project.run, undisturbed)
 
 

@@ -75,10 +75,10 @@ def test_an_expedited_job_comes_back_at_once_and_is_held_where_it_fails(
     }
     runs["given-up"].run.record.path.mkdir(parents=True)
     runs["given-up"].run.record.gave_up.write_text("It has led nowhere.\n")
-    extra = {"mistyped": "--train.max_stepz=1"}
+    extra = {"mistyped": ["--train.max_stepz=1"]}
     jobs = {
         name: project.train(
-            train, f"--run.name={name}", extra.get(name, train), nodes=1, options=options
+            train, f"--run.name={name}", *extra.get(name, []), nodes=1, options=options
         )
         for name in runs
     }
@@ -89,7 +89,7 @@ def test_an_expedited_job_comes_back_at_once_and_is_held_where_it_fails(
     for name in ("given-up", "mistyped"):
         cluster.wait_for(jobs[name], "REQUEUE_HOLD")
     assert HELD in status(project, jobs["mistyped"])
-    assert "given up" in status(project, str(runs["given-up"].run.record.path))
+    assert "GAVE_UP says why" in runs["given-up"].log(jobs["given-up"])
     cluster.wait_for(jobs["cancelled"], "CANCELLED")
     runs["warned"].attempt(jobs["warned"], 2)
     runs["warned"].end(jobs["warned"])

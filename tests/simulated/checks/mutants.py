@@ -95,7 +95,7 @@ MUTANTS = (
     _mutant("a job is requeued whatever its state", requeue, "decide_requeue",
             "if not job.running:", "if False:", REVIVED),
     _mutant("a job that completes counts as running", job.JobState, "running",
-            '("RUNNING", "SIGNALING")', '("RUNNING", "COMPLETING")', REVIVED),
+            '{"COMPLETING", "STAGE_OUT"', '{"STAGE_OUT"', REVIVED),
     _mutant("orphaned ranks requeue without a look at the state", orphan_requeue,
             "decide_orphan_requeue", "if not (job.running or script_died):", "if False:", REVIVED,
             kinds=(Kind.BATCH_HOST_LOST, Kind.ORPHANS, Kind.CANCEL)),

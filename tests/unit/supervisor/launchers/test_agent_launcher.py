@@ -41,6 +41,7 @@ nodes = next(o for o in options if o.startswith("--nodelist="))[11:].split(",")
 silent = open("silent").read().split() if os.path.exists("silent") else []
 size = len(nodes)
 common = {**os.environ, "SLURM_STEP_NUM_TASKS": str(size), "SLURM_LOCALID": "0"}
+common["SLURM_STEP_ID"] = "0"
 common["SLURM_STEP_TASKS_PER_NODE"] = f"1(x{size})"
 cut_off = open("cut off").read().split() if os.path.exists("cut off") else []
 tasks = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -56,8 +56,8 @@ class HangEvidence:
         """Tell what has come together, if there is a hang."""
         if (hang := self.hang) is None:
             return
-        cut_off = cut_off_from_others(self._stalled)
-        if hang.laggard is None and cut_off is not None:
+        cut_off = cut_off_from_others(self._stalled, silent_rank(snapshot))
+        if cut_off is not None and hang.laggard in (None, cut_off):
             node = snapshot.joined[cut_off].host
             reason = f"rank {cut_off} on {node} is cut off: what is sent to and from it is lost"
             hang = replace(hang, laggard=cut_off, sentence=f"{hang.sentence}; {reason}")
@@ -92,16 +92,26 @@ def by_what_they_wait_for(reports: Mapping[int, Report]) -> dict[str, list[int]]
     return dict(found)
 
 
-def cut_off_from_others(stalled: Mapping[int, Iterable[tuple[str, str]]]) -> int | None:
+def silent_rank(snapshot: Snapshot) -> int | None:
+    """The first rank of the only node that nothing is heard of; None if there is no such."""
+    heard = {each.host for rank, each in snapshot.joined.items() if rank not in snapshot.silent}
+    silent = {rank: there.host for rank, there in snapshot.joined.items()}
+    silent = {rank: host for rank, host in silent.items() if host not in heard}
+    return min(silent) if len(set(silent.values())) == 1 else None
+
+
+def cut_off_from_others(
+    stalled: Mapping[int, Iterable[tuple[str, str]]], silent: int | None = None
+) -> int | None:
     """The rank whose node every stalled connection leads to or from; None if there is no such.
 
     `stalled` has the near and far addresses that the ranks of each node see. A connection between
-    two nodes does not tell which of them is cut off: it takes a third.
+    two nodes does not tell which of them is cut off: it takes a third, or that one of them reports
+    to the supervisor and the other is `silent`. No rank that reports has a silent one's address.
     """
     links = {frozenset(ends) for connections in stalled.values() for ends in connections}
-    ends = Counter(address for link in links for address in link)
-    (worst, count), *others = [*ends.most_common(2), ("", 0)][:2]
-    if count < 2 or count < len(links) or others[0][1] == count:
-        return None
-    near = (r for r, connections in sorted(stalled.items()) if worst in (a for a, _ in connections))
-    return next(near, None)
+    near = {ends[0]: r for r in sorted(stalled, reverse=True) for ends in stalled[r]}
+    common = frozenset.intersection(*links) if links else frozenset()
+    if len(links) < 2:
+        common -= near.keys()
+    return near.get(*common, silent) if len(common) == 1 else None

@@ -43,10 +43,10 @@ def test_what_hangs_on_another_node_is_named_by_evidence_from_there(
     project.wait_until(job, lambda: len(project.events("hang")) == 2, "the cut is noticed")
     _, cut = project.events("hang")
     assert cut["laggard"] == 1
-    (suspect,) = project.events("suspect")
+    suspect, *_ = project.events("suspect")
     assert suspect["node"] == "node2"
     assert "rank 1 on node2 is cut off" in suspect["reason"]
-    for rank in range(3):
+    for rank in (0, 2):  # the orders to others do not arrive
         assert "most recent call first" in project.run.record.stacks(2, rank).read_text()
     project.end(job, deadline=240)
     logs = [project.run.record.log(3, rank) for rank in range(3)]

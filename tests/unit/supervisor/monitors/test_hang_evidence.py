@@ -32,6 +32,7 @@ from kempner.supervisor.monitors.hang_evidence import (
     HangEvidence,
     by_what_they_wait_for,
     cut_off_from_others,
+    silent_rank,
     worth_a_look,
 )
 from kempner.supervisor.monitors.process_probe import ProcessLook
@@ -107,22 +108,39 @@ A, B, C = "10.10.0.11", "10.10.0.12", "10.10.0.13"
 
 
 @pytest.mark.parametrize(
-    ("stalled", "cut_off"),
+    ("stalled", "silent", "cut_off"),
     [
-        ({}, None),
-        ({0: [(A, B)]}, None),  # of two ends, either may be the one
-        ({0: [(A, B)], 1: [(B, A)]}, None),
-        ({0: [(A, B)], 1: [(B, C), (B, A)], 2: [(C, B)]}, 1),
-        ({0: [(A, B)], 1: [(B, C)]}, 1),
-        ({1: [(B, C), (B, A)]}, 1),
-        ({0: [(A, B), (A, C)], 1: [(B, C)]}, None),  # everything is broken
-        ({3: [(A, B)], 1: [(B, C)], 2: [(B, C)]}, 1),  # ranks of one node see the same
+        ({}, None, None),
+        ({}, 1, None),  # a stopped rank, say
+        ({0: [(A, B)]}, None, None),  # of two ends, either may be the one
+        ({0: [(A, B)]}, 1, 1),  # one of them reports
+        ({0: [(A, B)], 1: [(B, A)]}, None, None),
+        ({0: [(A, B)], 1: [(B, A)]}, 2, None),
+        ({0: [(A, B)], 1: [(B, C), (B, A)], 2: [(C, B)]}, None, 1),
+        ({0: [(A, B)], 1: [(B, C)]}, None, 1),
+        ({0: [(A, C)], 1: [(B, C)]}, 2, 2),
+        ({0: [(A, C)], 1: [(B, C)]}, None, None),
+        ({1: [(B, C), (B, A)]}, None, 1),
+        ({0: [(A, B), (A, C)], 1: [(B, C)]}, None, None),  # everything is broken
+        ({0: [(A, B), (A, C)], 1: [(B, C)]}, 2, None),
+        ({3: [(A, B)], 1: [(B, C)], 2: [(B, C)]}, None, 1),  # ranks of one node see the same
     ],
 )
 def test_the_node_that_every_stalled_connection_has_in_common(
-    stalled: dict[int, list[tuple[str, str]]], cut_off: int | None
+    stalled: dict[int, list[tuple[str, str]]], silent: int | None, cut_off: int | None
 ) -> None:
-    assert cut_off_from_others(stalled) == cut_off
+    assert cut_off_from_others(stalled, silent) == cut_off
+
+
+def test_the_only_node_that_nothing_is_heard_of() -> None:
+    joined = {rank: Connected(rank, "ab"[rank // 2], rank) for rank in range(4)}
+    joined[4] = Connected(4, "c", 4)
+
+    def of(*silent: int) -> int | None:
+        last = {rank: seen(80.0 if rank in silent else 99.0) for rank in joined}
+        return silent_rank(Snapshot.of(60.0, 5, last, 100.0, {}, joined=joined))
+
+    assert [of(), of(2, 3), of(3), of(4), of(2, 3, 4)] == [None, 2, None, 4, None]
 
 
 TABLE = """\

@@ -78,3 +78,21 @@ def test_who_is_blamed_for_a_failure_on_node2(
         nodes_to_exclude(launcher, "node2", RunHistory.read(run.ledger), Config(), decision, last)
         == found
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "node", "found"),
+    [
+        (ExitCode.HUNG, "", {"node3": "clock is off"}),  # the ranks never met
+        (ExitCode.HUNG, "node2", {}),
+        (ExitCode.CRASHED, "", {}),
+    ],
+)
+def test_of_a_hang_that_no_rank_began_a_suspect_node_is_the_cause(
+    tmp_path: Path, code: ExitCode, node: str, found: dict[str, str]
+) -> None:
+    Ledger(tmp_path / "ledger.jsonl").record(ALSO, 1)
+    launcher: Any = Nodes(BOTH, [*BOTH, "node3"])
+    history = RunHistory.read(tmp_path / "ledger.jsonl")
+    decision = Decision(code, "so")
+    assert nodes_to_exclude(launcher, node, history, Config(), decision, False) == found

@@ -114,4 +114,7 @@ def cut_off_from_others(
     common = frozenset.intersection(*links) if links else frozenset()
     if len(links) < 2:
         common -= near.keys()
-    return near.get(*common, silent) if len(common) == 1 else None
+    if len(common) != 1:
+        return None
+    (address,) = common
+    return near.get(address, silent)

@@ -28,13 +28,16 @@ RESERVE = 3.0
 LARGEST = 20.0
 """A machine that seems slower than this was busy for a moment: a hang must end within hours."""
 
+ENOUGH = 1200.0
+"""Seconds after which what was to take less hangs, on any machine."""
+
 SLOWNESS = "KEMPNER_TESTS_SLOWNESS"
 """Where the workers and the processes of a session find what it measured."""
 
 
 def scaled(seconds: float) -> float:
     """How long to wait here for what takes at most `seconds` on a quiet reference machine."""
-    return seconds * RESERVE * slowness()
+    return min(seconds * RESERVE * slowness(), max(seconds, ENOUGH))
 
 
 def slowed(seconds: float) -> float:

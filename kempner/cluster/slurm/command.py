@@ -340,18 +340,27 @@ def _cannot_start(name: str, error: OSError) -> SlurmError:
 def start_step(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start an srun, in a session of its own, with our output; its errors come through a pipe, for
     `see_step_end`. Raises `SlurmError`.
+
+    srun holds the pipe's other end, too: one that outlives this process would be sent SIGPIPE, and
+    end its tasks while they save.
     """
+    errors, end = os.pipe()
     try:
         started = subprocess.Popen(
             command,
             env=environ,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stderr=end,
+            pass_fds=(errors,),
         )
     except OSError as error:
+        os.close(errors)
         raise _cannot_start(command[0], error) from error
+    finally:
+        os.close(end)
     _worked.add(command[0])
+    started.stderr = os.fdopen(errors, "rb", buffering=0)
     return started
 
 

@@ -372,3 +372,13 @@ def test_a_step_that_was_never_started_is_not_one_that_failed(
     os.killpg(step.pid, signal.SIGKILL)
     assert capfd.readouterr().out == "out\n"
     assert b"".join(heard).decode() == f"{said}\n"
+
+
+def test_a_step_outlives_who_heard_it(script: Script, tmp_path: Path) -> None:
+    """The supervisor was killed: what srun says then does not end it, and with it the tasks."""
+    lines = f"while ! [ -e {tmp_path}/gone ]; do sleep 0.05; done\n/bin/echo late >&2 && exit 3"
+    step = start_step([script(lines)], dict(os.environ))
+    assert step.stderr is not None
+    step.stderr.close()
+    (tmp_path / "gone").touch()
+    assert step.wait() == 3

@@ -8,6 +8,7 @@ the second is what older drivers call it.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -70,11 +71,12 @@ def survey_gpus(environ: Mapping[str, str] = os.environ) -> GpuSurvey:
             errors="replace",
             timeout=_WITHIN,
         )
-    except FileNotFoundError:
-        return GpuSurvey()
     except subprocess.TimeoutExpired:
         return GpuSurvey(trouble=f"nvidia-smi does not answer within {_WITHIN:g} s")
     except OSError as error:
+        # Where a folder on PATH may not be read, one that is nowhere is "Permission denied".
+        if shutil.which("nvidia-smi") is None:
+            return GpuSurvey()
         return GpuSurvey(trouble=f"nvidia-smi cannot be started: {error.strerror}")
     if done.returncode:
         said = (done.stdout.strip() or done.stderr.strip()).replace("\n", " ")

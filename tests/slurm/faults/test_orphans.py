@@ -36,12 +36,14 @@ def test_a_job_without_its_supervisor_is_requeued_once(
     (requeued,) = project.events("requeued")
     assert requeued["by_rank"] in (1, 2)  # the lower one, but for a machine that is very busy
     assert cluster.job(job)["Restarts"] == "1"
-    assert f"resumed at step {requeued['step']}" in project.log(job)
+    (resumed,) = project.events("resumed")
+    # The lost rank 0 may have committed one more, of which no other had heard.
+    assert resumed["step"] >= requeued["step"]
     taken = [sample for step in project.run.samples().values() for sample in step]
     assert sorted(taken) == list(range(8 * STEPS))
 
 
-# When the batch step's srun is killed with it, a helper of srun's may end the ranks before they save.
+# srun is killed with it, and a helper of srun's may end the ranks before they save.
 @pytest.mark.drill
 @pytest.mark.every_slurm
 def test_a_job_whose_supervisor_is_killed_is_requeued_with_all_that_it_has_done(

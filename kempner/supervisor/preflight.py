@@ -69,12 +69,12 @@ def nodes_to_exclude(
     No spare node could take their place. That a node's ranks fail first may be chance, or the
     program's own fault: that alone is a reason only where there are other nodes to compare it with,
     and the next start is the `last` one. Where a checkpoint could not be written, rank 0 says so
-    for all; where the nodes do not fit together, any rank; where ranks never met, none.
+    for all; where the nodes do not fit together, any rank; of a hang that none began, none does.
     """
     accused = _accused(history, config)
     used = launcher.unavoidable(accused)
-    of_any = decision.code is ExitCode.CHECKPOINT_FAILED or decision.environment
-    if of_any or (decision.code is ExitCode.HUNG and not node):
+    began_by_none = decision.code is ExitCode.HUNG and not node
+    if decision.code is ExitCode.CHECKPOINT_FAILED or decision.environment or began_by_none:
         return {name: accused[name].reason for name in used if accused[name].proven}
     by_habit = last and len(launcher.nodes) > 1
     if node not in used or not (accused[node].proven or by_habit):

@@ -56,9 +56,11 @@ class HangEvidence:
         """Tell what has come together, if there is a hang."""
         if (hang := self.hang) is None:
             return
-        cut_off = cut_off_from_others(self._stalled, silent_rank(snapshot))
-        if cut_off is not None and hang.laggard in (None, cut_off):
-            node = snapshot.joined[cut_off].host
+        hosts = {rank: there.host for rank, there in snapshot.joined.items()}
+        cut_off = cut_off_from_others(self._stalled, hosts, silent_node(snapshot))
+        if cut_off is not None and hang.laggard in (None, *_on(hosts[cut_off], hosts)):
+            cut_off = cut_off if hang.laggard is None else hang.laggard
+            node = hosts[cut_off]
             reason = f"rank {cut_off} on {node} is cut off: what is sent to and from it is lost"
             hang = replace(hang, laggard=cut_off, sentence=f"{hang.sentence}; {reason}")
             self._ledger.record(NodeSuspected(node, reason), self._attempt)
@@ -92,29 +94,35 @@ def by_what_they_wait_for(reports: Mapping[int, Report]) -> dict[str, list[int]]
     return dict(found)
 
 
-def silent_rank(snapshot: Snapshot) -> int | None:
-    """The first rank of the only node that nothing is heard of; None if there is no such."""
-    heard = {each.host for rank, each in snapshot.joined.items() if rank not in snapshot.silent}
-    silent = {rank: there.host for rank, there in snapshot.joined.items()}
-    silent = {rank: host for rank, host in silent.items() if host not in heard}
-    return min(silent) if len(set(silent.values())) == 1 else None
+def silent_node(snapshot: Snapshot) -> str | None:
+    """The only node that nothing is heard of, if there is one."""
+    heard = {there.host for rank, there in snapshot.joined.items() if rank not in snapshot.silent}
+    silent = {there.host for there in snapshot.joined.values()} - heard
+    return min(silent) if len(silent) == 1 else None
 
 
 def cut_off_from_others(
-    stalled: Mapping[int, Iterable[tuple[str, str]]], silent: int | None = None
+    stalled: Mapping[int, Iterable[tuple[str, str]]],
+    hosts: Mapping[int, str],
+    silent: str | None = None,
 ) -> int | None:
     """The rank whose node every stalled connection leads to or from; None if there is no such.
 
-    `stalled` has the near and far addresses that the ranks of each node see. A connection between
-    two nodes does not tell which of them is cut off: it takes a third, or that one of them reports
-    to the supervisor and the other is `silent`. No rank that reports has a silent one's address.
+    `stalled` has the near and far addresses that the ranks of each node see, `hosts` each rank's
+    node. A connection between two nodes does not tell which of them is cut off: it takes a third,
+    or that one of them reports and the other is `silent`, whose address no rank that reports has.
     """
     links = {frozenset(ends) for connections in stalled.values() for ends in connections}
-    near = {ends[0]: r for r in sorted(stalled, reverse=True) for ends in stalled[r]}
+    near = {ends[0]: rank for rank in sorted(stalled, reverse=True) for ends in stalled[rank]}
     common = frozenset.intersection(*links) if links else frozenset()
     if len(links) < 2:
         common -= near.keys()
     if len(common) != 1:
         return None
     (address,) = common
-    return near.get(address, silent)
+    return near.get(address, min(_on(silent, hosts), default=None))
+
+
+def _on(node: str | None, hosts: Mapping[int, str]) -> set[int]:
+    """The ranks of a node."""
+    return {rank for rank, host in hosts.items() if host == node}

@@ -43,7 +43,7 @@ def test_what_hangs_on_another_node_is_named_by_evidence_from_there(
     project.wait_until(job, lambda: len(project.events("hang")) == 2, "the cut is noticed")
     _, cut = project.events("hang")
     assert cut["laggard"] == 1
-    suspect, *_ = project.events("suspect")
+    (suspect,) = project.events("suspect")
     assert suspect["node"] == "node2"
     assert "rank 1 on node2 is cut off" in suspect["reason"]
     for rank in (0, 2):  # the orders to others do not arrive
@@ -56,14 +56,25 @@ def test_what_hangs_on_another_node_is_named_by_evidence_from_there(
     assert sorted(taken) == list(range(8 * STEPS))
 
 
+@pytest.mark.parametrize(
+    ("limit", "attempts"),
+    [
+        pytest.param(8.0, 1, id="silent"),
+        pytest.param(45.0, 2, id="gone", marks=pytest.mark.drill),
+    ],
+)
 def test_a_node_that_loses_the_fabric_costs_a_requeue_without_it(
-    cluster: Cluster, project: Project, undisturbed: Run
+    cluster: Cluster, project: Project, undisturbed: Run, limit: float, attempts: int
 ) -> None:
-    """With two nodes, no spare one and none to do without: ranks cannot start there again."""
-    job = project.train(*LONG, f"--resilience.hang_timeout_min={slowed(8.0)}")
+    """With two nodes, no spare one and none to do without: ranks cannot start there again.
+
+    Later than a hang is noticed, its links break: a start in vain tells why its rank is gone.
+    """
+    job = project.train(*LONG, f"--resilience.hang_timeout_min={slowed(limit)}")
     project.reach(job, 31)
     cluster.cut("node2", "ib0", "cable")
     project.wait_until(job, lambda: project.events("requeued"), "the requeue", 180)
+    assert project.run.attempt() == attempts
     project.end(job)
     (requeued,) = project.events("requeued")
     assert requeued["without"] == ["node2"]

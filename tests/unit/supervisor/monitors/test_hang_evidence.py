@@ -21,7 +21,8 @@ from patience import scaled
 
 from kempner.cluster.network.tcp_stalls import stalled_connections, unanswered_calls
 from kempner.run.control.protocol import DumpStacks, FromSupervisor, Phase, Report
-from kempner.run.record.events.health import HangFound
+from kempner.run.record.events.health import ConnectionsStalled, HangFound
+from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.control.events import Connected, LastReport
@@ -32,7 +33,7 @@ from kempner.supervisor.monitors.hang_evidence import (
     HangEvidence,
     by_what_they_wait_for,
     cut_off_from_others,
-    silent_rank,
+    silent_node,
     worth_a_look,
 )
 from kempner.supervisor.monitors.process_probe import ProcessLook
@@ -107,40 +108,63 @@ def test_who_waits_for_what() -> None:
 A, B, C = "10.10.0.11", "10.10.0.12", "10.10.0.13"
 
 
+HOSTS = {0: "a", 1: "b", 2: "c", 3: "a"}
+
+
 @pytest.mark.parametrize(
     ("stalled", "silent", "cut_off"),
     [
         ({}, None, None),
-        ({}, 1, None),  # a stopped rank, say
+        ({}, "b", None),  # a stopped rank, say
         ({0: [(A, B)]}, None, None),  # of two ends, either may be the one
-        ({0: [(A, B)]}, 1, 1),  # one of them reports
+        ({0: [(A, B)]}, "b", 1),  # one of them reports
         ({0: [(A, B)], 1: [(B, A)]}, None, None),
-        ({0: [(A, B)], 1: [(B, A)]}, 2, None),
+        ({0: [(A, B)], 1: [(B, A)]}, "c", None),
         ({0: [(A, B)], 1: [(B, C), (B, A)], 2: [(C, B)]}, None, 1),
+        ({0: [(A, B)], 1: [(B, C), (B, A)], 2: [(C, B)]}, "b", 1),
         ({0: [(A, B)], 1: [(B, C)]}, None, 1),
-        ({0: [(A, C)], 1: [(B, C)]}, 2, 2),
+        ({0: [(A, C)], 1: [(B, C)]}, "c", 2),
         ({0: [(A, C)], 1: [(B, C)]}, None, None),
         ({1: [(B, C), (B, A)]}, None, 1),
         ({0: [(A, B), (A, C)], 1: [(B, C)]}, None, None),  # everything is broken
-        ({0: [(A, B), (A, C)], 1: [(B, C)]}, 2, None),
+        ({0: [(A, B), (A, C)], 1: [(B, C)]}, "c", None),
         ({3: [(A, B)], 1: [(B, C)], 2: [(B, C)]}, None, 1),  # ranks of one node see the same
+        ({0: [(A, C)], 3: [(A, C)]}, "c", 2),
     ],
 )
 def test_the_node_that_every_stalled_connection_has_in_common(
-    stalled: dict[int, list[tuple[str, str]]], silent: int | None, cut_off: int | None
+    stalled: dict[int, list[tuple[str, str]]], silent: str | None, cut_off: int | None
 ) -> None:
-    assert cut_off_from_others(stalled, silent) == cut_off
+    assert cut_off_from_others(stalled, HOSTS, silent) == cut_off
 
 
 def test_the_only_node_that_nothing_is_heard_of() -> None:
     joined = {rank: Connected(rank, "ab"[rank // 2], rank) for rank in range(4)}
     joined[4] = Connected(4, "c", 4)
 
-    def of(*silent: int) -> int | None:
+    def of(*silent: int) -> str | None:
         last = {rank: seen(80.0 if rank in silent else 99.0) for rank in joined}
-        return silent_rank(Snapshot.of(60.0, 5, last, 100.0, {}, joined=joined))
+        return silent_node(Snapshot.of(60.0, 5, last, 100.0, {}, joined=joined))
 
-    assert [of(), of(2, 3), of(3), of(4), of(2, 3, 4)] == [None, 2, None, 4, None]
+    assert [of(), of(2, 3), of(3), of(4), of(2, 3, 4)] == [None, "b", None, "c", None]
+
+
+@pytest.mark.parametrize(("laggard", "named"), [(None, 2), (2, 2), (3, 3), (1, None)])
+def test_a_node_that_is_cut_off_is_suspect_whichever_of_its_ranks_is_behind(
+    tmp_path: Path, laggard: int | None, named: int | None
+) -> None:
+    joined = {rank: Connected(rank, "ab"[rank // 2], rank) for rank in range(4)}
+    last = {rank: seen(99.0 if rank < 2 else 80.0) for rank in joined}
+    snapshot = Snapshot.of(60.0, 4, last, 100.0, {}, joined=joined)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    evidence = HangEvidence(1, lambda _: None, ledger, lambda *_: [])
+    evidence.collect(Hang("It hangs", laggard, Phase.STEP, 60.0), snapshot)
+    evidence.hear(0, ConnectionsStalled(((A, B),)))
+    evidence.close(snapshot)
+    history = RunHistory.read(tmp_path / "ledger.jsonl")
+    assert [e.node for e in history.events(NodeSuspected)] == ["b"] * (named is not None)
+    (told,) = history.events(HangFound)
+    assert told.laggard == (laggard if named is None else named)
 
 
 TABLE = """\

@@ -344,7 +344,10 @@ def start_step(command: Sequence[str], environ: Mapping[str, str]) -> subprocess
     srun holds the pipe's other end, too: one that outlives this process would be sent SIGPIPE, and
     end its tasks while they save.
     """
-    errors, end = os.pipe()
+    try:
+        errors, end = os.pipe()
+    except OSError as error:
+        raise _cannot_start(command[0], error) from error
     try:
         started = subprocess.Popen(
             command,

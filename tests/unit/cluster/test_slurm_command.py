@@ -382,3 +382,14 @@ def test_a_step_outlives_who_heard_it(script: Script, tmp_path: Path) -> None:
     step.stderr.close()
     (tmp_path / "gone").touch()
     assert step.wait() == 3
+
+
+def test_a_want_of_descriptors_is_waited_for(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", full)
+    with pytest.raises(SlurmError):
+        start_step([script("exit 0")], dict(os.environ))

@@ -74,8 +74,8 @@ def survey_gpus(environ: Mapping[str, str] = os.environ) -> GpuSurvey:
     except subprocess.TimeoutExpired:
         return GpuSurvey(trouble=f"nvidia-smi does not answer within {_WITHIN:g} s")
     except OSError as error:
-        # Where a folder on PATH may not be read, one that is nowhere is "Permission denied".
-        if shutil.which("nvidia-smi") is None:
+        # Where a folder on PATH cannot be looked into, one that is nowhere has that folder's error.
+        if shutil.which("nvidia-smi", mode=os.F_OK) is None:
             return GpuSurvey()
         return GpuSurvey(trouble=f"nvidia-smi cannot be started: {error.strerror}")
     if done.returncode:

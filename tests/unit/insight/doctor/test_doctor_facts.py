@@ -123,6 +123,17 @@ def test_gpus_that_are_hidden_are_not_looked_at(
     assert [gpu.index for gpu in survey_gpus({"CUDA_VISIBLE_DEVICES": "0"}).gpus] == [0]
     assert [gpu.index for gpu in survey_gpus({"CUDA_VISIBLE_DEVICES": "GPU-ab"}).gpus] == [0, 1]
     assert [gpu.index for gpu in survey_gpus({}).gpus] == [0, 1]
+    command.chmod(0o644)
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    assert survey_gpus({}).trouble == "nvidia-smi cannot be started: Permission denied"
+
+
+def test_a_folder_on_the_path_that_cannot_be_used_is_no_fault_of_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'loop'}")
+    assert survey_gpus({}).trouble == ""
 
 
 def test_a_write_test_is_short_and_leaves_nothing(

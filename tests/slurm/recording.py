@@ -64,6 +64,8 @@ def machine() -> str:
 
 
 def command(config: pytest.Config) -> str:
-    """As it was called; a worker of xdist knows that of its session."""
+    """As it was called, but for the place of the record; a worker knows that of its session."""
     words = getattr(config, "workerinput", {}).get("mainargv", sys.argv)
-    return shlex.join(["pytest", *words[1:]])
+    return shlex.join(["pytest", *words[1:]]).replace(
+        str(config.getoption("--slurm-record")), "FILE"
+    )

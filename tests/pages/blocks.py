@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from harness import wait_until
 from terminal import CTRL_C, Terminal
 
@@ -70,7 +73,8 @@ class Reader:
     """
 
     def __init__(self, folder: Path, environ: Mapping[str, str], waiting: float = 200.0) -> None:
-        self.folder, self._environ, self._waiting = folder, environ, waiting
+        self.folder, self._waiting = folder, waiting
+        self._environ = {**environ, "PYTHONFAULTHANDLER": "1"}
 
     def type(self, command: Command) -> None:
         """Type a command; it must show what stands below it, and end well."""
@@ -116,4 +120,17 @@ class Reader:
         try:
             return int(wait_until(condition, what, self._waiting, interval=0.1))
         except AssertionError as error:
-            raise AssertionError("\n".join([str(error), *terminal.lines()])) from None
+            stacks = self._stacks(terminal)
+            raise AssertionError("\n".join([str(error), *terminal.lines(), *stacks])) from None
+
+    def _stacks(self, terminal: Terminal) -> list[str]:
+        """Where all Python processes of a command stand; it ends them, and says what they printed
+        elsewhere.
+        """
+        processes = psutil.Process(terminal.shell.pid).children(recursive=True)
+        for process in reversed(processes):  # those that nobody starts again
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGABRT)
+        psutil.wait_procs(processes, timeout=5)
+        outputs = sorted(self.folder.glob("runs/*/attempts/*/*.out"))
+        return [line for path in outputs for line in [str(path), path.read_text(errors="replace")]]

@@ -121,7 +121,8 @@ def test_status_agrees_with_what_is_done_to_a_run(project: Project, cluster: Clu
         assert told["reason"].startswith("PartitionDown")
     finally:
         cluster.scontrol("update", "partitionname=low", "state=up")
-    project.slow(rate="16mbit")
+    nodes = cluster.options.node_names  # a requeue may choose others, and must not be over too soon
+    project.slow(*nodes, rate="16mbit")
     login = Onlooker(project, job)
     project.wait_until(job, project.run.record.ledger.is_file, "the ledger")
     told = login.sees_training(1)
@@ -148,7 +149,7 @@ def test_status_agrees_with_what_is_done_to_a_run(project: Project, cluster: Clu
     assert told["state"] == "training"
     project.wait_until(job, lambda: project.events("hang"), "the hang is noticed")
     cluster.heal("node2", "ib0")
-    project.slow(rate="16mbit")
+    project.slow(*nodes, rate="16mbit")
     _, hung = login.sees_training(3)["interruptions"]
     assert (hung["kind"], hung["attempt"]) == ("hang", 2)
 

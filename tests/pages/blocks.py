@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 from harness import wait_until
+from patience import scaled
 from terminal import CTRL_C, Terminal
 
 _BLOCK = re.compile(r"^```(?:console|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -131,6 +132,6 @@ class Reader:
         for process in reversed(processes):  # those that nobody starts again
             with suppress(psutil.Error):
                 process.send_signal(signal.SIGABRT)
-        psutil.wait_procs(processes, timeout=5)
+        psutil.wait_procs(processes, timeout=scaled(5))
         outputs = sorted(self.folder.glob("runs/*/attempts/*/*.out"))
         return [line for path in outputs for line in [str(path), path.read_text(errors="replace")]]

@@ -16,7 +16,7 @@ from kempner.insight.metrics.follow import follow
 from kempner.insight.metrics.lines import Position
 from kempner.run.control.launch_env import EXPORT_FOR
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.process.signals import follow_parent
+from kempner.run.process.signals import follow_parent, inbox
 from kempner.run.record.run_dir import RunDirectory
 
 
@@ -60,8 +60,9 @@ def metrics(
     kind = "wandb" if wandb is not None else "prometheus" if prometheus else "tensorboard"
     told = threading.Event()
     if following:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: told.set())
+        # A handler would run within `told.wait`, and wait for the lock that this holds.
+        inbox().install()
+        inbox().react_with(lambda _: told.set())
         if supervisor := os.environ.get(EXPORT_FOR):
             follow_parent(int(supervisor), signal.SIGTERM)
     else:

@@ -52,7 +52,8 @@ def test_status_follows_a_run_through_all_that_happens_to_it(run: Run) -> None:
     assert status.attempt is not None
     assert status.attempt.ranks == 2
     run.reach(12, job)
-    wait_until(run.committed, "a checkpoint", job=job)
+    # A commit is a folder before it is the newest checkpoint.
+    wait_until(lambda: onlooker.look().facts.checkpoint, "a checkpoint", job=job)
     status = onlooker.look()
     assert status.progress.step is not None
     assert 12 <= status.progress.step <= max(run.steps())

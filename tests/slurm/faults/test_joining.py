@@ -86,11 +86,12 @@ def test_one_that_dies_costs_what_its_buddy_does_not_have(project: Project) -> N
     for node in ("node1", "node2"):
         project.cluster.heal(node, "ib0")
     project.end(job)
-    assert ranks(project) == [2, 3, 2]
-    again = steps_of(project, 2)[-1] - project.events("resumed")[-1]["step"]
+    # Slurm takes the other job back into the queue, and it may join again before the run is over.
+    assert ranks(project)[:3] == [2, 3, 2]
+    again = steps_of(project, 2)[-1] - project.events("resumed")[1]["step"]
     note("lost node of another job", steps_made_again=again, seconds=round(seconds, 1))
     assert again <= 3
-    (left,) = project.events("nodes_left")
+    left, *_ = project.events("nodes_left")
     assert left["lost"] is True
     assert project.events("suspect") == []
     assert project.events("requeued") == []

@@ -8,12 +8,13 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 from harness import wait_until
 
 from kempner.run.process.signals import SignalInbox, inbox
-from kempner.run.process.worker_process import born_deaf, heed_only_parent
+from kempner.run.process.worker_process import born_deaf, heed_only_parent, native_threads_run
 
 FORK = multiprocessing.get_context("fork")
 
@@ -67,3 +68,23 @@ def test_a_worker_ends_with_its_parents_sigterm_alone(name: str) -> None:
 
     wait_until(gone, "its end")
     assert worker.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("stat", "running"),
+    [
+        ("7 (pt_gloo_runloop) S 1", False),
+        ("7 (pt_gloo_runloop) R 1", True),
+        ("7 (pt_a) R b) D 1", True),
+        ("7 (python) R 1", False),
+    ],
+)
+def test_a_fork_waits_for_threads_of_torch_that_run(
+    stat: str, running: bool, tmp_path: Path
+) -> None:
+    """Not for one that has ended, and so not for ever."""
+    (tmp_path / "6").mkdir()
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_text(stat)
+    assert native_threads_run(tmp_path) is running
+    assert not native_threads_run()

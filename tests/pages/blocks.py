@@ -125,13 +125,14 @@ class Reader:
             raise AssertionError("\n".join([str(error), *terminal.lines(), *stacks])) from None
 
     def _stacks(self, terminal: Terminal) -> list[str]:
-        """Where all Python processes of a command stand; it ends them, and says what they printed
-        elsewhere.
+        """Have all Python processes of a command print where they stand, which ends them; what they
+        have printed elsewhere than here.
         """
-        processes = psutil.Process(terminal.shell.pid).children(recursive=True)
-        for process in reversed(processes):  # those that nobody starts again
-            with suppress(psutil.Error):
-                process.send_signal(signal.SIGABRT)
-        psutil.wait_procs(processes, timeout=scaled(5))
+        if terminal.shell.poll() is None:
+            processes = psutil.Process(terminal.shell.pid).children(recursive=True)
+            for process in reversed(processes):  # the ranks first: the supervisor's end ends them
+                with suppress(psutil.Error):
+                    process.send_signal(signal.SIGABRT)
+            psutil.wait_procs(processes, timeout=scaled(5))
         outputs = sorted(self.folder.glob("runs/*/attempts/*/*.out"))
         return [line for path in outputs for line in [str(path), path.read_text(errors="replace")]]

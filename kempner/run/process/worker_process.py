@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing import active_children, process, resource_tracker
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 from kempner.run.process.signals import STOP_SIGNALS, follow_parent
+from kempner.run.process.thread_states import thread_states
 
 UNHEARD = frozenset({*STOP_SIGNALS, signal.SIGQUIT})
 """SIGQUIT, too: a rank answers it with its stacks, and its children must survive that."""
@@ -71,32 +71,20 @@ def _wait_for(parent: int) -> None:
 
 _FORK_MAY_HANG = sys.version_info < (3, 11, 10)
 
-_NATIVE_THREADS_WITHIN = 1.0
-"""Seconds in which a thread that enters Python is through; one that computes longer does not."""
+_ENTERED_WITHIN = 1.0
+"""Seconds to wait at most: entering Python takes far less; what runs for longer computes."""
 
 
-def native_threads_run(tasks: Path = Path("/proc/self/task")) -> bool:
-    """Whether a thread of torch's own is running, or about to."""
-    for task in tasks.iterdir():
-        try:
-            stat = (task / "stat").read_text()
-        except OSError:
-            continue  # it has ended
-        name, _, rest = stat.partition("(")[2].rpartition(")")
-        if name.startswith("pt_") and rest.split()[0] in "RD":
-            return True
-    return False
-
-
-def _let_native_threads_enter() -> None:
-    """Wait until no thread of torch's may be entering Python.
+def await_native_threads() -> None:
+    """Wait until no thread of torch's own may be entering Python.
 
     It holds the lock of the list of thread states then, without the GIL, and a child that is forked
     meanwhile waits for that lock for ever (https://github.com/python/cpython/issues/112275). Gloo's
     threads enter Python after each collective, to let go of its tensors.
     """
-    end = time.monotonic() + _NATIVE_THREADS_WITHIN
-    while native_threads_run() and time.monotonic() < end:
+    end = time.monotonic() + _ENTERED_WITHIN
+    # What holds the lock runs or is about to: it is not taken while waiting for anything else.
+    while {"R", "D"} & set(thread_states("self", name="pt_")) and time.monotonic() < end:
         time.sleep(0.0005)
 
 
@@ -111,7 +99,7 @@ class _Ward(threading.local):
         if _Ward.active:
             self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
             if _FORK_MAY_HANG:
-                _let_native_threads_enter()
+                await_native_threads()
 
     def in_parent(self) -> None:
         if _Ward.active:

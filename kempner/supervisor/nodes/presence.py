@@ -10,10 +10,10 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from kempner.cluster.slurm.hostlist import node_name
+from kempner.run.process.thread_states import thread_states
 
 
 def still_runs(pid: int, proc: Path = Path("/proc")) -> bool:
@@ -36,15 +36,6 @@ def came_after(pid: int, earlier: int, proc: Path = Path("/proc")) -> bool:
 def _started(pid: int, proc: Path) -> int:
     """When a process was started, in ticks since the boot (proc(5), field 22)."""
     return int((proc / str(pid) / "stat").read_text().rpartition(") ")[2].split()[19])
-
-
-def thread_states(pid: int, proc: Path = Path("/proc")) -> list[str]:
-    """The letters of proc(5), such as `D`; none if there is no such process."""
-    states = []
-    for thread in proc.glob(f"{pid}/task/*/stat"):
-        with suppress(OSError):  # it has just ended
-            states.append(thread.read_text().rpartition(") ")[2][:1])
-    return states
 
 
 def answer(node: str, pids: Sequence[int]) -> str:

@@ -128,8 +128,8 @@ def test_status_agrees_with_what_is_done_to_a_run(project: Project, cluster: Clu
     told = login.sees_training(1)
     assert (told["interruptions"], told["job"]["state"]) == ([], "RUNNING")
     project.reach(job, 12)
-    told = login.sees("a checkpoint", lambda told: told["checkpoint"] is not None)
-    before, committed = max(project.run.steps()), told["checkpoint"]["step"]
+    login.sees("a checkpoint", lambda told: told["checkpoint"] is not None)
+    before, committed = max(project.run.steps()), project.run.latest()
     told = login.look()
     assert before <= told["step"] <= max(project.run.steps())
     assert committed <= told["checkpoint"]["step"] <= project.run.committed()[-1]

@@ -262,6 +262,33 @@ def test_an_exporter_that_hangs_is_left_behind_and_goes_on_later(
     assert exports._running["tensorboard"].returncode == 0
 
 
+STOPPED_WITHIN_A_WAIT = """
+import os, signal, sys, threading
+from kempner.cli import entry
+from kempner.cli.insight import metrics
+
+class Event(threading.Event):
+    def wait(self, timeout=None):
+        if timeout and not self.is_set():
+            with self._cond:  # as its own wait has it, when it begins
+                os.kill(os.getpid(), signal.SIGTERM)
+        return super().wait(timeout)
+
+metrics.threading.Event = Event
+entry.main()
+"""
+
+
+def test_an_exporter_that_is_stopped_as_it_begins_to_wait_ends(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    """A handler that called the event's `set` would wait for the lock that this wait holds."""
+    write(run, *FIRST)
+    command = [sys.executable, "-c", STOPPED_WITHIN_A_WAIT, "metrics", str(run.path)]
+    options = ["--prometheus", str(tmp_path / "file.prom"), "--follow"]
+    assert subprocess.run([*command, *options], timeout=scaled(60)).returncode == 0
+
+
 def test_a_package_that_is_missing_is_told_and_costs_nothing(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,8 +16,10 @@ from pathlib import Path
 import pytest
 from harness import wait_until
 
+from kempner.run.process import worker_process
 from kempner.run.process.signals import SignalInbox, inbox
-from kempner.run.process.worker_process import born_deaf, heed_only_parent, native_threads_run
+from kempner.run.process.thread_states import thread_states
+from kempner.run.process.worker_process import born_deaf, heed_only_parent
 
 FORK = multiprocessing.get_context("fork")
 
@@ -71,20 +76,44 @@ def test_a_worker_ends_with_its_parents_sigterm_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stat", "running"),
+    ("stat", "states"),
     [
-        ("7 (pt_gloo_runloop) S 1", False),
-        ("7 (pt_gloo_runloop) R 1", True),
-        ("7 (pt_a) R b) D 1", True),
-        ("7 (python) R 1", False),
+        ("7 (pt_gloo_runloop) S 1", ["S"]),
+        ("7 (pt_gloo_runloop) R 1", ["R"]),
+        ("7 (pt_a) R b) D 1", ["D"]),
+        ("7 (python) R 1", []),
     ],
 )
-def test_a_fork_waits_for_threads_of_torch_that_run(
-    stat: str, running: bool, tmp_path: Path
-) -> None:
-    """Not for one that has ended, and so not for ever."""
-    (tmp_path / "6").mkdir()
-    (tmp_path / "7").mkdir()
-    (tmp_path / "7" / "stat").write_text(stat)
-    assert native_threads_run(tmp_path) is running
-    assert not native_threads_run()
+def test_threads_are_found_by_their_names(stat: str, states: list[str], tmp_path: Path) -> None:
+    """One that has ended meanwhile is none."""
+    (tmp_path / "7" / "task" / "6").mkdir(parents=True)
+    (tmp_path / "7" / "task" / "7").mkdir()
+    (tmp_path / "7" / "task" / "7" / "stat").write_text(stat)
+    assert thread_states(7, tmp_path, "pt_") == states
+    assert thread_states(8, tmp_path, "pt_") == []
+
+
+def test_a_thread_that_runs_native_code_is_seen() -> None:
+    go_on = threading.Event()
+
+    def run() -> None:
+        ctypes.CDLL(None).prctl(15, b"pt_test", 0, 0, 0)  # PR_SET_NAME, linux/prctl.h
+        while not go_on.is_set():
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: thread_states("self", name="pt_test") == ["R"], "it runs")
+    finally:
+        go_on.set()
+        thread.join()
+    wait_until(lambda: thread_states("self", name="pt_test") == [], "its end")
+
+
+def test_a_fork_waits_until_no_thread_of_torch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [["S"], ["D"], ["S", "R"]]
+    monkeypatch.setattr(worker_process, "_ENTERED_WITHIN", 1e9)
+    monkeypatch.setattr(worker_process, "thread_states", lambda *_, **__: looks.pop())
+    worker_process.await_native_threads()
+    assert looks == []

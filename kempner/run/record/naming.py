@@ -36,8 +36,8 @@ class ChosenRun:
 def choose_run(usual: Path, now: RunIdentity, accepted: Collection[str] = ()) -> ChosenRun:
     """The run of a command: `usual`, or beside it where that is another command's.
 
-    The usual one of a run that has none yet is claimed, so that of two commands which start at the
-    same time each gets its own. Raises `OSError` where that cannot be read.
+    The one that is chosen is claimed, so that of two commands which start at the
+    same time each gets its own.
     """
     before = _standing(usual, now)
     if before is None:
@@ -47,6 +47,7 @@ def choose_run(usual: Path, now: RunIdentity, accepted: Collection[str] = ()) ->
     if not refused:
         return ChosenRun(usual)
     own = usual.with_name(f"{usual.name}-{command_digest(now)}")
+    _standing(own, now)
     names = ",".join(dict.fromkeys(each.name for each in refused))
     changes = "; ".join(each.sentence for each in refused)
     return ChosenRun(

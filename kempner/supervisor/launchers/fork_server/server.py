@@ -45,6 +45,10 @@ from kempner.supervisor.launchers.rank_network import enter_network
 
 _PR_SET_NAME = 15  # linux/prctl.h
 
+_LAST = f"{Path.cwd()}/."
+"""In the path while modules are imported for a program that is not known yet: they may be the
+user's. It is last, since a file there may have the name of one of Python's own."""
+
 
 class ForkServer:
     """Forks on order and tells how its children end."""
@@ -150,12 +154,15 @@ def run(order: Order) -> None:
         sys.modules["numpy"].random.seed()
     gc.enable()
     program, *rest = order.arguments
+    sys.path.remove(_LAST)
     if program == "-m":
         sys.argv = rest
+        if not order.ours:
+            sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(order.arguments)
-        sys.path[0] = str(Path(program).resolve().parent)
+        sys.path.insert(0, str(Path(program).resolve().parent))
         runpy.run_path(program, run_name="__main__")
 
 
@@ -166,6 +173,7 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
     set_name("fork server")
     channel = socket.socket(fileno=descriptor)
     gc.disable()
+    sys.path.append(_LAST)
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # a collection in a child would write to, and so copy, every page of this

@@ -44,6 +44,7 @@ from kempner.supervisor.launchers.base import Launcher, Program
 from kempner.supervisor.metrics_export import MetricsExports
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.nodes.shared_suspects import known_suspects
+from kempner.supervisor.output_limit import OutputLimit
 from kempner.supervisor.policy.outcome import (
     Decision,
     OwnLoop,
@@ -290,6 +291,8 @@ def _see_it_through(
     rank_status = RankStatusFile(context.run.ranks(launch.attempt.number))
     last_step, ours = context.history.refresh().last_step, context.program.ours
     progress = StartProgress(context.launcher.size, last_step, ours)
+    outputs = OutputLimit(context.run.attempt(launch.attempt.number))
+    outputs.start()
     try:
         context.launcher.start(launch, context.program, incoming.put)
         prune_attempts(context.run, context.config.supervise.keep_attempts)
@@ -306,6 +309,7 @@ def _see_it_through(
     finally:
         context.launcher.kill()
         context.growth.end_watch()
+        outputs.close()
         channel.close()
         progress.close(clean=any(end.rank == 0 and (end.status or 0) >= 0 for end in follower.ends))
     context.lease.check()  # or what follows would be written into somebody else's ledger

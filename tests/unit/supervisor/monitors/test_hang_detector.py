@@ -177,7 +177,7 @@ def test_a_rank_that_waits_for_storage_does_not_hang_nor_do_those_that_wait_for_
     watch, usual = HangDetector(SECTION, 0.0), usually(step=1)
 
     def places(tries: int, at: float) -> dict[int, LastReport]:
-        report = Report(7, Phase.STEP, 0.0, 0.0, "", "/data: Input/output error", tries)
+        report = Report(7, Phase.STEP, 0, 0, "", "/data: Input/output error", Moves(tries))
         return seen(7, 7, at=at, waiting="the vote") | {2: LastReport(report, at)}
 
     for now in range(5, 1000, 5):

@@ -17,7 +17,7 @@ from kempner.checkpoint.format import shard_plan
 from kempner.checkpoint.format.names import SHARED_OBJECTS, in_progress_name, objects_file
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import yield_to_training
-from kempner.checkpoint.registered.composite import unwrap
+from kempner.checkpoint.registered.composite import plainly_named
 from kempner.checkpoint.registered.objects import NOTHING, Registered, pack
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, tensor_specs
 from kempner.checkpoint.tensors.replicas import SharedBuffers, agree, combine, digests
@@ -52,7 +52,7 @@ class BackgroundSaver:
         self._context, self._shared = context, SharedBuffers(model)
         self._registered = registered
         self._slots = StepSlots(context, memory)
-        self._routes = Routes(context, unwrap(model), optimizer, self._slots)
+        self._routes = Routes(context, plainly_named(model), optimizer, self._slots)
         self._stager = Stager(self._routes.device)
         on_gpu = self._routes.device.type == "cuda"
         self._room = room_to_lock(context.local_ranks) if on_gpu else 0

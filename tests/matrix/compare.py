@@ -90,8 +90,9 @@ def _whole(ranks: Sequence[Notes]) -> dict[Place, object]:
 
 def _number(value: object) -> object:
     """A number that was noted to the bit as one; all else as it is."""
-    is_hex = isinstance(value, str) and value.lstrip("-").startswith("0x")
-    return float.fromhex(str(value)) if is_hex else value
+    if isinstance(value, str) and value.lstrip("-").startswith(("0x", "inf", "nan")):
+        return float.fromhex(value)
+    return value
 
 
 def _near(one: object, other: object) -> bool:

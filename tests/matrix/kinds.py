@@ -112,6 +112,17 @@ TITAN = tuple(
     for variant in ("plain", "accumulate")
 )
 
+TITAN_MODULES = (
+    "datasets",
+    "tokenizers",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "torchao",
+    "torchdata.stateful_dataloader",
+    "tyro",
+)
+"""torchtitan itself is prepared for the CPU before it is imported."""
+
 PLAIN = tuple(
     Program(
         "plain.py",
@@ -140,5 +151,5 @@ FILES = {
     "test_plain": File(PLAIN, ("datasets", "torchdata.stateful_dataloader"), 24),
     "test_hugging_face": File(HUGGING_FACE, HUGGING_FACE_MODULES, 18),
     "test_lightning": File((*LIGHTNING, *SHELLS), LIGHTNING_MODULES, 16),
-    "test_titan": File(TITAN, (), 2),
+    "test_titan": File(TITAN, TITAN_MODULES, 2),
 }

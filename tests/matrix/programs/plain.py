@@ -73,7 +73,8 @@ class Loop:
         return DistributedDataParallel(net) if WORLD > 1 else net
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.model.parameters(), lr=self.rate)
+        # With a smaller eps, what is left of a gradient after rounding becomes a step.
+        return torch.optim.AdamW(self.model.parameters(), lr=self.rate, eps=1e-3)
 
     def prepare(self) -> None:
         """What else there is."""
@@ -173,8 +174,8 @@ class TwoOptimizers(Loop):
     def make_optimizer(self) -> torch.optim.Optimizer:
         weights = [p for p in self.model.parameters() if p.ndim > 1]
         biases = [p for p in self.model.parameters() if p.ndim == 1]
-        self.second = torch.optim.RMSprop(biases, lr=3e-3)
-        return torch.optim.Adam(weights, lr=self.rate)
+        self.second = torch.optim.RMSprop(biases, lr=3e-3, eps=1e-3)
+        return torch.optim.Adam(weights, lr=self.rate, eps=1e-3)
 
     def state(self) -> dict[str, Any]:
         return {"second": self.second}
@@ -280,6 +281,7 @@ class Groups(Loop):
                 {"params": [p for name, p in named if "bias" in name], "lr": 3e-3},
             ],
             lr=self.rate,
+            eps=1e-3,
         )
 
     def update(self, step: int) -> None:
@@ -601,7 +603,7 @@ class Frozen(Loop):
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        return torch.optim.AdamW(trained, lr=self.rate)
+        return torch.optim.AdamW(trained, lr=self.rate, eps=1e-3)
 
 
 class Tied(Loop):

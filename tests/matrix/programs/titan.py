@@ -100,6 +100,8 @@ def main() -> None:
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
+    train.time.sleep = lambda _: None  # for seconds, at the end
+
     class Noting(train.Trainer):
         """Notes what it trains on, before trouble comes."""
 

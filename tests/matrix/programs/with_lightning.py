@@ -76,7 +76,7 @@ class Curve(LightningModule):
         self.found.clear()
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
         if self.variant == "plateau":
             plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
             return {

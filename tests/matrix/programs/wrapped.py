@@ -29,7 +29,7 @@ Backward = Callable[[torch.Tensor], object]
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
 def loader(variant: str) -> DataLoader[Any]:

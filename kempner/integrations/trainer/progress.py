@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
@@ -77,27 +78,25 @@ class Progress:
         torch.save(vars(self) | nested, _file(folder, rank))
 
     @classmethod
-    def load(cls, folder: Path, rank: int, ranks: int, device: torch.device) -> Progress | None:
+    def load(cls, folder: Path, rank: int, ranks: int) -> Progress | None:
         """This rank's of a checkpoint, or of other ranks than before what is true of them all.
 
         None if the checkpoint is of before there were any.
         """
         if not _file(folder, 0).exists():
             return None
-        first = cls._read(folder, 0, device)
+        first = cls._read(folder, 0)
         assert first.place is not None  # none is written without
         if first.place.ranks == ranks:
-            return first if rank == 0 else cls._read(folder, rank, device)
-        all_of_them = [cls._read(folder, old, device) for old in range(first.place.ranks)]
+            return first if rank == 0 else cls._read(folder, rank)
+        all_of_them = [cls._read(folder, old) for old in range(first.place.ranks)]
         losses = [each.loss for each in all_of_them if each.loss is not None]
         return replace(first, loss=torch.stack(losses).mean(0))
 
     @classmethod
-    def _read(cls, folder: Path, rank: int, device: torch.device) -> Progress:
-        fields = torch.load(_file(folder, rank), map_location=device, weights_only=True)
+    def _read(cls, folder: Path, rank: int) -> Progress:
+        fields = torch.load(_file(folder, rank), map_location="cpu", weights_only=True)
         place, due = Place(**fields["place"]), Due(**fields["due"])
-        if place.order is not None:
-            place = replace(place, order=place.order.cpu())
         return cls(**fields | {"place": place, "due": due})
 
 
@@ -125,7 +124,8 @@ def held_by(trainer: Trainer) -> dict[str, Any]:
 
 def give_back(trainer: Trainer, held: dict[str, Any]) -> None:
     """The trainer holds it again."""
-    _refill(vars(trainer), {name: held[name] for name in held if hasattr(trainer, name)})
+    known = {name: held[name] for name in held if hasattr(trainer, name)}
+    _refill(vars(trainer), send_to_device(known, trainer.args.device))
 
 
 def _stateful(trainer: Trainer) -> list[Any]:

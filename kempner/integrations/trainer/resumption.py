@@ -37,9 +37,7 @@ class Before:
         manifest = folder / MANIFEST
         ranks = decode(manifest.read_bytes(), manifest).identity.world
         arguments = trainer.args
-        progress = Progress.load(
-            folder, arguments.process_index, arguments.world_size, arguments.device
-        )
+        progress = Progress.load(folder, arguments.process_index, arguments.world_size)
         source = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         return cls(source, step, ranks, arguments.world_size, progress)
 

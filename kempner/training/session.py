@@ -20,6 +20,7 @@ from kempner.config.site.network import DistributedSection
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.launch_env import Launch, LaunchTerms
 from kempner.run.control.protocol import Phase
+from kempner.run.control.rehearsal import place_of
 from kempner.run.output import logs
 from kempner.run.output.console import protect, say
 from kempner.run.output.logs import logger, open_log
@@ -61,7 +62,7 @@ class Entry:
             launch = Launch.from_environment(os.environ)
             self._terms = launch.terms if launch is not None else None
             by_default = self._terms.run if self._terms else None
-            run = RunDirectory(Path(run_dir or by_default or _beside(name, sys.argv[0])))
+            run = RunDirectory(place_of(run_dir or by_default or _beside(name, sys.argv[0])))
             self._section = _as_told(self._terms)
             self.rank_link = join(run, self._section, self._shutdown)
             self._last_words = LastWords(self.rank_link)

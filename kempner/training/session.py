@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from kempner.run.record.attempts import Fence
 from kempner.run.record.events.attempt import RankReady
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.history import RunHistory
+from kempner.run.record.identity import RunIdentity, accepted_names
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import Durations
 from kempner.training.build import host_facts, read_history, versions
@@ -40,6 +41,7 @@ from kempner.training.last_words import LastWords
 from kempner.training.main import Ownership, take_run
 from kempner.training.rank_link.rank_link import RankLink, join
 from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.recognition import Standing, recognise
 
 
 class Entry:
@@ -47,12 +49,16 @@ class Entry:
 
     `name` is what the user calls, for messages. At a prompt the signals are left alone until
     `Session.trap_signals`. `run_dir` is the run directory; by default the supervisor's, or else
-    `runs/<script>`. What follows, `meet` among it, belongs into `guard`.
+    `runs/<script>`. `accept_changes` names differences to the run as it was that are not to be
+    refused. What follows, `meet` among it, belongs into `guard`.
     """
 
-    def __init__(self, name: str, run_dir: str | Path | None) -> None:
+    def __init__(
+        self, name: str, run_dir: str | Path | None, accept_changes: Collection[str] = ()
+    ) -> None:
         protect()
         logs.configure()
+        self._accepted = accepted_names(accept_changes, os.environ)
         self._shutdown = ShutdownHandler(at_prompt())
         self._session: Session | None = None
         if not at_prompt():
@@ -79,10 +85,19 @@ class Entry:
                 self._session.release()
             raise
 
-    def meet(self, device: torch.device, agree_on: Mapping[str, object]) -> Session:
-        """Join the other ranks, who must all know the same facts to `agree_on`, and take the run.
+    def meet(
+        self,
+        device: torch.device,
+        agree_on: Mapping[str, object],
+        facts: Mapping[str, object] | None = None,
+    ) -> Session:
+        """Join the other ranks, who must all know the same to `agree_on`, and take the run.
 
-        Raises `UsageError`, on all ranks alike, where they differ or somebody else owns the run.
+        `facts` are what the result depends on (rank 0's count): they are kept with the run, and
+        compared with those of its start before. Of "steps" more may be asked for than before.
+
+        Raises `UsageError`, on all ranks alike, where the ranks differ, somebody else owns the run,
+        or it is the run of another program or of other facts.
         """
         link, shutdown, terms = self.rank_link, self._shutdown, self._terms
         link.progress.enter(Phase.LOAD)
@@ -96,11 +111,13 @@ class Entry:
         with link.progress.waiting("what the others are to do"):
             ranks.agree_on(agree_on)
         ownership = take_run(link.run, ranks, link.launch, self._section)
-        self._session = Session(link, ownership, ranks, shutdown, self._last_words)
+        session = Session(link, ownership, ranks, shutdown, self._last_words)
+        self._session = session
+        session.standing = recognise(link.run, ranks, facts or {}, self._accepted)
         attempt = ownership.attempt
         storage_waits().tell_to(partial(link.tell_of_wait, attempt))
         open_log(link.run.log(attempt.number, ranks.world.rank), attempt=attempt.number)
-        return self._session
+        return session
 
 
 class Session:
@@ -117,6 +134,13 @@ class Session:
         self._rank_link, self._ownership = rank_link, ownership
         self._last_words = last_words
         self.ranks, self.shutdown = ranks, shutdown
+        self.standing = Standing(None, RunIdentity())
+        """What the run was before, and is now."""
+
+    @property
+    def recorded_facts(self) -> Mapping[str, object]:
+        """The facts that the start before gave to `meet`; empty where there was none."""
+        return self.standing.recorded_facts
 
     @cached_property
     def durations(self) -> Durations:
@@ -153,7 +177,13 @@ class Session:
         )
 
     def tell_ready(self, step: int) -> None:
-        """Say that training goes on from `step`."""
+        """Say that training goes on from `step`.
+
+        Raises `UsageError`, on all ranks alike, if nothing is left to do of what was another run.
+        """
+        self.standing.refuse_if_complete(self._rank_link.run, step)
+        if self.ranks.world.rank == 0:
+            self.standing.keep(self._rank_link.run)
         self.progress.step = step
         self.progress.enter(Phase.COMPILE)
         if step:

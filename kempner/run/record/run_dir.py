@@ -23,6 +23,11 @@ class RunDirectory:
         """The configuration as resolved by the first attempt."""
         return self.path / "config.toml"
 
+    @property
+    def identity(self) -> Path:
+        """What the run is: its command, its program and its facts."""
+        return self.path / "identity.json"
+
     def changed_config(self, attempt: int) -> Path:
         """The configuration of an attempt, where it differs from the first one's."""
         return self.attempt(attempt) / "config.toml"

@@ -63,17 +63,12 @@ class Ranks:
     def agree_on(self, facts: Mapping[str, object]) -> None:
         """Make sure that all ranks know the same `facts`, on which every rank's steps depend.
 
-        Raises `UsageError`, on all ranks alike, with the name of one that differs.
+        Raises `UsageError`, on all ranks alike, that names each difference and who has what.
         """
         told: list[dict[str, object]] = [{} for _ in range(self.world.size)]
         dist.all_gather_object(told, {**facts, "host": platform.node()}, group=self.votes)
-        for rank, others in enumerate(told):
-            for name in facts:
-                if others[name] != told[0][name]:
-                    raise UsageError(
-                        f"{name} is not the same on all ranks: rank {rank} on {others['host']} "
-                        f"has {others[name]}, rank 0 on {told[0]['host']} has {told[0][name]}"
-                    )
+        if differing := describe_disagreement(told):
+            raise UsageError(differing)
 
     def final_barrier(self) -> None:
         """Wait for each other; rank 0, without whose store the others could fail, leaves last."""
@@ -84,6 +79,31 @@ class Ranks:
             self.store.set(_goodbye(self.world.rank), "")
         else:
             self.store.wait([_goodbye(rank) for rank in range(1, self.world.size)], _FAREWELL)
+
+
+def describe_disagreement(told: Sequence[Mapping[str, object]]) -> str:
+    """What the ranks were told differently, by rank; empty if nothing. "host" is where each is."""
+    names = dict.fromkeys(name for facts in told for name in facts if name != "host")
+    return "; ".join(said for name in names if (said := _disagreement(name, told)))
+
+
+def _disagreement(name: str, told: Sequence[Mapping[str, object]]) -> str:
+    """Who has what of a fact; the fewest first, since they are the ones to look at."""
+    holders: dict[str, list[int]] = {}
+    for rank, facts in enumerate(told):
+        holders.setdefault(str(facts.get(name, "no such fact")), []).append(rank)
+    if len(holders) == 1:
+        return ""
+    ordered = sorted(holders.items(), key=lambda item: (len(item[1]), -item[1][0]))
+    shown = [f"{_holders(ranks, told)} {value}" for value, ranks in ordered]
+    return f"{name} is not the same on all ranks: {', '.join(shown)}"
+
+
+def _holders(ranks: Sequence[int], told: Sequence[Mapping[str, object]]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} on {told[ranks[0]].get('host')} has"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more} have"
 
 
 def add_variables(config: Config) -> None:

@@ -1,0 +1,272 @@
+"""What a run is, and what differs when a program goes on with it.
+
+`identity.json` in the run's directory holds the identity as it stands: that of the start before,
+with the files of the program as they were when the run began. A run without the file is older than
+that; it gets one at its next start.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Self
+
+from kempner.run.output.redact import redacted
+from kempner.run.process.durable_io import replace_durable
+from kempner.run.record.run_dir import RunDirectory
+
+ACCEPT_CHANGES = "KEMPNER_ACCEPT_CHANGES"
+"""Names differences, with commas between them, that are not to be refused."""
+
+_SHOWN = 3
+"""Parts of a fact whose differences are told one by one."""
+
+_LONGEST = 60
+"""Characters of a value that are shown."""
+
+
+class Verdict(Enum):
+    """What follows from a difference."""
+
+    TOLD = "told"
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference between what a run was and what it is to be; `sentence` says it in one line."""
+
+    name: str
+    before: object
+    now: object
+    verdict: Verdict
+    sentence: str
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What the result of a run depends on.
+
+    `command` is the program and its arguments as rank 0 has them, `launched` the command that the
+    supervisor was given; `environment` holds the variables that the program reads, and `facts` what
+    its loop is told: all values are JSON's. `files` has a digest of each file of the program. What
+    is empty or None is not known.
+    """
+
+    command: tuple[str, ...] = ()
+    launched: tuple[str, ...] = ()
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
+    world: int | None = None
+    host: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The identity that was written; what another version of kempner has added is left out.
+
+        Raises `ValueError` if it is none.
+        """
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError("not an identity")
+        known: dict[str, Any] = {f.name: found[f.name] for f in fields(cls) if f.name in found}
+        for name in ("command", "launched"):
+            known[name] = tuple(known.get(name, ()))
+        return cls(**known)
+
+    def to_json(self) -> str:
+        """As `from_json` reads it."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True, default=str) + "\n"
+
+    def after(self, before: RunIdentity) -> RunIdentity:
+        """What to keep when this one goes on with a run that was `before`."""
+        kept = {f.name: getattr(self, f.name) or getattr(before, f.name) for f in fields(self)}
+        return replace(
+            self,
+            **kept
+            | {
+                "environment": {**before.environment, **self.environment},
+                "facts": {**before.facts, **self.facts},
+                "files": {**self.files, **before.files},
+            },
+        )
+
+
+def read_identity(run: RunDirectory) -> RunIdentity | None:
+    """The identity of a run; None if it has none that can be understood. Raises `OSError`."""
+    try:
+        return RunIdentity.from_json(run.identity.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+        return None
+
+
+def write_identity(run: RunDirectory, identity: RunIdentity) -> None:
+    """Keep the identity of a run, for the next start. Raises `OSError`."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    replace_durable(run.identity, identity.to_json().encode(), unique=secrets.token_hex(4))
+
+
+def accepted_names(given: Collection[str], environ: Mapping[str, str]) -> frozenset[str]:
+    """The differences that the user has accepted, in the program and in the environment."""
+    words = environ.get(ACCEPT_CHANGES, "").split(",")
+    return frozenset({*given, *(word.strip() for word in words)} - {""})
+
+
+def compare(
+    before: RunIdentity, now: RunIdentity, accepted: Collection[str] = ()
+) -> list[Difference]:
+    """What differs, and what follows from it. What only one of the two knows is no difference,
+    unless it is a fact that is not told any more.
+
+    A difference is refused where the result would be another's; `accepted` names those that the
+    user wants all the same: "command", "environment" or one of its variables, or a fact.
+    """
+    found = [*_of_commands(before, now), *_of_environment(before, now), *_of_facts(before, now)]
+    found += _of_surroundings(before, now)
+    return [
+        replace(each, verdict=Verdict.ACCEPTED)
+        if each.verdict is Verdict.REFUSED and _names(each.name) & set(accepted)
+        else each
+        for each in found
+    ]
+
+
+def is_of_command(before: RunIdentity, now: RunIdentity) -> bool:
+    """Whether both are of the same command with the same environment."""
+    return not [*_of_commands(before, now), *_of_environment(before, now)]
+
+
+def describe_refusal(differences: Sequence[Difference], path: Path | str, way_out: str) -> str:
+    """Why a start cannot go on with the run in `path`, and what to do; empty if it can.
+
+    `way_out` is how to name another run.
+    """
+    refused = [each for each in differences if each.verdict is Verdict.REFUSED]
+    if not refused:
+        return ""
+    changes = "; ".join(each.sentence for each in refused)
+    names = ",".join(dict.fromkeys(each.name.partition(".")[0] for each in refused))
+    return (
+        f"the run in {path} would not be this program's result: {changes}; {way_out}, or set "
+        f"{ACCEPT_CHANGES}={names} to go on with it"
+    )
+
+
+def _names(name: str) -> set[str]:
+    """By which names a difference can be accepted: "environment.SEED" by each part, too."""
+    first, _, rest = name.partition(".")
+    return {name, first, rest}
+
+
+def _of_commands(before: RunIdentity, now: RunIdentity) -> Iterator[Difference]:
+    for old, new in ((before.command, now.command), (before.launched, now.launched)):
+        if old and new and old != new:
+            shown = f"the command was `{_words(old)}`, now it is `{_words(new)}`"
+            yield Difference("command", old, new, Verdict.REFUSED, shown)
+            return
+
+
+def _of_environment(before: RunIdentity, now: RunIdentity) -> Iterator[Difference]:
+    for name in sorted(before.environment.keys() & now.environment.keys()):
+        old, new = before.environment[name], now.environment[name]
+        if old != new:
+            shown = f"the variable {name} was {_value(name, old)}, now it is {_value(name, new)}"
+            yield Difference(f"environment.{name}", old, new, Verdict.REFUSED, shown)
+
+
+_TOLD_FACTS = frozenset({"save_every", "keep_last"})
+"""Facts on which the result does not depend."""
+
+
+def _of_facts(before: RunIdentity, now: RunIdentity) -> Iterator[Difference]:
+    for name in sorted(before.facts):
+        old, new = plain(before.facts[name]), plain(now.facts.get(name))
+        if old == new:
+            continue
+        if name not in now.facts:
+            shown = f"{name} was {_shorten(old)}, and is not told any more"
+            yield Difference(name, old, None, Verdict.TOLD, shown)
+            continue
+        longer = name == "steps" and _is_more(old, new)
+        told = longer or name in _TOLD_FACTS
+        verdict = Verdict.TOLD if told else Verdict.REFUSED
+        yield Difference(name, old, new, verdict, _changes(name, old, new))
+
+
+def _of_surroundings(before: RunIdentity, now: RunIdentity) -> Iterator[Difference]:
+    if before.world and now.world and before.world != now.world:
+        shown = f"the ranks were {before.world}, now they are {now.world}"
+        yield Difference("world", before.world, now.world, Verdict.TOLD, shown)
+    if before.host and now.host and before.host != now.host:
+        shown = f"rank 0 was on {before.host}, now it is on {now.host}"
+        yield Difference("host", before.host, now.host, Verdict.TOLD, shown)
+    for name in sorted(before.versions.keys() & now.versions.keys()):
+        old, new = before.versions[name], now.versions[name]
+        if old != new:
+            shown = f"{name} was {old}, now it is {new}"
+            yield Difference(f"versions.{name}", old, new, Verdict.TOLD, shown)
+    both = before.files.keys() & now.files.keys()
+    changed = sorted(name for name in both if before.files[name] != now.files[name])
+    if changed:
+        more = f", and {len(changed) - 8} more" if len(changed) > 8 else ""
+        shown = f"changed since the run began: {', '.join(changed[:8])}{more}"
+        old_sums = {name: before.files[name] for name in changed}
+        new_sums = {name: now.files[name] for name in changed}
+        yield Difference("files", old_sums, new_sums, Verdict.TOLD, shown)
+
+
+def _is_more(old: object, new: object) -> bool:
+    return isinstance(old, int) and isinstance(new, int) and new > old
+
+
+def plain(value: object) -> object:
+    """A value as JSON brings it back."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _changes(name: str, old: object, new: object) -> str:
+    """Which parts of a fact differ: "optimizer.lr was 0.1, now it is 0.01"."""
+    before, now = dict(_leaves(name, old)), dict(_leaves(name, new))
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    shown = [
+        f"{key} was {_shorten(before.get(key))}, now it is {_shorten(now.get(key))}"
+        for key in changed[:_SHOWN]
+    ]
+    more = f" and {len(changed) - _SHOWN} more of its values" if len(changed) > _SHOWN else ""
+    return ", ".join(shown) + more
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    elif isinstance(value, list) and value:
+        for place, inner in enumerate(value):
+            yield from _leaves(f"{name}[{place}]", inner)
+    else:
+        yield name, value
+
+
+def _words(words: Sequence[str]) -> str:
+    return _cut(" ".join(redacted(words)))
+
+
+def _value(name: str, value: str | None) -> str:
+    return "unset" if value is None else _cut(redacted([f"{name}={value}"])[0].partition("=")[2])
+
+
+def _shorten(value: object) -> str:
+    if value is None:
+        return "unset"
+    return _cut(value if isinstance(value, str) else json.dumps(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -101,7 +101,7 @@ class Recorder:
                 self._outside.opened(os.fspath(f), for_writing=True)
             save(value, f, *arguments, **options)
 
-        torch.save = noting
+        torch.save = noting  # type: ignore[assignment]
 
     def _name_of(self, thing: object) -> str:
         return self._names.get(id(thing), type(thing).__name__)

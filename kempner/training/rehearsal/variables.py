@@ -63,8 +63,17 @@ def is_programs(file: str | None) -> bool:
     return path.endswith(".py") and Path(path).is_file()
 
 
-@cache
-def _is_programs_class(kind: type) -> bool:
+def _is_programs_class(kind: type[Any]) -> bool:
+    known = _KNOWN_CLASSES.get(kind)
+    if known is None:
+        known = _KNOWN_CLASSES[kind] = _derives_from_programs(kind)
+    return known
+
+
+_KNOWN_CLASSES: dict[type[Any], bool] = {}
+
+
+def _derives_from_programs(kind: type[Any]) -> bool:
     for base in kind.__mro__[:-1]:
         if base.__module__ == "__main__":
             return True

@@ -21,6 +21,7 @@ from kempner.config.site.network import DistributedSection
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.launch_env import Launch, LaunchTerms
 from kempner.run.control.protocol import Phase
+from kempner.run.control.rehearsal import place_of
 from kempner.run.output import logs
 from kempner.run.output.console import protect
 from kempner.run.output.logs import logger, open_log
@@ -83,7 +84,7 @@ class Entry:
         logs.configure()
         self._accepted = accepted_names(accept_changes, os.environ)
         self._beside = run_dir if isinstance(run_dir, Beside) else None
-        self._named = Path(run_dir) if run_dir and not isinstance(run_dir, Beside) else None
+        self._named = place_of(run_dir) if run_dir and not isinstance(run_dir, Beside) else None
         self._session: Session | None = None
         entered = LOOPS.supervised
         self._shutdown = entered.shutdown if entered else ShutdownHandler(at_prompt())

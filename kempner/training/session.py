@@ -235,7 +235,7 @@ class Session:
         """
         self.standing.refuse_if_complete(step)
         if self.ranks.world.rank == 0:
-            self.standing.keep()
+            self.standing.keep(self._home.run)
         self.progress.step = step
         self.progress.enter(Phase.COMPILE)
         if step:

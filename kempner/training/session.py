@@ -21,6 +21,7 @@ from kempner.config.site.network import DistributedSection
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.launch_env import Launch, LaunchTerms
 from kempner.run.control.protocol import Phase
+from kempner.run.control.rehearsal import place_of
 from kempner.run.output import logs
 from kempner.run.output.console import protect
 from kempner.run.output.logs import logger, open_log
@@ -83,7 +84,7 @@ class Entry:
         logs.configure()
         self._accepted = accepted_names(accept_changes, os.environ)
         self._beside = run_dir if isinstance(run_dir, Beside) else None
-        self._named = Path(run_dir) if run_dir and not isinstance(run_dir, Beside) else None
+        self._named = place_of(run_dir) if run_dir and not isinstance(run_dir, Beside) else None
         self._session: Session | None = None
         entered = LOOPS.supervised
         self._shutdown = entered.shutdown if entered else ShutdownHandler(at_prompt())
@@ -158,7 +159,7 @@ class Entry:
         raise_open_file_limit()
         network = terms.network if terms else "{}"
         section = DistributedSection.model_validate_json(network)
-        ranks = adopt(link.world, device, section)
+        ranks = adopt(link.world, device, section, supervised=link.launch is not None)
         shutdown.join_group(terms.stop_grace if terms else None, link.tell_of_signal)
         patience = terms.patience if terms else ResilienceSection().patience
         storage_waits().configure(patience, shutdown.should_shutdown)
@@ -247,6 +248,13 @@ class Session:
     def seed_step(self, seed: int, step: int) -> None:
         """Seed torch's generators by step and rank."""
         set_rng(seed, step, 0, self.ranks.world.rank)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """In this block this rank evaluates, or does other work than steps: however long that
+        takes, it is no hang, and the others may wait for it."""
+        with self.progress.during(Phase.EVAL):
+            yield
 
     def end(self, code: ExitCode, words: str) -> None:
         """Part from the other ranks; the supervisor hears of `code` when this process exits."""

@@ -25,7 +25,8 @@ class Order:
     """To the server: fork, and be `python ARGUMENTS...` in this environment.
 
     `ours` is a program that blocks the stop signals until it traps them; any other one gets
-    SIGTERM when the server ends. It may use these `cpus`, all of the server's if none are given.
+    SIGTERM when the server's parent ends. It may use these `cpus`, all of the server's if none are
+    given.
     """
 
     number: int
@@ -45,10 +46,14 @@ class Ready:
 
 @dataclass(frozen=True)
 class ForkedAs:
-    """From the server: an order was carried out by this process."""
+    """From the server: an order was carried out by this process.
+
+    An `orphan` has become the child of the server's own parent, which sees for itself how it ends.
+    """
 
     number: int
     pid: int
+    orphan: bool = False
     kind: ClassVar[str] = "forked"
 
 

@@ -149,6 +149,7 @@ class Entry:
         if not at_prompt():
             LOOPS.refuse_completed(home, program.facts)
         looked_at = link.launch is not None and home.folder == home.run
+        session.accepted = self._accepted
         session.standing = recognise(home.folder, ranks, program, self._accepted, looked_at)
         return session
 
@@ -189,6 +190,8 @@ class Session:
         self.ranks, self.shutdown = ranks, shutdown
         self.standing = Standing(home.folder, None, RunIdentity())
         """What the run was before, and is now."""
+        self.accepted: Collection[str] = ()
+        """Names of differences that the user accepts, for `CheckpointManager.restore` as well."""
 
     @property
     def recorded_facts(self) -> Mapping[str, object]:
@@ -236,7 +239,7 @@ class Session:
         """
         self.standing.refuse_if_complete(step)
         if self.ranks.world.rank == 0:
-            self.standing.keep()
+            self.standing.keep(self._home.run)
         self.progress.step = step
         self.progress.enter(Phase.COMPILE)
         if step:

@@ -78,6 +78,7 @@ class OwnLoop:
 
     def save(self, agreed: VoteResult) -> None:
         """Save the state as of this step."""
+        self.session.note_trackers()
         with self.session.progress.during(Phase.SAVE):
             self.checkpoints.save(self.train_state, agreed.failed_saves)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT
+
 from matrix.cells import Cell, cells_of, draw
 from matrix.kinds import FILES
 from matrix.play import Player

@@ -12,6 +12,7 @@ from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.cluster.slurm.job import restart_count
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import BuddyTerms, Control, Launch
+from kempner.run.control.leftovers import end_leftovers
 from kempner.run.control.protocol import Secret
 from kempner.run.output.logs import logger, open_log
 from kempner.run.process.exit_codes import ExitCode
@@ -129,6 +130,7 @@ def _supervise(
         return _leave(end, run, ledger, RunHistory(), job, None, {})
     exports = MetricsExports()
     try:
+        end_leftovers(run, config.supervise.stop_grace, lambda: bool(signals.received))
         exports.start(run, config.metrics)
         if program.ours and config.supervise.grow:
             launcher.invite(run.invitation)

@@ -63,6 +63,8 @@ class Progress:
 
     def __init__(self, own_program: bool = False) -> None:
         self.phase = Phase.START
+        self.before = 0
+        """Steps of the loops before this one, where a program has several: they count on."""
         self.reached: dict[str, float] = {}
         """Seconds from the start of this process's line to each phase that was entered."""
         self._started = time.monotonic()
@@ -75,19 +77,23 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """The last step that is done."""
+        """The last step that is done, those of loops before counted."""
         return self._done[0]
 
     @step.setter
     def step(self, step: int) -> None:
         worked = time.monotonic() - self._started - self._elsewhere - self._waited
-        self._done = (step, worked, self._waited)
+        self._done = (self.before + step, worked, self._waited)
 
     def made(self, step: int) -> None:
         """A step was made; the first one ends the phase in which kernels are compiled."""
         self.step = step
         if self.phase is Phase.COMPILE:
             self.enter(Phase.STEP)
+
+    def begin_another(self) -> None:
+        """Another loop of the same program begins, with its step 1."""
+        self.before = self.step
 
     def enter(self, phase: Phase) -> None:
         """From now on it is that phase, on the way to training."""

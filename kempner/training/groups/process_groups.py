@@ -61,6 +61,11 @@ class Ranks:
         dist.broadcast_object_list(box, group_src=0, group=self.votes)
         return box[0]
 
+    def say(self, words: str) -> None:
+        """Tell the user, once."""
+        if self.world.rank == 0:
+            say(words)
+
     def agree_on(self, facts: Mapping[str, object]) -> None:
         """Make sure that all ranks know the same `facts`, on which every rank's steps depend.
 

@@ -21,6 +21,7 @@ import psutil
 from kempner.run.control.launch_env import AS_FORKED, FORK_SERVER
 from kempner.run.output.logs import logger
 from kempner.run.process.signals import STOP_SIGNALS
+from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.launchers.fork_server import server
 from kempner.supervisor.launchers.fork_server.messages import (
     LARGEST,
@@ -211,7 +212,7 @@ class _Running:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
             with _deaf():
                 process = subprocess.Popen(
-                    [sys.executable, "-m", server.__name__, str(theirs.fileno()), *modules],
+                    [sys.executable, *SAFE_MODULE, server.__name__, str(theirs.fileno()), *modules],
                     env={**os.environ, **_IMPORTS_ONLY},
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,

@@ -46,6 +46,10 @@ from kempner.supervisor.launchers.rank_network import enter_network
 
 _PR_SET_NAME = 15  # linux/prctl.h
 
+_LAST = f"{Path.cwd()}/."
+"""In the path while modules are imported for a program that is not known yet: they may be the
+user's. It is last, since a file there may have the name of one of Python's own."""
+
 _LOOK = 0.001
 """Seconds between two looks whether an orphan has its new parent."""
 
@@ -178,12 +182,15 @@ def run(order: Order) -> None:
         sys.modules["numpy"].random.seed()
     gc.enable()
     program, *rest = order.arguments
+    sys.path.remove(_LAST)
     if program == "-m":
         sys.argv = rest
+        if not order.ours:
+            sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(order.arguments)
-        sys.path[0] = str(Path(program).resolve().parent)
+        sys.path.insert(0, str(Path(program).resolve().parent))
         runpy.run_path(program, run_name="__main__")
 
 
@@ -195,6 +202,7 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
     set_name("fork server")
     channel = socket.socket(fileno=descriptor)
     gc.disable()
+    sys.path.append(_LAST)
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # a collection in a child would write to, and so copy, every page of this

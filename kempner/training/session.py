@@ -22,6 +22,7 @@ from kempner.run.control.heartbeat import Progress
 from kempner.run.control.launch_env import Launch, LaunchTerms
 from kempner.run.control.protocol import Phase
 from kempner.run.control.rehearsal import place_of
+from kempner.run.control.trackers import begin_next_loop, note_mlflow_run
 from kempner.run.output import logs
 from kempner.run.output.console import protect
 from kempner.run.output.logs import logger, open_log
@@ -246,6 +247,7 @@ class Session:
             self.say(f"resumed at step {step}{self._which}")
         done, reached = self.progress.step, dict(self.progress.reached)
         self.record(RankReady(done, str(self.ranks.device), reached))
+        self.note_trackers()
         logger().info("ready", step=step, pid=os.getpid())
 
     def seed_step(self, seed: int, step: int) -> None:
@@ -259,6 +261,12 @@ class Session:
         with self.progress.during(Phase.EVAL):
             yield
 
+    def note_trackers(self) -> None:
+        """Keep what the next start needs to go on with the same run of a tracker."""
+        launch = self._rank_link.launch
+        if self.ranks.world.rank == 0 and launch is not None and launch.terms is not None:
+            note_mlflow_run(RunDirectory(launch.terms.run).trackers)
+
     def end(self, code: ExitCode, words: str) -> None:
         """Part from the other ranks; the supervisor hears of `code` when this process exits."""
         self.say(f"{words}{self._which}")
@@ -267,6 +275,9 @@ class Session:
         self.progress.phase = Phase.EXIT
         self.ranks.final_barrier()
         self._last_words.code = code
+        self.note_trackers()
+        if code is ExitCode.COMPLETED:
+            begin_next_loop()
 
     def give_back(self, code: ExitCode | None) -> None:
         """Let go of the run and of what this process shares with whatever it does next.

@@ -58,6 +58,11 @@ class RunDirectory:
         return self.path / "invitation.json"
 
     @property
+    def trackers(self) -> Path:
+        """By which ids Weights & Biases, MLflow and Comet know a program of the user's own."""
+        return self.path / "trackers.json"
+
+    @property
     def submissions(self) -> Path:
         """One numbered folder per `kempner.submit`: batch script, printed output, job id."""
         return self.path / "submissions"

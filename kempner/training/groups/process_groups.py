@@ -16,10 +16,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.cluster.machine.visible_gpus import own_part
-from kempner.cluster.network.interfaces import Choice, choose
+from kempner.cluster.network.interfaces import Choice
 from kempner.cluster.network.master import ExportedMaster, exported_master, given_port
-from kempner.cluster.network.netinfo import read_interfaces, route_address
 from kempner.cluster.network.ports import job_salt
+from kempner.cluster.rank_network import network_of_rank
 from kempner.cluster.slurm.scontrol import hostnames
 from kempner.cluster.world import World
 from kempner.config.sections import Config
@@ -184,6 +184,7 @@ def adopt(
                 "torch.distributed.init_process_group first"
             )
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    os.environ |= section.environment(os.environ)  # no launcher of kempner's may have done so
     if world.size > 1:  # the program's own groups may be NCCL's, and Gloo has not been told yet
         _bind(world, section, os.environ.get("MASTER_ADDR", ""))
     timeout = timedelta(seconds=section.timeout)
@@ -275,13 +276,7 @@ def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
 def _bind(world: World, section: DistributedSection, address: str) -> Choice:
     """Have process groups use this node's interface from now on; `address` is the master's."""
     try:
-        choice = choose(
-            read_interfaces(),
-            on_one_node=world.on_one_node,
-            configured=section.interface,
-            environ=os.environ,
-            route_address=route_address(address),
-        )
+        choice = network_of_rank(os.environ, world, section.interface, address)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if choice.warning:

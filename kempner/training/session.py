@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -23,7 +24,7 @@ from kempner.run.control.protocol import Phase
 from kempner.run.output import logs
 from kempner.run.output.console import protect, say
 from kempner.run.output.logs import logger, open_log
-from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.worker_process import heed_for_children
 from kempner.run.record.attempts import Fence
@@ -215,6 +216,15 @@ class Session:
     def release(self) -> None:
         """Let go of the run: whoever starts it next need not wait."""
         self._ownership.release()
+
+    def end_with(self, error: RunError) -> NoReturn:
+        """End this process with its sentence and its code, at once."""
+        self._last_words.end_with(error)
+
+    @property
+    def run(self) -> RunDirectory:
+        """Where its files are."""
+        return self._rank_link.run
 
     def trap_signals(self) -> None:
         """From now on the stop signals come here."""

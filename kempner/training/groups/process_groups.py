@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -31,6 +31,9 @@ from kempner.run.process.exit_codes import UsageError
 from kempner.training.groups.rendezvous import agree_on_network, meet
 
 _FAREWELL = timedelta(seconds=30)
+_LONGEST_EVALUATION = timedelta(days=7)
+"""Other ranks wait for it in the vote, if one rank makes it alone; what hangs is found by others.
+"""
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,9 @@ def adopt(world: World, device: torch.device, section: DistributedSection) -> Ra
     if world.size > 1:  # the program's own groups may be NCCL's, and Gloo has not been told yet
         _bind(world, section, os.environ.get("MASTER_ADDR", ""))
     timeout = timedelta(seconds=section.timeout)
-    return _group(world, device, timeout, store=None, degrees=MeshDegrees(shard=world.size))
+    degrees = MeshDegrees(shard=world.size)
+    ranks = _group(world, device, timeout, store=None, degrees=degrees)
+    return replace(ranks, votes=_gloo_group(max(timeout, _LONGEST_EVALUATION)))
 
 
 def _group(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -26,7 +27,7 @@ from kempner.run.control.trackers import begin_next_loop, note_mlflow_run
 from kempner.run.output import logs
 from kempner.run.output.console import protect
 from kempner.run.output.logs import logger, open_log
-from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.worker_process import heed_for_children
 from kempner.run.record.attempts import Fence
@@ -161,7 +162,7 @@ class Entry:
         raise_open_file_limit()
         network = terms.network if terms else "{}"
         section = DistributedSection.model_validate_json(network)
-        ranks = adopt(link.world, device, section, supervised=link.launch is not None)
+        ranks = adopt(link.world, device, section)
         shutdown.join_group(terms.stop_grace if terms else None, link.tell_of_signal)
         patience = terms.patience if terms else ResilienceSection().patience
         storage_waits().configure(patience, shutdown.should_shutdown)
@@ -295,6 +296,15 @@ class Session:
         if not self._released:
             self._released = True
             self._claim.release()
+
+    def end_with(self, error: RunError) -> NoReturn:
+        """End this process with its sentence and its code, at once."""
+        self._last_words.end_with(error)
+
+    @property
+    def run(self) -> RunDirectory:
+        """Where its files are."""
+        return self._rank_link.run
 
     def trap_signals(self) -> None:
         """From now on the stop signals come here."""

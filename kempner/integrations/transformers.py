@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers import __version__ as transformers_version
+from transformers.trainer_utils import has_length
 
 from kempner.integrations.trainer.limits import refuse_inexact
 from kempner.integrations.trainer.progress import restore_callbacks
@@ -65,7 +66,7 @@ class Surviving(Trainer):
             if self._kempner is not None:
                 raise UsageError("train() was called before; make another trainer to train again")
             refuse_inexact(self)
-            session = entry.meet(self.args.device, _facts(self.args))
+            session = entry.meet(self.args.device, _pace(self.args), _facts(self))
             run = TrainerRun(self, session)
             found = run.restore()
         self._kempner, self.ignore_keys_for_eval = run, ignore_keys_for_eval
@@ -237,7 +238,23 @@ def _check_version() -> None:
         )
 
 
-def _facts(args: TrainingArguments) -> dict[str, object]:
+def _pace(args: TrainingArguments) -> dict[str, object]:
     """What must be the same on all ranks, or they would not stop or save together."""
     names = ("max_steps", "num_train_epochs", "save_strategy", "save_steps", "seed", "data_seed")
     return {name: getattr(args, name) for name in names}
+
+
+def _facts(trainer: Trainer) -> dict[str, object]:
+    """What the result depends on; of the length of the run only a number of steps."""
+    args, samples = trainer.args, trainer.train_dataset
+    optimizer = {"name": str(args.optim), "lr": args.learning_rate, "decay": args.weight_decay}
+    facts: dict[str, object] = {
+        "model": type(trainer.model).__name__,
+        "optimizer": optimizer,
+        "schedule": str(args.lr_scheduler_type),
+        "seed": args.seed,
+        "data_seed": args.data_seed,
+    }
+    if args.max_steps > 0:
+        facts["steps"] = args.max_steps
+    return facts | ({"samples": len(samples)} if has_length(samples) else {})

@@ -114,7 +114,7 @@ class Surviving(Trainer):
         if self._kempner is None or self._kempner.generators is None:
             super()._load_rng_state(checkpoint)
         else:
-            self._kempner.generators.load()
+            self._kempner.load_generators()
 
     def load_generators(self, folder: str) -> None:
         """Load the generators of random numbers as the Trainer does, from a folder of its own."""

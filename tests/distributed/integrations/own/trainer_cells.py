@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     EarlyStoppingCallback,
@@ -77,8 +78,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "save_steps": 3,
     },
     "own_sampler": {"accelerator_config": {"use_seedable_sampler": False}},
+    "augmented": {**EVERY_STEP, "save_steps": 3, "gradient_accumulation_steps": 2, "noise": True},
 }
-"""What each sets beside what all have; `patience` is that of an `EarlyStoppingCallback`."""
+"""What each sets beside what all have; `patience` is that of an `EarlyStoppingCallback`, and with
+`noise` a token of each sample is drawn when it is read.
+"""
 
 
 class Killed(BaseException):
@@ -114,9 +118,25 @@ def samples(number: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Samples whose last tokens are drawn from all generators that there are."""
+
+    def __init__(self, inner: list[dict[str, torch.Tensor]]) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        ids = self.inner[number]["input_ids"].clone()
+        drawn = [random.randrange(VOCABULARY), int(np.random.randint(VOCABULARY))]
+        ids[-3:] = torch.tensor([*drawn, int(torch.randint(VOCABULARY, ()))])
+        return {"input_ids": ids, "labels": ids}
+
+
 def made(variant: str, folder: Path, kind: type[Trainer], **more: Any) -> Any:
     options = dict(VARIANTS[variant])
-    patience = options.pop("patience", None)
+    patience, noise = options.pop("patience", None), options.pop("noise", False)
     callbacks = [] if patience is None else [EarlyStoppingCallback(patience)]
     common: dict[str, Any] = {
         "num_train_epochs": 3,
@@ -142,7 +162,10 @@ def made(variant: str, folder: Path, kind: type[Trainer], **more: Any) -> Any:
         )
     )
     arguments = TrainingArguments(str(folder / "outputs"), **common | options)
-    data = {"train_dataset": samples(18), "eval_dataset": samples(7)}
+    data = {
+        "train_dataset": Noisy(samples(18)) if noise else samples(18),
+        "eval_dataset": samples(7),
+    }
     return kind(model, arguments, callbacks=callbacks, **data, **more)
 
 

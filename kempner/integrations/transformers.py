@@ -25,7 +25,7 @@ from kempner.integrations.trainer.progress import restore_callbacks
 from kempner.integrations.trainer.run import StepEnd, TrainerRun
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode, UsageError
-from kempner.training.session import Entry
+from kempner.training.session import Entry, run_beside
 
 
 @cache
@@ -44,7 +44,9 @@ class Surviving(Trainer):
     cannot be resumed exactly are refused (`limits.py`). A search for hyper-parameters is left to
     the Trainer.
 
-    `run_dir` is a class attribute: the run directory, if it is not the supervisor's.
+    The run belongs to `output_dir`: with another one it is another run. `run_dir` is a class
+    attribute: the run directory, if it is to be another one than the supervisor's or
+    `runs/<script>`.
     """
 
     run_dir: str | Path | None = None
@@ -60,7 +62,7 @@ class Surviving(Trainer):
     ) -> Any:
         if trial is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **options)
-        entry = Entry("train", self.run_dir)
+        entry = Entry("train", self.run_dir or run_beside(str(self.args.output_dir)))
         with entry.guard():
             _check_version()
             if self._kempner is not None:

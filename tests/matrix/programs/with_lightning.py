@@ -72,7 +72,8 @@ class Curve(LightningModule):
         self.log("held_out", loss, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        record.evaluation(self.global_step, torch.stack(self.found).mean())
+        mean: Any = self.all_gather(torch.stack(self.found).mean())  # each rank has its share
+        record.evaluation(self.global_step, mean.mean())
         self.found.clear()
 
     def configure_optimizers(self) -> Any:

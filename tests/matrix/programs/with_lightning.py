@@ -81,12 +81,17 @@ class Curve(LightningModule):
         self.mean = MeanMetric()
         self.automatic_optimization = variant != "manual"
 
+    @property
+    def done(self) -> int:
+        """Steps that are done; Lightning counts those of both optimizers."""
+        return self.global_step // 2 if self.variant == "manual" else self.global_step
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batch = batch["sample"] if self.variant == "stream" else batch
         loss = nn.functional.mse_loss(self.layers(batch[1]), batch[2])
         optimizers: Any = self.optimizers()
-        if self.variant == "manual":  # Lightning counts the steps of both
-            record.step(self.global_step // 2 + 1, loss, batch[0], [])
+        if self.variant == "manual":
+            record.step(self.done + 1, loss, batch[0], [])
             self.manual_backward(loss)
             for optimizer in optimizers:
                 optimizer.step()
@@ -107,14 +112,14 @@ class Curve(LightningModule):
             record.drawn(self.global_step, "mean", mean)
 
     def validation_step(self, batch: Samples, batch_idx: int) -> None:
-        record.evaluating(self.global_step)
+        record.evaluating(self.done)
         loss = nn.functional.mse_loss(self.layers(batch[1]), batch[2])
         self.found.append(loss)
         self.log("held_out", loss, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         mean: Any = self.all_gather(torch.stack(self.found).mean())  # each rank has its share
-        record.evaluation(self.global_step, mean.mean())
+        record.evaluation(self.done, mean.mean())
         self.found.clear()
 
     def configure_optimizers(self) -> Any:
@@ -145,7 +150,7 @@ def loader_of(variant: str) -> Any:
     if variant == "stateful":
         return StatefulDataLoader(data, **options)
     if variant == "stream":
-        stream = Rows.from_dict({"at": range(size)}).to_iterable_dataset(2).shuffle(3, 8)
+        stream = Rows.from_dict({"at": range(size)}).to_iterable_dataset(2).shuffle(seed=3, buffer_size=8)
         return StatefulDataLoader(stream.map(lambda row: {"sample": data[row["at"]]}), BATCH)
     return DataLoader(data, **options)
 
@@ -176,7 +181,7 @@ def main(variant: str) -> None:
     trainer.fit(module, loader_of(variant), held_out)
     best = trainer.checkpoint_callback if variant == "defaults" else best
     found = Path(best.best_model_path).name if variant in ("best", "defaults") else None
-    record.end(trainer.global_step, module, best=found)
+    record.end(module.done, module, best=found)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ ROUNDED = ("loss", "evaluation", "size")
 BY_RANK = ("samples", "loss")
 """Of which each rank has its share, of every step."""
 
-OF_ONE_WORLD = ("weights",)
-"""What rounding changes altogether; `size` stands for it."""
+OF_ONE_WORLD = "weights"
+"""How the facts begin that rounding changes altogether; `size` stands for them."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ def _whole(ranks: Sequence[Notes]) -> dict[Place, object]:
     whole: dict[Place, object] = {}
     for number, notes in enumerate(ranks):
         for (name, place), values in notes.noted.items():
-            if name in OF_ONE_WORLD:
+            if name.startswith(OF_ONE_WORLD):
                 continue
             if name in BY_RANK:
                 shares.setdefault((name, place.partition(".")[0]), []).append(values[-1])

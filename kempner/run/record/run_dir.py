@@ -28,6 +28,11 @@ class RunDirectory:
         """What the run is: its command, its program and its facts."""
         return self.path / "identity.json"
 
+    @property
+    def program(self) -> Path:
+        """Copies of the program's files that git tracks, one for each content; for the owner."""
+        return self.path / "program"
+
     def changed_config(self, attempt: int) -> Path:
         """The configuration of an attempt, where it differs from the first one's."""
         return self.attempt(attempt) / "config.toml"

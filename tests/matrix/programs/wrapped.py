@@ -8,7 +8,7 @@ from typing import Any
 
 import record
 import torch
-from plain import BATCH, EPOCH, STEPS, Points
+from loops import BATCH, EPOCH, STEPS, Points
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader

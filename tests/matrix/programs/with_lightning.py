@@ -150,8 +150,9 @@ def loader_of(variant: str) -> Any:
     if variant == "stateful":
         return StatefulDataLoader(data, **options)
     if variant == "stream":
-        stream = Rows.from_dict({"at": range(size)}).to_iterable_dataset(2).shuffle(seed=3, buffer_size=8)
-        return StatefulDataLoader(stream.map(lambda row: {"sample": data[row["at"]]}), BATCH)
+        rows = Rows.from_dict({"at": range(size)}).to_iterable_dataset(2)
+        stream = rows.shuffle(seed=3, buffer_size=8).map(lambda row: {"sample": data[row["at"]]})
+        return StatefulDataLoader(stream, BATCH)
     return DataLoader(data, **options)
 
 

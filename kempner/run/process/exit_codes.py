@@ -33,6 +33,8 @@ class ExitCode(IntEnum):
     """No progress."""
     DIVERGED = 78
     """The loss diverged, and rollbacks did not help."""
+    AFTER_TRAINING = 79
+    """The program failed after its loop: training is complete, and all steps are committed."""
     INTERRUPTED = 130
     """Exited at once on a second Ctrl-C; the last commit is intact."""
 

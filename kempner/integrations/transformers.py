@@ -24,6 +24,7 @@ from kempner.integrations.trainer.limits import refuse_inexact
 from kempner.integrations.trainer.progress import restore_callbacks
 from kempner.integrations.trainer.run import StepEnd, TrainerRun
 from kempner.run.control.protocol import Phase
+from kempner.run.control.rehearsal import place_of
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.training.session import Entry, run_beside
 
@@ -69,6 +70,7 @@ class Surviving(Trainer):
                 raise UsageError("train() was called before; make another trainer to train again")
             refuse_inexact(self)
             session = entry.meet(self.args.device, _pace(self.args), _facts(self))
+            self.args.output_dir = str(place_of(str(self.args.output_dir)))
             run = TrainerRun(self, session)
             found = run.restore()
         self._kempner, self.ignore_keys_for_eval = run, ignore_keys_for_eval

@@ -101,7 +101,9 @@ class Entry:
         """Call the supervisor, if there is one."""
         launch = Launch.from_environment(os.environ)
         terms = launch.terms if launch is not None else None
-        usual = terms.run if terms is not None else self._named or _usual(name, sys.argv[0])
+        usual = (
+            terms.run if terms is not None else self._named or place_of(_usual(name, sys.argv[0]))
+        )
         link = join(RunDirectory(usual), _as_told(terms), self._shutdown)
         entered = Supervised(link, self._shutdown, LastWords(link), terms)
         if launch is not None:

@@ -25,7 +25,7 @@ TROUBLE = "KEMPNER_MATRIX_TROUBLE"
 """As `programs/record.py` reads it."""
 
 MUTANT = "KEMPNER_MATRIX_MUTANT"
-"""The mistake that is planted into kempner, by its name in `matrix.mutants`."""
+"""The mistake that is planted into kempner, by its name in `programs/mutants.py`."""
 
 
 @cache
@@ -98,7 +98,7 @@ class Player:
         kind = "kill" if trouble and trouble.how == "kill" else "stop"
         place = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
         place |= {"MASTER_PORT": free_port("127.0.0.1", str(folder)), "TORCHELASTIC_RUN_ID": "none"}
-        common = {**os.environ, "OMP_NUM_THREADS": "1", MUTANT: self.mutant}
+        common = {**os.environ, "OMP_NUM_THREADS": "1", MUTANT: self.mutant if number else ""}
         command = [str(PROGRAMS / program.script), program.kind, program.variant]
         started = []
         with open(log, "ab") as output:

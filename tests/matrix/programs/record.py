@@ -23,6 +23,14 @@ TROUBLE = "KEMPNER_MATRIX_TROUBLE"
 """The variable that says what comes where, as `stop@7`, `kill@7.1`, `stop@evaluation 6`; and in
 which rank."""
 
+MUTANT = "KEMPNER_MATRIX_MUTANT"
+"""The variable that names the mistake that is planted into kempner here, if one is."""
+
+if mutant := os.environ.get(MUTANT):
+    from mutants import MUTANTS
+
+    MUTANTS[mutant]()
+
 _micro: dict[int, int] = {}
 """How many micro batches of a step are noted."""
 

@@ -16,9 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers import __version__ as transformers_version
-from transformers.trainer_utils import has_length
+
+try:
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+    from transformers import __version__ as transformers_version
+    from transformers.trainer_utils import has_length
+except ModuleNotFoundError as error:
+    from kempner.integrations import without_extra
+
+    raise without_extra(error, "transformers") from None
 
 from kempner.integrations.trainer.limits import refuse_inexact
 from kempner.integrations.trainer.progress import restore_callbacks

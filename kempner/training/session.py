@@ -145,9 +145,9 @@ class Entry:
         home = LOOPS.find_home(ranks, self.rank_link, self._named, program, self._accepted)
         link = self.rank_link = replace(self.rank_link, run=home.run)
         claim = LOOPS.claim(ranks, link, _as_told(self._entered.terms))
-        fence = home.fence(ranks, claim.attempt)
-        session = Session(link, claim, fence, home, ranks, self._shutdown, self._entered.last_words)
+        session = Session(link, claim, home, ranks, self._shutdown, self._entered.last_words)
         self._session = session
+        session.fence = home.fence(ranks, claim.attempt)
         storage_waits().tell_to(partial(link.tell_of_wait, claim.attempt))
         open_log(link.run.log(claim.attempt.number, ranks.world.rank), attempt=claim.attempt.number)
         if not at_prompt():
@@ -183,13 +183,13 @@ class Session:
         self,
         rank_link: RankLink,
         claim: Claim,
-        fence: Fence,
         home: Home,
         ranks: Ranks,
         shutdown: ShutdownHandler,
         last_words: LastWords,
     ) -> None:
-        self._rank_link, self._claim, self._fence, self._home = rank_link, claim, fence, home
+        self._rank_link, self._claim, self._home = rank_link, claim, home
+        self.fence = Fence(home.run.attempts, claim.attempt)
         self._last_words, self._released = last_words, False
         self.ranks, self.shutdown = ranks, shutdown
         self.standing = Standing(home.folder, None, RunIdentity())
@@ -228,7 +228,7 @@ class Session:
         return CheckpointContext(
             path=self._home.folder.checkpoints,
             identity=identity,
-            fence=self._fence,
+            fence=self.fence,
             group=ranks.saves,
             record=self.record,
             waiting=self.progress.waiting,

@@ -71,7 +71,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_testnodedown(node: Any, error: object) -> None:
     """A worker that has died, of its time limit for one, leaves nothing."""
     if error:
-        ending.end_left_over(node.gateway.id)
+        ending.end_left_over(node.gateway)
 
 
 @pytest.hookimpl(tryfirst=True)

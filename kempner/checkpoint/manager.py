@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.registered.composite import unwrap
+from kempner.checkpoint.registered.composite import plainly_named
 from kempner.checkpoint.registered.objects import NOTHING, Registered
 from kempner.checkpoint.store import retention
 from kempner.checkpoint.store.save_failures import SaveFailures
@@ -59,7 +59,11 @@ class CheckpointManager:
     ) -> None:
         self._context, self._folder, self._background = context, context.folder, background
         self._restorer = StateRestorer(
-            context, unwrap(model), optimizer, registered, None if memory is None else memory.lent
+            context,
+            plainly_named(model),
+            optimizer,
+            registered,
+            None if memory is None else memory.lent,
         )
         self._saver = BackgroundSaver(context, model, optimizer, registered, memory)
         self._pruner = retention.Pruner(context.folder, keep, context.fence)

@@ -17,6 +17,7 @@ from kempner.jobs.batch_script import Resources, sbatch, script
 from kempner.jobs.job import CHILDREN, Job
 from kempner.jobs.submission import Submission, folder_of, last_submission, log_of, reserve
 from kempner.run.process.exit_codes import RunError, UsageError, cannot_write
+from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.run.record import gave_up
 from kempner.run.record.attempts import read_current
 from kempner.run.record.lease import is_owned
@@ -141,7 +142,7 @@ def _start(words: Sequence[str], ranks: int, log: Path) -> int:
     here = ["--launcher", "local", "--nproc", str(ranks)]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kempner", "supervise", *here, *words],
+            [sys.executable, *SAFE_MODULE, "kempner", "supervise", *here, *words],
             env=submission_environment(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=out,

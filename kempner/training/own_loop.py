@@ -20,6 +20,7 @@ from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.record.events.base import LedgerEvent
+from kempner.training.rehearsal.switch import recorder
 from kempner.training.session import Session
 from kempner.training.vote.final_save import (
     Saver,
@@ -27,7 +28,7 @@ from kempner.training.vote.final_save import (
     refuse_to_go_on_unsaved,
     vote_to_go_on,
 )
-from kempner.training.vote.vote import Ballot, Vote, VoteGroup, VoteResult
+from kempner.training.vote.vote import Ballot, Vote, VoteGroup, VoteResult, Walk
 
 IDLE_AT_MOST = 8
 """Steps in a row in which no optimizer has stepped. `GradScaler` skips some when it begins."""
@@ -52,6 +53,7 @@ class OwnLoop:
         self.left_after: int | None = None
         """The step after which this rank has left the loop of its own accord."""
         self._ballot: Ballot | None = None
+        self._recorder = recorder()
 
     def begin(self) -> None:
         """Training goes on from here."""
@@ -64,6 +66,8 @@ class OwnLoop:
 
     def begin_step(self) -> None:
         """Open the vote, which is under way while the step computes."""
+        if self._recorder is not None:
+            self._recorder.begin_step(self.train_state.step + 1, self.shutdown.should_shutdown)
         self._ballot = self.vote_group.open(self.vote())
 
     def end_step(self, step: int) -> VoteResult:
@@ -74,12 +78,14 @@ class OwnLoop:
         self._ballot = None
         self.train_state = replace(self.train_state, step=step, cursor=step)
         self.session.progress.made(step)
+        if self._recorder is not None:
+            self._recorder.end_step(step)
         limits = CheckpointSection().max_failures, storage_waits().patience
         refuse_to_go_on_unsaved(self.checkpoints, agreed, *limits)
-        if agreed.left_by is not None:
-            raise UsageError(describe_parting(agreed))
-        if agreed.idle >= IDLE_AT_MOST:
-            raise UsageError(describe_idleness(agreed.idle))
+        if agreed.parting is not None:
+            raise UsageError(str(agreed.parting))
+        if agreed.walk.idle >= IDLE_AT_MOST:
+            raise UsageError(describe_idleness(agreed.walk.idle))
         return agreed
 
     def part(self, step: int) -> VoteResult:
@@ -93,8 +99,8 @@ class OwnLoop:
         self.train_state = replace(self.train_state, step=step, cursor=step)
         self.left_after = step
         agreed = self.ask()
-        if agreed.stayed is not None or agreed.left_first != agreed.left_after:
-            raise UsageError(describe_parting(agreed))
+        if agreed.parting is not None and not agreed.parting.together:
+            raise UsageError(str(agreed.parting))
         return agreed
 
     def ask(self) -> VoteResult:
@@ -109,6 +115,8 @@ class OwnLoop:
 
     def save(self, agreed: VoteResult) -> None:
         """Save the state as of this step."""
+        if self._recorder is not None:
+            self._recorder.saved(self.train_state.step)
         with self.session.progress.during(Phase.SAVE):
             self.checkpoints.save(self.train_state, agreed.failed_saves)
 
@@ -118,29 +126,20 @@ class OwnLoop:
         `steps` is how many there are, where the program has left before the last.
         """
         self.session.progress.phase = Phase.SAVE
+        if self._recorder is not None:
+            self._recorder.left()
         code, words = finish(self, agreed, steps)
-        self.session.end(code, words)
+        self.session.end(code, words, code is ExitCode.COMPLETED and steps is None)
         return code
 
     def vote(self) -> Vote:
         """This rank's vote at this moment."""
         vote = vote_to_go_on(self.shutdown, self.checkpoints)
-        return replace(vote, idle=self.idle, left_after=self.left_after)
+        return replace(vote, walk=Walk(self.idle, self.left_after))
 
     def record(self, event: LedgerEvent) -> None:
         """Record an event in the run's ledger."""
         self.session.record(event)
-
-
-def describe_parting(agreed: VoteResult) -> str:
-    """Why ranks that have left the loop differently cannot go on."""
-    if agreed.stayed is None:
-        which = f"some ranks have left the loop after step {agreed.left_first}, and others "
-        which += f"after step {agreed.left_after}"
-    else:
-        which = f"rank {agreed.left_by} has left the loop after step {agreed.left_after}, and rank "
-        which += f"{agreed.stayed} has not"
-    return f"{which}: leave it on all ranks after the same step, by what all of them know"
 
 
 def describe_idleness(steps: int) -> str:

@@ -7,6 +7,7 @@ worker starts by a command carries that worker's: so its processes are found whe
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 import uuid
 from collections.abc import Iterator
@@ -46,10 +47,13 @@ def _keep_pipes_to_ourselves(config: pytest.Config) -> None:
     os.register_at_fork(after_in_child=let_go)
 
 
-def end_left_over(worker: str) -> None:
+def end_left_over(gateway: Any) -> None:
     """Called in the controller: kill all that a worker has left, and what that starts meanwhile."""
     end = time.monotonic() + scaled(10)  # what is stuck in the kernel cannot be ended
-    while (found := list(_left_over(worker))) and time.monotonic() < end:
+    # Its pipes close before its children become orphans, by which those that it forked are known.
+    with suppress(subprocess.TimeoutExpired):
+        gateway._io.popen.wait(scaled(10))
+    while (found := list(_left_over(gateway.id))) and time.monotonic() < end:
         for process in found:
             with suppress(psutil.Error):
                 process.kill()

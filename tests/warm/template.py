@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO, Protocol
 from unittest import mock
 
@@ -86,16 +87,20 @@ class Warm:
 
 
 class Template:
-    """A fork server that is started when it is needed first.
+    """A fork server that is started when it is needed first, imports `modules`, and has the
+    variables `environ` for that.
 
     This process is no sub-reaper: what a killed supervisor leaves behind is for the machine's first
     process, as it would be without us.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, modules: Sequence[str] = MODULES, environ: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         for limit in ("IMPORTED_WITHIN", "FORKED_WITHIN", "TOLD_WITHIN"):
             setattr(client, limit, scaled(getattr(client, limit)))
-        self._server = ForkServerClient(MODULES)
+        self._server = ForkServerClient(modules)
+        self._environ = {**ENVIRON, **environ}
         self._lock = threading.Lock()
 
     def fork(
@@ -127,7 +132,7 @@ class Template:
 
         def live() -> None:
             try:
-                with mock.patch.dict(os.environ, ENVIRON, clear=True):
+                with mock.patch.dict(os.environ, self._environ, clear=True):
                     self._server.start()
             finally:
                 started.set()

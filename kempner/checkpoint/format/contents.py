@@ -45,6 +45,24 @@ class Contents(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Renamed:
+    """The same tensors under other keys; `before` has what each of them is saved as."""
+
+    contents: Contents
+    before: Mapping[str, str]
+
+    @property
+    def tensors(self) -> Mapping[str, Saved]:
+        """Every tensor, by its new key."""
+        saved = self.contents.tensors
+        return {key: saved[old] for key, old in self.before.items()}
+
+    def parts(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterable[Part]:
+        """As `Contents.parts`."""
+        return self.contents.parts(self.before[key], offsets, sizes)
+
+
 def overlap(
     offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int], other_sizes: Sequence[int]
 ) -> tuple[list[int], list[int]] | None:

@@ -1,28 +1,26 @@
 """Several modules and optimizers as one of each, for what reads and fills tensors.
 
 The parameters of the first module keep their names; those of the others are `<name>/<parameter>`.
+No wrapper, such as `torch.compile`, is part of a name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from kempner.checkpoint.registered.wrappers import has_wrappers, plain_name, unwrap
 from kempner.run.process.exit_codes import UsageError
 
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module within `DistributedDataParallel`, or the model itself."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+T = TypeVar("T")
 
 
 class Modules(nn.Module):
-    """A module, and others that are registered by name; what DistributedDataParallel wraps counts.
+    """A module, and others that are registered by name; what wraps them does not count.
 
     `wrapped` are the modules as they were given.
     """
@@ -40,7 +38,7 @@ class Modules(nn.Module):
         return {
             start + name: value
             for start, module in self._named.items()
-            for name, value in module.state_dict(*arguments, **options).items()
+            for name, value in _plain(module, module.state_dict(*arguments, **options).items())
         }
 
     def named_parameters(
@@ -50,10 +48,23 @@ class Modules(nn.Module):
         seen: set[nn.Parameter] = set()
         for start, module in self._named.items():
             found = module.named_parameters(prefix, recurse, remove_duplicate)
-            for name, parameter in found:
+            for name, parameter in _plain(module, found):
                 if not (remove_duplicate and parameter in seen):
                     seen.add(parameter)
                     yield start + name, parameter
+
+
+def plainly_named(model: nn.Module) -> nn.Module:
+    """A module with the state of `model`, whose names are the same with and without wrappers."""
+    if isinstance(model, Modules) or not has_wrappers(model):
+        return model
+    return Modules(model, {})
+
+
+def _plain(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterable[tuple[str, T]]:
+    if not has_wrappers(module):
+        return named
+    return [(plain_name(module, name), value) for name, value in named]
 
 
 class Optimizers(Optimizer):
@@ -75,27 +86,35 @@ class _States(MutableMapping[Tensor, Any]):
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._of: dict[Tensor, Optimizer] = {}
-        for optimizer in optimizers:
-            for parameter in chain.from_iterable(g["params"] for g in optimizer.param_groups):
-                if self._of.setdefault(parameter, optimizer) is not optimizer:
-                    raise UsageError(
-                        "two optimizers have the same parameter, and a checkpoint holds one state "
-                        "for each: give every parameter to one of them"
-                    )
+        self._owners: dict[Tensor, Optimizer] = {}
+        self._sizes: list[int] = []
+        self._of(None)  # refuses what two optimizers have
+
+    def _of(self, parameter: Tensor | None) -> Optimizer | None:
+        """Its optimizer, also if that has been given the parameter since."""
+        groups = [group["params"] for one in self._optimizers for group in one.param_groups]
+        if (sizes := [*map(len, groups)]) != self._sizes:
+            self._owners, self._sizes = _owners(self._optimizers), sizes
+        return None if parameter is None else self._owners.get(parameter)
+
+    def _state(self, parameter: Tensor) -> MutableMapping[Tensor, Any]:
+        optimizer = self._of(parameter)
+        if optimizer is None:
+            raise KeyError(parameter)
+        return optimizer.state
 
     def __getitem__(self, parameter: Tensor) -> Any:
-        return self._of[parameter].state[parameter]
+        return self._state(parameter)[parameter]
 
     def __setitem__(self, parameter: Tensor, value: Any) -> None:
-        self._of[parameter].state[parameter] = value
+        self._state(parameter)[parameter] = value
 
     def __delitem__(self, parameter: Tensor) -> None:
-        del self._of[parameter].state[parameter]
+        del self._state(parameter)[parameter]
 
     def get(self, parameter: Tensor, default: Any = None) -> Any:
         """As `dict.get`: makes nothing."""
-        optimizer = self._of.get(parameter)
+        optimizer = self._of(parameter)
         return default if optimizer is None else optimizer.state.get(parameter, default)
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -108,3 +127,15 @@ class _States(MutableMapping[Tensor, Any]):
         """Of all optimizers."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
+
+
+def _owners(optimizers: Iterable[Optimizer]) -> dict[Tensor, Optimizer]:
+    owners: dict[Tensor, Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter in chain.from_iterable(g["params"] for g in optimizer.param_groups):
+            if owners.setdefault(parameter, optimizer) is not optimizer:
+                raise UsageError(
+                    "two optimizers have the same parameter, and a checkpoint holds one state "
+                    "for each: give every parameter to one of them"
+                )
+    return owners

@@ -9,15 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from kempner.checkpoint.registered.composite import Modules, Optimizers
-from kempner.checkpoint.registered.objects import (
-    GROUPS,
-    NOTHING,
-    Held,
-    Registered,
-    held,
-    hyperparameters,
+from kempner.checkpoint.registered.composite import Modules, Optimizers, plainly_named
+from kempner.checkpoint.registered.groups import (
+    ParameterGroups,
+    ParameterNames,
+    in_order_of_groups,
 )
+from kempner.checkpoint.registered.objects import GROUPS, NOTHING, Held, Registered, held
 from kempner.run.process.exit_codes import UsageError
 
 
@@ -41,19 +39,21 @@ def gather(
     modules = {name: thing for name, thing in state.items() if isinstance(thing, nn.Module)}
     optimizers = {name: thing for name, thing in state.items() if isinstance(thing, Optimizer)}
     others = {n: thing for n, thing in state.items() if n not in modules and n not in optimizers}
-    shared = {name: held(name, thing) for name, thing in others.items()}
     every = {"optimizer": optimizer, **optimizers}
-    if any(hasattr(thing, "get_last_lr") for thing in others.values()):
-        shared |= {f"{name}{GROUPS}": hyperparameters(one) for name, one in every.items()}
     # Its state is lists of tensors that grow, in the place of its first parameter.
     whole = {name: one for name, one in every.items() if isinstance(one, torch.optim.LBFGS)}
-    shared |= {name: Held(one.state_dict, one.load_state_dict) for name, one in whole.items()}
-    own = {name: held(name, thing) for name, thing in per_rank.items()}
-    registered = Registered(shared, own)
-    if not modules and not optimizers and not whole:
-        return Everything(model, optimizer, registered)
     rest = [one for name, one in every.items() if name not in whole]
-    return Everything(Modules(model, modules), Optimizers(rest), registered)
+    alone = not modules and not optimizers and not whole
+    all_modules = plainly_named(model) if alone else Modules(model, modules)
+    all_optimizers = optimizer if alone else Optimizers(rest)
+    names = ParameterNames(all_modules)
+    groups = {n: ParameterGroups(n, one, names, n in whole) for n, one in every.items()}
+    shared = {f"{name}{GROUPS}": of_one.held() for name, of_one in groups.items()}
+    shared |= {name: Held(one.state_dict, one.load_state_dict) for name, one in whole.items()}
+    for name, thing in others.items():
+        shared[name] = in_order_of_groups(name, thing, held(name, thing), groups.values())
+    own = {name: held(name, thing) for name, thing in per_rank.items()}
+    return Everything(model if alone else all_modules, all_optimizers, Registered(shared, own))
 
 
 def _check_names(state: Mapping[str, object], per_rank: Mapping[str, object]) -> None:

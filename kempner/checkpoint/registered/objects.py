@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from kempner.checkpoint.registered.values import decode, encode
 from kempner.run.process.exit_codes import UsageError
@@ -22,10 +21,16 @@ from kempner.run.process.exit_codes import UsageError
 
 @dataclass(frozen=True)
 class Held:
-    """How an object gives its state, and takes it back."""
+    """How an object gives its state, and takes it back.
+
+    What is `automatic` is held without being registered, and a checkpoint may lack it. `anew` is
+    called instead of `take` where another number of ranks goes on, with the step and the rank.
+    """
 
     give: Callable[[], Any]
     take: Callable[[Any], object]
+    automatic: bool = False
+    anew: Callable[[int, int], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Registered:
 NOTHING = Registered({}, {})
 
 GROUPS = ".param_groups"
-"""How the names end under which hyper-parameters are held."""
+"""How the names end under which the groups of optimizers are held."""
 
 
 def pack(objects: Mapping[str, Held], argument: str) -> bytes:
@@ -57,25 +62,34 @@ def pack(objects: Mapping[str, Held], argument: str) -> bytes:
     return encode(states, f"survive({argument}=...)")
 
 
-def unpack(content: bytes | None, objects: Mapping[str, Held], argument: str, where: str) -> None:
-    """Give the objects their states back; None is what was saved without any.
+def unpack(
+    content: bytes | None, objects: Mapping[str, Held], argument: str, where: str
+) -> dict[str, Any]:
+    """The states that are for these objects; None is what was saved without any.
 
     Raises `UsageError` unless the names are the same, and `DataError` for what is no such content.
     """
-    states = {} if content is None else decode(content, where)
-    if states.keys() != objects.keys():
+    states: dict[str, Any] = {} if content is None else decode(content, where)
+    wanted = {name for name, held in objects.items() if not held.automatic}
+    if wanted - states.keys() or states.keys() - objects.keys():
         raise UsageError(
             f"the checkpoint was made with {argument}={_listed(states)}, and survive() was called "
             f"with {argument}={_listed(objects)} ({where}): register the same names, or begin a "
             "new run"
         )
-    for name, held in objects.items():
-        held.take(states[name])
+    return states
+
+
+def take(states: Mapping[str, Any], objects: Mapping[str, Held]) -> None:
+    """Give the objects their states back."""
+    for name, state in states.items():
+        objects[name].take(state)
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Without those that nobody has registered by hand."""
-    return "{" + ", ".join(sorted(n for n in names if not n.endswith(GROUPS))) + "}"
+    """As they are registered: the groups of an optimizer are held with it."""
+    given = {name.removesuffix(GROUPS) for name in names} - {"optimizer"}
+    return "{" + ", ".join(sorted(given)) + "}"
 
 
 def held(name: str, thing: object) -> Held:
@@ -146,26 +160,3 @@ _IN_PLACE: dict[type, Callable[[Any], Held]] = {
         lambda: thing.get_state(legacy=False), thing.set_state
     ),
 }
-
-
-def hyperparameters(optimizer: Optimizer) -> Held:
-    """What schedulers change in an optimizer: its groups, without their parameters."""
-
-    def give() -> Any:
-        groups = optimizer.param_groups
-        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
-
-    def take(saved: Any) -> None:
-        if len(saved) != len(optimizer.param_groups):
-            raise UsageError(
-                f"the checkpoint's optimizer has {len(saved)} groups of parameters, this one "
-                f"{len(optimizer.param_groups)}: begin a new run"
-            )
-        for group, values in zip(optimizer.param_groups, saved, strict=True):
-            for key, value in values.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)
-                else:
-                    group[key] = value
-
-    return Held(give, take)

@@ -16,8 +16,9 @@ from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format import shard_plan
 from kempner.checkpoint.format.names import SHARED_OBJECTS, in_progress_name, objects_file
 from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.io.base_files import BaseFiles
 from kempner.checkpoint.io.file_writer import yield_to_training
-from kempner.checkpoint.registered.composite import unwrap
+from kempner.checkpoint.registered.composite import plainly_named
 from kempner.checkpoint.registered.objects import NOTHING, Registered, pack
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, tensor_specs
 from kempner.checkpoint.tensors.replicas import SharedBuffers, agree, combine, digests
@@ -52,13 +53,14 @@ class BackgroundSaver:
         self._context, self._shared = context, SharedBuffers(model)
         self._registered = registered
         self._slots = StepSlots(context, memory)
-        self._routes = Routes(context, unwrap(model), optimizer, self._slots)
+        self._routes = Routes(context, plainly_named(model), optimizer, self._slots)
         self._stager = Stager(self._routes.device)
         on_gpu = self._routes.device.type == "cuda"
         self._room = room_to_lock(context.local_ranks) if on_gpu else 0
         self._unprepared: Optimizer | None = optimizer if on_gpu else None
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=yield_to_training)
         self._staged: StagedState | None = None
+        self._base_files = BaseFiles(context.folder)
         self._saves = 0
         self.checked = False
         """Whether the contents have been checked; the same on all ranks."""
@@ -95,7 +97,8 @@ class BackgroundSaver:
         name = in_progress_name(train_state.step, attempt.number, unique.hexdigest())
         started = time.monotonic()
         staged, objects = self._stage(train_state)
-        job = SaveJob(context, train_state, context.folder.path / name, staged, started, objects)
+        path = context.folder.path / name
+        job = SaveJob(context, train_state, path, staged, started, objects, self._base_files)
         if staged.slot is not None:
             staged.slot.busy = True
         return RunningSave(job, self._writer.submit(self._run, job))
@@ -157,7 +160,7 @@ class BackgroundSaver:
         if self._slots.memory is None or self._registered:
             return None
         binding, layout = self._routes.plan()
-        if not self._slots.slots:
+        if not self._slots.slots or layout.has_base:
             return None
         slots, slot, held = self._slots, self._slots.take(), self._digests(binding)
         if slots.lacks_notes(layout.digest):
@@ -172,7 +175,8 @@ class BackgroundSaver:
         """Start to copy the state into this rank's own memory."""
         route = self._find()
         held = self._digests(route.binding)
-        return StagedState(route.layout, route.image, route.stage(self._stager, step), held)
+        copy = route.stage(self._stager, step)
+        return StagedState(route.layout, route.image, copy, held, base=route.base)
 
     def _share(self) -> None:
         """What must come first, because all ranks take part in it: no rank may fail before."""
@@ -199,6 +203,8 @@ class BackgroundSaver:
         """The way of the state into its file, whose pages are locked before anything else."""
         route = self._routes.find()
         self._stager.page_lock(route.image, self._room)
+        if route.base is not None:
+            self._stager.page_lock(route.base, self._room)
         return route
 
     def _run(self, job: SaveJob) -> SaveSeconds | None:

@@ -74,7 +74,8 @@ class SharedBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = model.wrapped if isinstance(model, Modules) else (model,)
+        wrapped = model.wrapped if isinstance(model, Modules) else (model,)
+        modules = (module for given in wrapped for module in given.modules())
         parallel = (module for module in modules if isinstance(module, DistributedDataParallel))
         self._parallel = [module for module in parallel if module.broadcast_buffers]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +20,7 @@ from kempner.checkpoint.format.manifest import Manifest, read
 from kempner.checkpoint.format.names import MANIFEST, SHARED_OBJECTS, objects_file
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import Damage, read_checked
-from kempner.checkpoint.registered.objects import NOTHING, Registered, unpack
+from kempner.checkpoint.registered.objects import GROUPS, NOTHING, Registered, take, unpack
 from kempner.checkpoint.slots.memory import LentSlots, images_of
 from kempner.checkpoint.store import retention
 from kempner.checkpoint.store.compatibility import compare_identities
@@ -185,6 +185,13 @@ class StateRestorer(Restorer):
         contents, damages = self._together(path, lambda: open_contents(path, manifest, rank, world))
         if contents is None:
             return damages
+        objects, damages = self._together(path, lambda: self._read_objects(path, manifest))
+        if objects is None:
+            return damages
+        groups = {name: of_one for name, of_one in objects.items() if name.endswith(GROUPS)}
+        # First the groups: an optimizer has no state for what is in none of them.
+        _, damages = self._together(path, lambda: take(groups, self._registered.shared))
+        contents = state.by_plain_names(contents, self._model)
         saved = state.saved_optimizer_tensors(contents)
         state.create_optimizer_state(self._model, self._optimizer, saved)
         table = state.capture(self._model, self._optimizer)
@@ -197,22 +204,33 @@ class StateRestorer(Restorer):
                 read, remembered = loaded.bytes, loaded.from_memory
                 logger().info("the state was in memory", bytes=read, from_memory=remembered)
             state.adopt_numbers(self._model, self._optimizer, table)
-            _, damages = self._together(path, lambda: self._take_objects(path, manifest))
+            others = {name: of_one for name, of_one in objects.items() if name not in groups}
+            _, damages = self._together(path, lambda: self._take_objects(path, manifest, others))
         return damages
 
-    def _take_objects(self, path: Path, manifest: Manifest) -> None:
+    def _read_objects(self, path: Path, manifest: Manifest) -> dict[str, Any]:
         """Raises `UsageError` if other names are registered than the checkpoint has."""
-        registered, own = self._registered, objects_file(self._context.rank)
         shared = read_checked(path, manifest, SHARED_OBJECTS)
-        unpack(shared, registered.shared, "state", str(path))
+        return unpack(shared, self._registered.shared, "state", str(path))
+
+    def _take_objects(self, path: Path, manifest: Manifest, shared: Mapping[str, Any]) -> None:
+        """Raises `UsageError` if other names are registered than the checkpoint has."""
+        registered, rank = self._registered, self._context.rank
+        take(shared, registered.shared)
         saved_by, world = manifest.identity.world, self._context.world
-        if registered.per_rank and saved_by != world:
+        per_rank = registered.per_rank
+        if saved_by == world:
+            own = read_checked(path, manifest, objects_file(rank))
+            take(unpack(own, per_rank, "per_rank", str(path)), per_rank)
+            return
+        if not all(held.automatic for held in per_rank.values()):
             raise UsageError(
                 f"survive(per_rank=...) was saved by {saved_by} ranks ({path}), and now there are "
                 f"{world}, among whom it cannot be divided: start as many ranks again"
             )
-        if saved_by == world:
-            unpack(read_checked(path, manifest, own), registered.per_rank, "per_rank", str(path))
+        for held in per_rank.values():
+            if held.anew is not None:
+                held.anew(manifest.train_state.step, rank)
 
 
 def _not_seen(path: Path) -> NotSharedError:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kempner.checkpoint.format.contents import Contents, Saved
+from kempner.checkpoint.format.contents import Contents, Renamed, Saved
+from kempner.checkpoint.registered.wrappers import without_wrappers
 from kempner.run.process.exit_codes import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -168,6 +169,13 @@ class Binding:
             if not key.startswith(_OPTIMIZER) and key.removeprefix("model.") not in parameters
         }
         """Keys of what a forward pass may write, unlike parameters and optimizer state."""
+        trained = {
+            f"model.{name}"
+            for name, parameter in parameters.items()
+            if parameter.requires_grad or parameter in optimizer.state
+        }
+        self.frozen = self.table.keys() & {f"model.{name}" for name in parameters} - trained
+        """Keys of parameters that are not trained."""
         self.numbers = {key for key in self.table if key.endswith(_NUMBER)}
         """Keys of the optimizer's Python numbers."""
         self._parameters = parameters
@@ -242,7 +250,7 @@ def create_optimizer_state(
         if tensor.shape == parameter.shape:
             value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
-            device = parameter.device if on_device[id(parameter)] else torch.device("cpu")
+            device = parameter.device if on_device.get(id(parameter)) else torch.device("cpu")
             value = torch.zeros(tensor.shape, dtype=dtype, device=device)
         optimizer.state[parameter][entry] = value
 
@@ -253,6 +261,22 @@ def adopt_numbers(model: nn.Module, optimizer: Optimizer, table: Mapping[str, Te
         for entry, value in entries.items():
             if type(value) in _NUMBER_DTYPES:
                 entries[entry] = table[_entry_key(name, entry, value)].item()
+
+
+def by_plain_names(contents: Contents, model: nn.Module) -> Contents:
+    """What is saved, by the names that `model` has, where those of then had wrappers in them."""
+    names = {*model.state_dict(), *(name for name, _ in model.named_parameters())}
+    plain = {without_wrappers(name): name for name in names}
+    before: dict[str, str] = {}
+    for key in contents.tensors:
+        kind, _, rest = key.partition(".")
+        name, dot, entry = rest.rpartition(".") if key.startswith(_OPTIMIZER) else (rest, "", "")
+        known = name if name in names else plain.get(without_wrappers(name), name)
+        before[f"{kind}.{known}{dot}{entry}"] = key
+    renamed = len(before) == len(contents.tensors) and any(
+        new != old for new, old in before.items()
+    )
+    return Renamed(contents, before) if renamed else contents
 
 
 def saved_optimizer_tensors(contents: Contents) -> dict[str, Saved]:

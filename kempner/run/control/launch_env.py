@@ -176,6 +176,11 @@ def _terms(environ: Mapping[str, str]) -> LaunchTerms:
     return LaunchTerms(Path(environ[_RUN]), silence, grace, patience, environ[_NETWORK])
 
 
+def run_of(environ: Mapping[str, str]) -> Path | None:
+    """The run directory that a supervisor has told a process of a program of the user's own."""
+    return Path(environ[_RUN]) if _RUN in environ else None
+
+
 def with_token(variables: Mapping[str, str], token: str) -> dict[str, str]:
     """`Launch.environment()` again, from what `without_token` left of it."""
     return {**variables, _TOKEN: token}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -31,9 +31,7 @@ from kempner.run.process.exit_codes import UsageError
 from kempner.training.groups.rendezvous import agree_on_network, meet
 
 _FAREWELL = timedelta(seconds=30)
-_LONGEST_EVALUATION = timedelta(days=7)
-"""Other ranks wait for it in the vote, if one rank makes it alone; what hangs is found by others.
-"""
+_FOR_EVER = timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,11 @@ class Ranks:
         box = [value]
         dist.broadcast_object_list(box, group_src=0, group=self.votes)
         return box[0]
+
+    def say(self, words: str) -> None:
+        """Tell the user, once."""
+        if self.world.rank == 0:
+            say(words)
 
     def agree_on(self, facts: Mapping[str, object]) -> None:
         """Make sure that all ranks know the same `facts`, on which every rank's steps depend.
@@ -167,7 +170,9 @@ def connect(world: World, config: Config) -> Ranks:
     return ranks
 
 
-def adopt(world: World, device: torch.device, section: DistributedSection) -> Ranks:
+def adopt(
+    world: World, device: torch.device, section: DistributedSection, supervised: bool = False
+) -> Ranks:
     """The connections of a rank whose program has met the others itself, or is alone.
 
     Raises `UsageError` if it has not, or the network cannot be used as configured.
@@ -182,9 +187,9 @@ def adopt(world: World, device: torch.device, section: DistributedSection) -> Ra
     if world.size > 1:  # the program's own groups may be NCCL's, and Gloo has not been told yet
         _bind(world, section, os.environ.get("MASTER_ADDR", ""))
     timeout = timedelta(seconds=section.timeout)
-    degrees = MeshDegrees(shard=world.size)
-    ranks = _group(world, device, timeout, store=None, degrees=degrees)
-    return replace(ranks, votes=_gloo_group(max(timeout, _LONGEST_EVALUATION)))
+    # One rank may evaluate for hours between two votes: what is a hang, the supervisor judges.
+    votes_within = _FOR_EVER if supervised else timeout
+    return _group(world, device, timeout, None, MeshDegrees(shard=world.size), votes_within)
 
 
 def _group(
@@ -193,6 +198,7 @@ def _group(
     timeout: timedelta,
     store: Store | None,
     degrees: MeshDegrees,
+    votes_within: timedelta | None = None,
 ) -> Ranks:
     dimensions = degrees.dimensions()
     return Ranks(
@@ -202,7 +208,7 @@ def _group(
         mesh=init_device_mesh(
             device.type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)
         ),
-        votes=_gloo_group(timeout),
+        votes=_gloo_group(votes_within or timeout),
         saves=_gloo_group(timeout),
         store=store,
     )

@@ -45,6 +45,9 @@ class AttemptEnded(LedgerEvent):
     culprit: Annotated[int | None, "rank that failed first"]
     exits: Annotated[Mapping[str, int | None], "exit status by rank, null if it is not known"]
     seconds: Annotated[float | None, "seconds since the first rank ended"] = None
+    left_at: Annotated[
+        int | None, "step after which a program of the user's own left its loop before the last one"
+    ] = None
 
 
 @dataclass(frozen=True)

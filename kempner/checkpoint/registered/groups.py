@@ -1,0 +1,238 @@
+"""The parameter groups of an optimizer, held by the names of their parameters.
+
+A run may go on with groups that are built in another order, or with parameters in another order in
+a group. What a scheduler keeps for each group, in lists by their place, is put in the new order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kempner.checkpoint.registered.objects import Held
+from kempner.run.process.exit_codes import UsageError
+
+_PARAMETERS = "params"
+_BY_THE_PROGRAM = frozenset({_PARAMETERS, "foreach", "fused", "capturable", "differentiable"})
+"""What is not taken from a checkpoint: how a step is computed, and the parameters themselves."""
+
+_BY_GROUP = frozenset(
+    {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
+    | {"base_values"}  # of timm
+)
+"""What schedulers keep in lists with an entry for each group."""
+
+_BY_STEP = frozenset({"_milestones", "milestones", "_schedulers", "_schedule_phases"})
+"""What they keep in other lists."""
+
+
+class ParameterNames:
+    """The names of the parameters of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.known: dict[Tensor, str] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Look again: there may be others."""
+        self.known = {parameter: name for name, parameter in self._model.named_parameters()}
+
+    def parameter(self, name: str) -> Tensor:
+        """The parameter of this name."""
+        return next(parameter for parameter, its in self.known.items() if its == name)
+
+
+class ParameterGroups:
+    """The groups of one optimizer.
+
+    `name` is what it is registered as, for messages. With `in_order` its state depends on the order
+    of the parameters, as that of LBFGS does.
+    """
+
+    def __init__(
+        self, name: str, optimizer: Optimizer, names: ParameterNames, in_order: bool = False
+    ) -> None:
+        self._name, self.optimizer, self._names = name, optimizer, names
+        self._in_order = in_order
+        self._begun = _partition(self._named())
+        self.order: list[int] | None = None
+        """For each group the place of its like in the checkpoint; None where all are the same."""
+
+    def held(self) -> Held:
+        """How a checkpoint holds them; earlier ones may lack them."""
+        return Held(self.give, self.take, automatic=True)
+
+    def give(self) -> Any:
+        """Hyperparameters, and the names of the parameters.
+
+        Raises `UsageError` for a trained parameter that no registered module has.
+        """
+        groups = [
+            {k: v for k, v in group.items() if k != _PARAMETERS and not callable(v)}
+            | {_PARAMETERS: "\n".join(names)}
+            for group, names in zip(self.optimizer.param_groups, self._named(), strict=True)
+        ]
+        return {"groups": groups, "begun": self._begun}
+
+    def take(self, saved: Any) -> None:
+        """Give every parameter the hyperparameters that it had.
+
+        Raises `UsageError` where no group has all of what its parameters had.
+        """
+        if isinstance(saved, list):  # as up to 6743c10, without names
+            self._take_by_place(saved)
+            return
+        then = [group[_PARAMETERS].splitlines() for group in saved["groups"]]
+        if self._in_order and then != self._named():
+            raise UsageError(
+                f"{self._name} keeps its state in the order of its parameters, and they are in "
+                "another order than in the checkpoint: build it as it was, or begin a new run"
+            )
+        if saved["begun"] == self._begun and _partition(then) != _partition(self._named()):
+            self._regroup(then)
+        places = self._places(saved["groups"], then)
+        for group, place in zip(self.optimizer.param_groups, places, strict=True):
+            _fill(group, saved["groups"][place])
+        self.order = None if places == [*range(len(then))] else places
+
+    def _named(self) -> list[list[str]]:
+        """The names of the parameters of each group."""
+        groups = [group[_PARAMETERS] for group in self.optimizer.param_groups]
+        if not all(parameter in self._names.known for group in groups for parameter in group):
+            self._names.look()
+        known = self._names.known
+        for parameter in chain.from_iterable(groups):
+            if parameter not in known and parameter.requires_grad:
+                raise UsageError(
+                    f"{self._name} trains a parameter of shape {tuple(parameter.shape)} that is in "
+                    "no module that survive() was given: register its module, "
+                    'state={"NAME": module}'
+                )
+        return [[known[p] for p in group if p in known] for group in groups]
+
+    def _places(self, saved: Sequence[Mapping[str, Any]], then: Sequence[list[str]]) -> list[int]:
+        """Of each group, where in the checkpoint the hyperparameters of its parameters are."""
+        where = {name: place for place, group in enumerate(then) for name in group}
+        empty = iter([place for place, group in enumerate(then) if not group])
+        return [
+            self._place(names, saved, where) if names else next(empty, 0) for names in self._named()
+        ]
+
+    def _place(
+        self, names: Sequence[str], saved: Sequence[Mapping[str, Any]], where: Mapping[str, int]
+    ) -> int:
+        if missing := [name for name in names if name not in where]:
+            raise UsageError(
+                f"{self._name} trains {missing[0]}, which it did not when the checkpoint was made: "
+                "build its groups as they were, or begin a new run"
+            )
+        first, *others = sorted({where[name] for name in names})
+        if not all(_alike(saved[first], saved[other]) for other in others):
+            raise UsageError(
+                f"{self._name} has {names[0]} in one group with parameters that had other "
+                "hyperparameters when the checkpoint was made: build its groups as they were, or "
+                "begin a new run"
+            )
+        return first
+
+    def _regroup(self, then: Sequence[list[str]]) -> None:
+        """Change the groups as the program had changed them after it had built them."""
+        optimizer, left = self.optimizer, [[*names] for names in then]
+        kept: list[dict[str, Any]] = []
+        for group, names in zip([*optimizer.param_groups], self._named(), strict=True):
+            like = max(left, key=lambda other: len({*other} & {*names}), default=[])
+            if {*like} & {*names}:
+                left.remove(like)
+                if {*like} != {*names}:
+                    group[_PARAMETERS] = [*map(self._names.parameter, like)]
+                kept.append(group)
+        optimizer.param_groups[:] = kept
+        for names in left:
+            optimizer.add_param_group({_PARAMETERS: [*map(self._names.parameter, names)]})
+
+    def _take_by_place(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        groups = self.optimizer.param_groups
+        if len(saved) != len(groups):
+            raise UsageError(
+                f"the checkpoint's optimizer has {len(saved)} groups of parameters, this one "
+                f"{len(groups)}: begin a new run"
+            )
+        for group, values in zip(groups, saved, strict=True):
+            _fill(group, values)
+
+
+def in_order_of_groups(
+    name: str, scheduler: object, held: Held, every: Iterable[ParameterGroups]
+) -> Held:
+    """As `held`, with what `scheduler` keeps for each group in the order of its optimizer's."""
+
+    def take(saved: Any) -> None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        for groups in every:
+            if is_optimizer_of(groups.optimizer, optimizer) and groups.order is not None:
+                saved = _reordered(saved, groups.order, f"survive(state=...)[{name!r}]")
+        held.take(saved)
+
+    return Held(held.give, take, held.automatic)
+
+
+def is_optimizer_of(optimizer: Optimizer, other: object) -> bool:
+    """Whether both are the same, or one wraps the other."""
+    return getattr(other, "param_groups", None) is optimizer.param_groups
+
+
+def _reordered(saved: Any, order: Sequence[int], where: str) -> Any:
+    if not isinstance(saved, Mapping):
+        return saved
+    then, moved = max(order) + 1, dict(saved)
+    for key, value in saved.items():
+        if key in _BY_STEP and isinstance(value, list):
+            moved[key] = [_reordered(item, order, where) for item in value]
+        elif isinstance(value, Mapping):
+            moved[key] = _reordered(value, order, where)
+        elif isinstance(value, list | tuple) and len(value) >= then:
+            if key in _BY_GROUP:
+                moved[key] = type(value)(value[place] for place in order)
+            elif len(value) == then and any(item != value[0] for item in value):
+                raise UsageError(
+                    f"{where} keeps {key!r}, which may have an entry for each group of its "
+                    "optimizer, and these are in another order than in the checkpoint: build the "
+                    "groups as they were"
+                )
+    return moved
+
+
+def _fill(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if key in _BY_THE_PROGRAM and key in group:
+            continue
+        if isinstance(group.get(key), Tensor):
+            group[key].copy_(torch.as_tensor(value))
+        else:
+            group[key] = value
+
+
+def _alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Whether the hyperparameters are the same."""
+    keys = (first.keys() | second.keys()) - {_PARAMETERS}
+    return all(_equal(first.get(key), second.get(key)) for key in keys)
+
+
+def _equal(first: object, second: object) -> bool:
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        both = isinstance(first, Tensor) and isinstance(second, Tensor)
+        return both and torch.equal(first, second)  # type: ignore[arg-type]
+    return bool(first == second)
+
+
+def _partition(groups: Iterable[Iterable[str]]) -> str:
+    """The same for the same groups, in whichever order they and their parameters are."""
+    text = "\n\n".join(sorted("\n".join(sorted(names)) for names in groups))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -28,7 +28,7 @@ from kempner.training.vote.final_save import (
     refuse_to_go_on_unsaved,
     vote_to_go_on,
 )
-from kempner.training.vote.vote import Ballot, Vote, VoteGroup, VoteResult, Walk
+from kempner.training.vote.vote import Ballot, Steps, StepVote, Vote, VoteGroup, VoteResult
 
 IDLE_AT_MOST = 8
 """Steps in a row in which no optimizer has stepped. `GradScaler` skips some when it begins."""
@@ -84,8 +84,8 @@ class OwnLoop:
         refuse_to_go_on_unsaved(self.checkpoints, agreed, *limits)
         if agreed.parting is not None:
             raise UsageError(str(agreed.parting))
-        if agreed.walk.idle >= IDLE_AT_MOST:
-            raise UsageError(describe_idleness(agreed.walk.idle))
+        if agreed.idle >= IDLE_AT_MOST:
+            raise UsageError(describe_idleness(agreed.idle))
         return agreed
 
     def part(self, step: int) -> VoteResult:
@@ -135,7 +135,7 @@ class OwnLoop:
     def vote(self) -> Vote:
         """This rank's vote at this moment."""
         vote = vote_to_go_on(self.shutdown, self.checkpoints)
-        return replace(vote, walk=Walk(self.idle, self.left_after))
+        return StepVote(**vars(vote), own=Steps(self.idle, self.left_after))
 
     def record(self, event: LedgerEvent) -> None:
         """Record an event in the run's ledger."""

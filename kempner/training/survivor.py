@@ -181,7 +181,7 @@ class Survivor(Generic[Step]):
         made = loop.train_state.step - self._done_before
         if not agreed.stop:
             # Before there is a checkpoint that says so: all ranks know then that nothing was done.
-            if made and not self._done_before and loop.ask().walk.idle >= made:
+            if made and not self._done_before and loop.ask().idle >= made:
                 raise UsageError(describe_idleness(made))
             if self._finished:
                 self._write_mark(loop.train_state.step)

@@ -19,7 +19,7 @@ _NO_HURRY = _NEVER = -(1 << 62)
 
 
 @dataclass(frozen=True)
-class Walk:
+class Steps:
     """How a loop of the user's own goes on a rank.
 
     `idle` is in how many steps, up to the last, no optimizer has stepped; `left_after` the step
@@ -79,7 +79,7 @@ class Vote:
     `unsaved_for` for how many seconds none has worked (infinite where no time heals it),
     `save_again` that it is time for another try, `seconds_left` what is left, when the vote opens,
     until the process is killed; None is for ever. `superseded` is that a newer attempt owns the
-    run. `walk` is how a loop of the user's own goes.
+    run.
     """
 
     stop: StopReason = StopReason.NONE
@@ -90,7 +90,11 @@ class Vote:
     save_again: bool = False
     seconds_left: float | None = None
     superseded: bool = False
-    walk: Walk = Walk()
+
+    @property
+    def steps(self) -> Steps:
+        """How the steps go on this rank; kempner's own loop neither idles nor leaves."""
+        return Steps()
 
     def encode(self, rank: int) -> list[int]:
         """Of `rank`, as integers of which the greatest wins: fewer milliseconds left give more."""
@@ -98,18 +102,31 @@ class Vote:
         unsaved = -_NO_HURRY if math.isinf(self.unsaved_for) else round(1000 * self.unsaved_for)
         flags = (self.stop, self.void, not self.void, self.diverged, self.superseded)
         counts = (self.failed_saves, unsaved, hurry)
-        return [*map(int, (*flags, self.save_again)), *counts, *self.walk.encode(rank)]
+        return [*map(int, (*flags, self.save_again)), *counts, *self.steps.encode(rank)]
+
+
+@dataclass(frozen=True)
+class StepVote(Vote):
+    """The vote of a rank in a loop of the user's own."""
+
+    own: Steps = Steps()
+
+    @property
+    def steps(self) -> Steps:
+        """How the steps go on this rank."""
+        return self.own
 
 
 @dataclass(frozen=True)
 class VoteResult(Vote):
     """What all ranks do: for each entry the most urgent value that any rank voted for.
 
-    `all_void` is whether no rank at all has data for the step. `walk.idle` is the least of any
-    rank; `parting` is who has left the loop, if any rank has.
+    `all_void` is whether no rank at all has data for the step. `idle` is the least of any rank,
+    `parting` who has left the loop, if any rank has.
     """
 
     all_void: bool = False
+    idle: int = 0
     parting: Parting | None = None
 
     @classmethod
@@ -127,7 +144,7 @@ class VoteResult(Vote):
             seconds_left=None if hurry == _NO_HURRY else -hurry / 1000,
             superseded=bool(superseded),
             all_void=not loaded,
-            walk=Walk(idle=-active),
+            idle=-active,
             parting=Parting.decode(*leaving),
         )
 

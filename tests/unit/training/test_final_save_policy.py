@@ -24,7 +24,7 @@ from kempner.training.policy.final_save import (
     tell_loss,
 )
 from kempner.training.vote.final_save import refuse_to_go_on_unsaved
-from kempner.training.vote.vote import Parting, Vote, VoteResult, Walk
+from kempner.training.vote.vote import Parting, Steps, StepVote, Vote, VoteResult
 
 NOW = SaveSituation(
     step=37,
@@ -173,13 +173,13 @@ def test_the_ledger_gives_the_durations_back() -> None:
             VoteResult(failed_saves=3, unsaved_for=1.5, save_again=True),
         ),
         ([Vote(unsaved_for=math.inf), Vote(unsaved_for=9.0)], VoteResult(unsaved_for=math.inf)),
-        ([Vote(walk=Walk(idle=5)), Vote(walk=Walk(2))], VoteResult(walk=Walk(idle=2))),
+        ([StepVote(own=Steps(idle=5)), StepVote(own=Steps(2))], VoteResult(idle=2)),
         (
-            [Vote(), Vote(walk=Walk(left_after=4)), Vote()],
+            [Vote(), StepVote(own=Steps(left_after=4)), Vote()],
             VoteResult(parting=Parting(left=1, stayed=2, first=4, last=4)),
         ),
         (
-            [Vote(walk=Walk(left_after=0)), Vote(walk=Walk(left_after=3))],
+            [StepVote(own=Steps(left_after=0)), StepVote(own=Steps(left_after=3))],
             VoteResult(parting=Parting(left=1, stayed=None, first=0, last=3)),
         ),
     ],

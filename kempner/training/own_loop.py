@@ -28,7 +28,7 @@ from kempner.training.vote.final_save import (
     refuse_to_go_on_unsaved,
     vote_to_go_on,
 )
-from kempner.training.vote.vote import Ballot, Vote, VoteGroup, VoteResult
+from kempner.training.vote.vote import Ballot, Steps, StepVote, Vote, VoteGroup, VoteResult
 
 IDLE_AT_MOST = 8
 """Steps in a row in which no optimizer has stepped. `GradScaler` skips some when it begins."""
@@ -82,8 +82,8 @@ class OwnLoop:
             self._recorder.end_step(step)
         limits = CheckpointSection().max_failures, storage_waits().patience
         refuse_to_go_on_unsaved(self.checkpoints, agreed, *limits)
-        if agreed.left_by is not None:
-            raise UsageError(describe_parting(agreed))
+        if agreed.parting is not None:
+            raise UsageError(str(agreed.parting))
         if agreed.idle >= IDLE_AT_MOST:
             raise UsageError(describe_idleness(agreed.idle))
         return agreed
@@ -99,8 +99,8 @@ class OwnLoop:
         self.train_state = replace(self.train_state, step=step, cursor=step)
         self.left_after = step
         agreed = self.ask()
-        if agreed.stayed is not None or agreed.left_first != agreed.left_after:
-            raise UsageError(describe_parting(agreed))
+        if agreed.parting is not None and not agreed.parting.together:
+            raise UsageError(str(agreed.parting))
         return agreed
 
     def ask(self) -> VoteResult:
@@ -130,28 +130,17 @@ class OwnLoop:
         if self._recorder is not None:
             self._recorder.left()
         code, words = finish(self, agreed, steps)
-        self.session.end(code, words)
+        self.session.end(code, words, code is ExitCode.COMPLETED and steps is None)
         return code
 
     def vote(self) -> Vote:
         """This rank's vote at this moment."""
         vote = vote_to_go_on(self.shutdown, self.checkpoints)
-        return replace(vote, idle=self.idle, left_after=self.left_after)
+        return StepVote(**vars(vote), own=Steps(self.idle, self.left_after))
 
     def record(self, event: LedgerEvent) -> None:
         """Record an event in the run's ledger."""
         self.session.record(event)
-
-
-def describe_parting(agreed: VoteResult) -> str:
-    """Why ranks that have left the loop differently cannot go on."""
-    if agreed.stayed is None:
-        which = f"some ranks have left the loop after step {agreed.left_first}, and others "
-        which += f"after step {agreed.left_after}"
-    else:
-        which = f"rank {agreed.left_by} has left the loop after step {agreed.left_after}, and rank "
-        which += f"{agreed.stayed} has not"
-    return f"{which}: leave it on all ranks after the same step, by what all of them know"
 
 
 def describe_idleness(steps: int) -> str:

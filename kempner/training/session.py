@@ -270,10 +270,13 @@ class Session:
         if self.ranks.world.rank == 0 and launch is not None and launch.terms is not None:
             note_mlflow_run(RunDirectory(launch.terms.run).trackers)
 
-    def end(self, code: ExitCode, words: str) -> None:
-        """Part from the other ranks; the supervisor hears of `code` when this process exits."""
+    def end(self, code: ExitCode, words: str, complete: bool) -> None:
+        """Part from the other ranks; the supervisor hears of `code` when this process exits.
+
+        `complete` is whether nothing is left to do.
+        """
         self.say(f"{words}{self._which}")
-        if code is ExitCode.COMPLETED:
+        if complete:
             LOOPS.complete(self._home, self.standing.now.facts)
         self.progress.phase = Phase.EXIT
         self.ranks.final_barrier()
@@ -306,7 +309,7 @@ class Session:
     @property
     def run(self) -> RunDirectory:
         """Where its files are."""
-        return self._rank_link.run
+        return self._home.folder
 
     def trap_signals(self) -> None:
         """From now on the stop signals come here."""

@@ -99,7 +99,7 @@ class Survivor(Generic[Step]):
         with (
             torch.random.fork_rng(devices=devices),
             kept(),
-            self._session.progress.during(Phase.EVAL),
+            self._session.evaluation(),
         ):
             yield
 

@@ -162,7 +162,6 @@ class Streamed:
     def take(self) -> tuple[Any, int]:
         """The next batch."""
         with kept():
-            seed_all(key(self._seed, "stream", self._rank, self._count))
             batch = self._next()
         self._count += 1
         self._of_epoch += 1
@@ -175,10 +174,12 @@ class Streamed:
                 self._batches = iter(self._data)
                 while self._skip and next(self._batches, self) is not self:
                     self._skip -= 1
+            # Here: to begin draws, too, and does not happen at the same place in a resumed run.
+            seed_all(key(self._seed, "stream", self._rank, self._count))
             for batch in self._batches:
                 return batch
             self._batches = None
-            self._epoch, self._of_epoch = self._epoch + 1, 0
+            self._epoch, self._of_epoch = self._epoch + bool(self._of_epoch), 0
         raise UsageError("survive(data=...): the stream yields nothing in a whole epoch")
 
     def _set_epoch(self) -> None:
@@ -189,10 +190,12 @@ class Streamed:
 
     def state_dict(self) -> dict[str, Any]:
         """The source's, and what it counts from."""
+        fetcher = getattr(self._batches, "_dataset_fetcher", None)
+        ended = bool(getattr(fetcher, "ended", False))  # a last batch that was not full
         return {
-            "epoch": self._epoch,
+            "epoch": self._epoch + ended,
             "count": self._count,
-            "of_epoch": self._of_epoch,
+            "of_epoch": 0 if ended else self._of_epoch,
             "workers": self._workers,
             "state": None if _refills(self._source) else self._source.state_dict(),
         }

@@ -179,7 +179,7 @@ def plan_of(loader: DataLoader[Any], seed: int, place: tuple[int, int]) -> Plan:
             cutter.batch_sampler,
             True,
         )
-    if cutter is not None and type(cutter) is not BatchSampler:
+    if cutter is not None and not _is_a(cutter, BatchSampler):
         return Own(_redrawn(cutter, seed), None, False, seed)
     sampler: Any = loader.sampler if cutter is None else cutter.sampler
     size = 1 if cutter is None else cutter.batch_size
@@ -192,11 +192,17 @@ def plan_of(loader: DataLoader[Any], seed: int, place: tuple[int, int]) -> Plan:
         )
     if type(sampler) is DistributedSampler:
         place, by_world = (sampler.rank, sampler.num_replicas), True
-    if not by_world and type(sampler) not in _OF_TORCH:
+    if not by_world and not any(_is_a(sampler, kind) for kind in _OF_TORCH):
         return Own(_redrawn(sampler, seed), size, drop_last, seed)
     draw = _drawn_by_torch(sampler, seed)
     samples = len(draw(0))
     return Dealt(_cut(samples, size, place[1], drop_last), place[0], seed, _at(draw, samples))
+
+
+def _is_a(thing: object, kind: type) -> bool:
+    """Whether it is that class itself, or what torchdata's loader puts in its place."""
+    ours = type(thing).__module__.startswith("torchdata.")
+    return type(thing) is kind or (ours and isinstance(thing, kind))
 
 
 def _resumable(sampler: ResumableBatchSampler | ResumableSampler, batches: GlobalBatches) -> Dealt:

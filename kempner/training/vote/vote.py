@@ -19,6 +19,57 @@ _NO_HURRY = _NEVER = -(1 << 62)
 
 
 @dataclass(frozen=True)
+class Steps:
+    """How a loop of the user's own goes on a rank.
+
+    `idle` is in how many steps, up to the last, no optimizer has stepped; `left_after` the step
+    after which the rank has left the loop of its own accord: it makes no other.
+    """
+
+    idle: int = 0
+    left_after: int | None = None
+
+    def encode(self, rank: int) -> list[int]:
+        """As integers of which the greatest counts."""
+        number = rank + 1
+        if self.left_after is None:
+            return [-self.idle, 0, number, -1, _NEVER]
+        return [-self.idle, number, 0, self.left_after, -self.left_after]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Ranks have left the loop, the first of them after step `first` and the last after `last`.
+
+    `left` is one of them, `stayed` one that has not, if there is any.
+    """
+
+    left: int
+    stayed: int | None
+    first: int
+    last: int
+
+    @classmethod
+    def decode(cls, left: int, stayed: int, last: int, first: int) -> Self | None:
+        """From the greatest integers of all ranks; None if no rank has left."""
+        return cls(left - 1, stayed - 1 if stayed else None, -first, last) if left else None
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks have left, after the same step."""
+        return self.stayed is None and self.first == self.last
+
+    def __str__(self) -> str:
+        if self.stayed is None:
+            said = f"some ranks have left the loop after step {self.first}, and others after step "
+            said += f"{self.last}"
+        else:
+            said = f"rank {self.left} has left the loop after step {self.last}, and rank "
+            said += f"{self.stayed} has not"
+        return f"{said}: leave it on all ranks after the same step, by what all of them know"
+
+
+@dataclass(frozen=True)
 class Vote:
     """The vote of one rank.
 
@@ -28,8 +79,7 @@ class Vote:
     `unsaved_for` for how many seconds none has worked (infinite where no time heals it),
     `save_again` that it is time for another try, `seconds_left` what is left, when the vote opens,
     until the process is killed; None is for ever. `superseded` is that a newer attempt owns the
-    run. `idle` is in how many steps, up to the last, no optimizer has stepped. `left_after` is the
-    step after which this rank has left the loop of its own accord; it makes no other.
+    run.
     """
 
     stop: StopReason = StopReason.NONE
@@ -40,40 +90,50 @@ class Vote:
     save_again: bool = False
     seconds_left: float | None = None
     superseded: bool = False
-    idle: int = 0
-    left_after: int | None = None
+
+    @property
+    def steps(self) -> Steps:
+        """How the steps go on this rank; kempner's own loop neither idles nor leaves."""
+        return Steps()
 
     def encode(self, rank: int) -> list[int]:
         """Of `rank`, as integers of which the greatest wins: fewer milliseconds left give more."""
         hurry = _NO_HURRY if self.seconds_left is None else -round(1000 * self.seconds_left)
         unsaved = -_NO_HURRY if math.isinf(self.unsaved_for) else round(1000 * self.unsaved_for)
         flags = (self.stop, self.void, not self.void, self.diverged, self.superseded)
-        left, number = self.left_after is not None, rank + 1
-        last = (self.left_after, -self.left_after) if self.left_after is not None else (-1, _NEVER)
-        leaving = (number * left, number * (not left), *last)
-        counts = (self.failed_saves, unsaved, hurry, -self.idle)
-        return [*map(int, (*flags, self.save_again)), *counts, *leaving]
+        counts = (self.failed_saves, unsaved, hurry)
+        return [*map(int, (*flags, self.save_again)), *counts, *self.steps.encode(rank)]
+
+
+@dataclass(frozen=True)
+class StepVote(Vote):
+    """The vote of a rank in a loop of the user's own."""
+
+    own: Steps = Steps()
+
+    @property
+    def steps(self) -> Steps:
+        """How the steps go on this rank."""
+        return self.own
 
 
 @dataclass(frozen=True)
 class VoteResult(Vote):
     """What all ranks do: for each entry the most urgent value that any rank voted for.
 
-    `all_void` is whether no rank at all has data for the step, `idle` the least of any rank.
-    `left_by` and `stayed` are a rank that has left the loop and one that has not, where there are
-    any; `left_after` is the last step that one has left after, `left_first` the first.
+    `all_void` is whether no rank at all has data for the step. `idle` is the least of any rank,
+    `parting` who has left the loop, if any rank has.
     """
 
     all_void: bool = False
-    left_by: int | None = None
-    stayed: int | None = None
-    left_first: int | None = None
+    idle: int = 0
+    parting: Parting | None = None
 
     @classmethod
     def decode(cls, votes: list[int]) -> Self:
         """From the greatest integers that any rank's `encode` gave."""
         stop, void, loaded, diverged, superseded, save_again, *votes = votes
-        failed_saves, unsaved, hurry, active, left, stayed, last, first = votes
+        failed_saves, unsaved, hurry, active, *leaving = votes
         return cls(
             stop=StopReason(stop),
             void=bool(void),
@@ -85,10 +145,7 @@ class VoteResult(Vote):
             superseded=bool(superseded),
             all_void=not loaded,
             idle=-active,
-            left_by=left - 1 if left else None,
-            stayed=stayed - 1 if stayed else None,
-            left_after=last if left else None,
-            left_first=-first if left else None,
+            parting=Parting.decode(*leaving),
         )
 
 

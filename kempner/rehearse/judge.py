@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -65,17 +65,29 @@ def judge(seen: Seen) -> Findings:
     if seen.undisturbed.failed:
         return _failure("the program itself", seen.undisturbed)
     if seen.starts[-1].failed:
-        number = len(seen.starts)
-        last = seen.disturbances[number - 2].words if number > 1 else "nothing"
-        findings = _failure(f"start {number}, of a program that was {last},", seen.starts[-1])
-        findings.rows = [_row(seen, n, frozenset()) for n in range(number - 1)]
-        return findings
+        return _failed_later(seen)
     used = names_that_matter(_sources(seen).values())
     findings = Findings(Verdict.EXACT)
     findings.rows = [_row(seen, number, used) for number in range(len(seen.starts))]
     _find_first(seen, findings, used)
     _look_elsewhere(seen, findings)
     _compare_files(seen, findings)
+    return findings
+
+
+def _failed_later(seen: Seen) -> Findings:
+    """A start failed: what was found before it, and how it ended."""
+    number, failed = len(seen.starts), seen.starts[-1]
+    who = f"start {number}"
+    if number > 1:
+        who += f", of a program that was {seen.disturbances[number - 2].words},"
+    failure = _failure(who, failed)
+    if number == 1:
+        return failure
+    findings = judge(replace(seen, starts=seen.starts[:-1]))
+    if findings.verdict is Verdict.EXACT:
+        findings.verdict = Verdict.FAILED
+    findings.sentences = failure.sentences + findings.sentences
     return findings
 
 

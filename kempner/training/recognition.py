@@ -1,9 +1,8 @@
 """Whether a program that starts is the one that its run belongs to; rank 0 looks, all hear of it.
 
-program = this_program(ranks, facts)
-standing = recognise(folder, ranks, program, accepted)  # refused, or told what differs
-standing.refuse_if_complete(step)                       # when the newest checkpoint is loaded
-standing.keep()                                         # the next start is compared with this
+standing = recognise(folder, ranks, this_program(ranks, facts), ...)  # refused or told
+standing.refuse_if_complete(step)  # when the newest checkpoint is loaded
+standing.keep(run)  # the next start is compared with this one
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from kempner.run.record.identity import (
     read_identity,
     write_identity,
 )
-from kempner.run.record.program import identity_of_process
+from kempner.run.record.program import files_of_process, identity_of_process
+from kempner.run.record.program_copy import keep_copies
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.build import versions
 from kempner.training.groups.process_groups import Ranks
@@ -67,8 +67,10 @@ class Standing:
                 f"program's result: {changes}; ask for more steps, or {_ANOTHER_RUN}"
             )
 
-    def keep(self) -> None:
-        """Have the next start be compared with this one; by rank 0."""
+    def keep(self, run: RunDirectory) -> None:
+        """Have the next start be compared with this one, and the run keep copies of the program; by
+        rank 0."""
+        keep_copies(run, files_of_process(sys.argv, sys.modules, Path.cwd()))
         now = self.now if self.before is None else self.now.after(self.before)
         if now == self.before:
             return

@@ -84,6 +84,15 @@ LIGHTNING = (
     Program("with_lightning.py", "Lightning", "workers", evaluate_every=5),
     Program("with_lightning.py", "Lightning", "dropout", evaluate_every=5, worlds=False),
     Program("with_lightning.py", "Lightning", "clip", evaluate_every=5),
+    Program("with_lightning.py", "Lightning", "logged", 15, evaluate_every=5, worlds=False),
+    Program("with_lightning.py", "Lightning", "metric", 15, evaluate_every=5, worlds=False),
+    Program("with_lightning.py", "Lightning", "weighted", evaluate_every=5, worlds=False),
+    Program("with_lightning.py", "Lightning", "augmented", evaluate_every=5, worlds=False),
+    Program("with_lightning.py", "Lightning", "stateful", evaluate_every=5, worlds=False),
+    Program("with_lightning.py", "Lightning", "stream", evaluate_every=5, ranks=(1,)),
+    Program("with_lightning.py", "Lightning", "manual", save_every=2, evaluate_every=5),
+    Program("with_lightning.py", "Lightning", "uneven", 15, evaluate_every=5, worlds=False),
+    Program("with_lightning.py", "Lightning", "defaults", 15, evaluate_every=5),
 )
 SHELLS = tuple(
     Program(

@@ -16,7 +16,6 @@ from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format import shard_plan
 from kempner.checkpoint.format.names import SHARED_OBJECTS, in_progress_name, objects_file
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.io.base_files import BaseFiles
 from kempner.checkpoint.io.file_writer import yield_to_training
 from kempner.checkpoint.registered.composite import plainly_named
 from kempner.checkpoint.registered.objects import NOTHING, Registered, pack
@@ -60,7 +59,6 @@ class BackgroundSaver:
         self._unprepared: Optimizer | None = optimizer if on_gpu else None
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=yield_to_training)
         self._staged: StagedState | None = None
-        self._base_files = BaseFiles(context.folder)
         self._saves = 0
         self.checked = False
         """Whether the contents have been checked; the same on all ranks."""
@@ -98,7 +96,7 @@ class BackgroundSaver:
         started = time.monotonic()
         staged, objects = self._stage(train_state)
         path = context.folder.path / name
-        job = SaveJob(context, train_state, path, staged, started, objects, self._base_files)
+        job = SaveJob(context, train_state, path, staged, started, objects, self._routes.base_files)
         if staged.slot is not None:
             staged.slot.busy = True
         return RunningSave(job, self._writer.submit(self._run, job))

@@ -14,6 +14,7 @@ from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format import compact_index, shard_plan
 from kempner.checkpoint.format.manifest import FileEntry, whole_sum
 from kempner.checkpoint.format.names import METADATA
+from kempner.checkpoint.io.base_files import BaseFiles
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
 from kempner.checkpoint.tensors.staging import StagedCopy, Stager
 from kempner.checkpoint.tensors.state import Binding, local_part
@@ -156,6 +157,7 @@ class Routes:
     ) -> None:
         self.device = next(iter(model.parameters())).device
         self.model, self.optimizer, self.slots = model, optimizer, slots
+        self.base_files = BaseFiles(context.folder)
         self._context = context
         self._layout: FileLayout | None = None
         self._image: FileBuffer | None = None

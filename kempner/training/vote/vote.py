@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from kempner.run.process.stop_reason import StopReason
 
-_NO_HURRY = -(1 << 62)
+_NO_HURRY = _NEVER = -(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Vote:
     `unsaved_for` for how many seconds none has worked (infinite where no time heals it),
     `save_again` that it is time for another try, `seconds_left` what is left, when the vote opens,
     until the process is killed; None is for ever. `superseded` is that a newer attempt owns the
-    run.
+    run. `idle` is in how many steps, up to the last, no optimizer has stepped. `left_after` is the
+    step after which this rank has left the loop of its own accord; it makes no other.
     """
 
     stop: StopReason = StopReason.NONE
@@ -39,28 +40,40 @@ class Vote:
     save_again: bool = False
     seconds_left: float | None = None
     superseded: bool = False
+    idle: int = 0
+    left_after: int | None = None
 
-    def encode(self) -> list[int]:
-        """As integers; the greatest of each wins, so fewer milliseconds left give a greater one."""
+    def encode(self, rank: int) -> list[int]:
+        """Of `rank`, as integers of which the greatest wins: fewer milliseconds left give more."""
         hurry = _NO_HURRY if self.seconds_left is None else -round(1000 * self.seconds_left)
         unsaved = -_NO_HURRY if math.isinf(self.unsaved_for) else round(1000 * self.unsaved_for)
         flags = (self.stop, self.void, not self.void, self.diverged, self.superseded)
-        return [*map(int, (*flags, self.save_again)), self.failed_saves, unsaved, hurry]
+        left, number = self.left_after is not None, rank + 1
+        last = (self.left_after, -self.left_after) if self.left_after is not None else (-1, _NEVER)
+        leaving = (number * left, number * (not left), *last)
+        counts = (self.failed_saves, unsaved, hurry, -self.idle)
+        return [*map(int, (*flags, self.save_again)), *counts, *leaving]
 
 
 @dataclass(frozen=True)
 class VoteResult(Vote):
     """What all ranks do: for each entry the most urgent value that any rank voted for.
 
-    `all_void` is whether no rank at all has data for the step.
+    `all_void` is whether no rank at all has data for the step, `idle` the least of any rank.
+    `left_by` and `stayed` are a rank that has left the loop and one that has not, where there are
+    any; `left_after` is the last step that one has left after, `left_first` the first.
     """
 
     all_void: bool = False
+    left_by: int | None = None
+    stayed: int | None = None
+    left_first: int | None = None
 
     @classmethod
     def decode(cls, votes: list[int]) -> Self:
         """From the greatest integers that any rank's `encode` gave."""
-        stop, void, loaded, diverged, superseded, save_again, failed_saves, unsaved, hurry = votes
+        stop, void, loaded, diverged, superseded, save_again, *votes = votes
+        failed_saves, unsaved, hurry, active, left, stayed, last, first = votes
         return cls(
             stop=StopReason(stop),
             void=bool(void),
@@ -71,6 +84,11 @@ class VoteResult(Vote):
             seconds_left=None if hurry == _NO_HURRY else -hurry / 1000,
             superseded=bool(superseded),
             all_void=not loaded,
+            idle=-active,
+            left_by=left - 1 if left else None,
+            stayed=stayed - 1 if stayed else None,
+            left_after=last if left else None,
+            left_first=-first if left else None,
         )
 
 
@@ -94,10 +112,10 @@ class VoteGroup:
     """The ranks, as voters on their own group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self._rank = group, dist.get_rank(group)
 
     def open(self, vote: Vote) -> Ballot:
         """Cast this rank's vote; every rank opens the same ballots in the same order."""
-        votes = torch.tensor(vote.encode(), dtype=torch.int64)
+        votes = torch.tensor(vote.encode(self._rank), dtype=torch.int64)
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return Ballot(votes, work)

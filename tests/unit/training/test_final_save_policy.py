@@ -173,11 +173,22 @@ def test_the_ledger_gives_the_durations_back() -> None:
             VoteResult(failed_saves=3, unsaved_for=1.5, save_again=True),
         ),
         ([Vote(unsaved_for=math.inf), Vote(unsaved_for=9.0)], VoteResult(unsaved_for=math.inf)),
+        ([Vote(idle=5), Vote(idle=2)], VoteResult(idle=2)),
+        (
+            [Vote(), Vote(left_after=4), Vote()],
+            VoteResult(left_by=1, left_after=4, left_first=4),
+        ),
+        (
+            [Vote(left_after=0), Vote(left_after=3)],
+            VoteResult(left_by=1, left_after=3, left_first=0),
+        ),
     ],
 )
 def test_the_most_pressing_vote_counts(votes: list[Vote], result: VoteResult) -> None:
-    encoded = [vote.encode() for vote in votes]
-    assert VoteResult.decode([max(each) for each in zip(*encoded, strict=True)]) == result
+    encoded = [vote.encode(rank) for rank, vote in enumerate(votes)]
+    decoded = VoteResult.decode([max(each) for each in zip(*encoded, strict=True)])
+    stayed = max((rank for rank, v in enumerate(votes) if v.left_after is None), default=None)
+    assert decoded == replace(result, stayed=stayed)
 
 
 class Refused:

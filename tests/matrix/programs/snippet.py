@@ -5,7 +5,6 @@ snippet.py FILE
 
 from __future__ import annotations
 
-import os
 import sys
 from itertools import islice
 from pathlib import Path
@@ -19,17 +18,13 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-STRIKE_AFTER = "KEMPNER_MATRIX_STRIKE_AFTER"
-"""The variable that says after how many steps of an optimizer SIGTERM comes."""
-
 made = 0
 
 
 def count(*_: object) -> None:
     global made
     made += 1
-    if str(made) == os.environ.get(STRIKE_AFTER):
-        os.kill(os.getpid(), 15)
+    record.strike(f"made {made}")
 
 
 class Names:
@@ -126,5 +121,5 @@ if __name__ == "__main__":
     try:
         exec(compile(completed(code), sys.argv[1], "exec"), namespace)
     finally:
-        record.drawn(0, "made", made)
+        record.fact("made", "0", made)
     record.end(0, names.model)

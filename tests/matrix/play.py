@@ -54,9 +54,9 @@ class Player:
     def play(self, cell: Cell, folder: Path) -> list[str]:
         """What differs from the undisturbed run; nothing, if all is well."""
         undisturbed = self.undisturbed(cell.program, cell.ranks)
-        first = self._start(cell.program, cell.ranks, folder, cell)
+        first = self.start(cell.program, cell.ranks, folder, cell)
         self._check_trouble(cell, first)
-        second = self._start(cell.program, cell.goes_on_with, folder)
+        second = self.start(cell.program, cell.goes_on_with, folder)
         if refused := cell.program.refused.get(cell.how):
             assert set(second.codes) == {int(ExitCode.USAGE)}, second.printed
             assert refused in " ".join(second.printed.split()), second.printed
@@ -72,7 +72,7 @@ class Player:
         """What the program notes when nothing happens. Made once for all its cells."""
 
         def make(folder: Path) -> None:
-            start = self._start(program, ranks, folder)
+            start = self.start(program, ranks, folder)
             assert set(start.codes) == {0}, start.printed
 
         whole = made_once(self.shared / f"undisturbed-{program.name}-{ranks}", make)
@@ -88,7 +88,7 @@ class Player:
             allowed = {int(ExitCode.STOPPED)} | ({0} if at_the_end else set())
             assert set(first.codes) <= allowed, (first.codes, first.printed)
 
-    def _start(
+    def start(
         self, program: Program, ranks: int, folder: Path, trouble: Cell | None = None
     ) -> Start:
         """Start all ranks in `folder`, and wait for their end; trouble comes to the last one."""

@@ -35,7 +35,6 @@ except ModuleNotFoundError as error:
 from kempner.integrations.trainer.limits import refuse_inexact
 from kempner.integrations.trainer.progress import restore_callbacks
 from kempner.integrations.trainer.run import StepEnd, TrainerRun
-from kempner.run.control.protocol import Phase
 from kempner.run.control.rehearsal import place_of
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.training.session import Entry, run_beside
@@ -171,7 +170,7 @@ class Surviving(Trainer):
     def evaluate(self, *args: Any, **options: Any) -> Any:
         if self._kempner is None:
             return super().evaluate(*args, **options)
-        with self._kempner.session.progress.during(Phase.EVAL):
+        with self._kempner.session.evaluation():
             return super().evaluate(*args, **options)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:

@@ -22,6 +22,7 @@ VARIANTS = [
     "unsaved",
     "by_length",
     "own_sampler",
+    "augmented",
 ]
 """What `trainer_cells.py` can play."""
 
@@ -29,6 +30,6 @@ CELLS = Path(__file__).with_name("own") / "trainer_cells.py"
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("variants", [[], *drills(*([name] for name in VARIANTS.split()))], ids=str)
+@pytest.mark.parametrize("variants", [[], *drills(*([name] for name in VARIANTS))], ids=str)
 def test_the_trainer_is_as_it_is_alone(variants: list[str], tmp_path: Path) -> None:
     launch(CELLS, 1, tmp_path, *variants, deadline=100)

@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from kempner.integrations.transformers import surviving
+from kempner.training.homes import forget_loops
 
 LENGTH, VOCABULARY = 6, 32
 
@@ -194,6 +195,7 @@ def disturbed(variant: str, folder: Path, trouble: str) -> dict[str, Any]:
     notes: dict[str, Any] = {}
     for _ in range(3):
         mine: dict[str, Any] = {}
+        forget_loops()  # a start is a process of its own
         trainer = made(variant, folder, kind, trouble=trouble, notes=mine)
         try:
             trainer.train()

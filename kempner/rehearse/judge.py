@@ -96,8 +96,7 @@ def _find_first(seen: Seen, findings: Findings, used: frozenset[str]) -> None:
     records = seen.undisturbed.records
     for number, start in enumerate(seen.starts):
         outcome = differences(records, start.records)
-        outcome += lost_evaluations(records, [p.records for p in seen.starts[: number + 1]])[:0]
-        changes = _changes(seen, number)
+        changes = _changes(seen, number) if number or outcome else []
         kept = [c for c in changes if _must_come_back(c, used, bool(outcome))]
         findings.told_only += [c.name for c in changes if c not in kept and c.kind in IF_USED]
         wrong_place = _wrong_place(seen, number)

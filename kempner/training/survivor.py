@@ -64,7 +64,7 @@ class Survivor(Generic[Step]):
     ) -> None:
         self._plan, self._session, self._batches = plan, session, batches
         self.checkpoints = checkpoints
-        self._loop = OwnLoop(session, checkpoints, checkpoints.restore())
+        self._loop = OwnLoop(session, checkpoints, checkpoints.restore(session.accepted))
         self._done_before = self._loop.train_state.step
         self._finished = session.ranks.broadcast(self._read_mark()) == self._done_before
         self._begun = False

@@ -17,10 +17,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
+
+try:
+    import lightning
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ModuleNotFoundError as error:
+    from kempner.integrations import without_extra
+
+    raise without_extra(error, "lightning") from None
 
 from kempner.checkpoint.folders import FolderCheckpoints
 from kempner.checkpoint.store.retention import Keep

@@ -43,6 +43,11 @@ class RunDirectory:
         return self.path / "ledger.jsonl"
 
     @property
+    def finished(self) -> Path:
+        """Exists if a loop of the user's own was finished before its last step: after which."""
+        return self.path / "finished.json"
+
+    @property
     def gave_up(self) -> Path:
         """Exists if kempner gave up: why, and what to do."""
         return self.path / "GAVE_UP"
@@ -56,6 +61,11 @@ class RunDirectory:
     def invitation(self) -> Path:
         """How nodes of other jobs join the run; holds a secret, so for its owner alone."""
         return self.path / "invitation.json"
+
+    @property
+    def trackers(self) -> Path:
+        """By which ids Weights & Biases, MLflow and Comet know a program of the user's own."""
+        return self.path / "trackers.json"
 
     @property
     def submissions(self) -> Path:

@@ -29,6 +29,8 @@ from kempner.run.process.stop_reason import StopReason
 from kempner.training.own_loop import OwnLoop
 from kempner.training.session import Entry, Session, at_prompt
 from kempner.training.vote.vote import VoteResult
+from kempner.training.watch.strangers import Given
+from kempner.training.watch.watch import Watch
 
 
 def survive(
@@ -79,7 +81,10 @@ def survive(
         facts: dict[str, object] = {"steps": steps, "save_every": save_every, "seed": seed}
         facts |= {"state": sorted(state or {}), "per_rank": sorted(per_rank or {})}
         session = entry.meet(device, facts)
-        return Survivor(todo, session, _open_checkpoints(session, everything, optimizer, todo))
+        watch = Watch(everything, Given(model, optimizer, state or {}, per_rank or {}))
+        everything = watch.held_with(everything)
+        checkpoints = _open_checkpoints(session, everything, optimizer, todo)
+        return Survivor(todo, session, checkpoints, watch)
 
 
 @dataclass(frozen=True)
@@ -107,12 +112,16 @@ class Todo:
 class Survivor:
     """The steps of a loop, to be iterated over once, on every rank."""
 
-    def __init__(self, todo: Todo, session: Session, checkpoints: CheckpointManager) -> None:
+    def __init__(
+        self, todo: Todo, session: Session, checkpoints: CheckpointManager, watch: Watch
+    ) -> None:
         self._todo, self._session, self._begun = todo, session, False
+        self._watch = watch
         self.checkpoints = checkpoints
         self._loop = OwnLoop(session, checkpoints, checkpoints.restore())
+        watch.restored()
         # Of every optimizer: another one may step other parts of the model.
-        self._hook = register_optimizer_step_pre_hook(lambda *_: checkpoints.release_staging())
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 
     @property
     def train_state(self) -> TrainState:
@@ -141,19 +150,30 @@ class Survivor:
         """The steps that are left; then how the loop ended."""
         loop, steps = self._loop, self._todo.steps
         loop.begin()
+        if self._watch.begin(self._todo.seed, self._session.ranks.world.rank == 0):
+            self._session.say("NumPy and random draw other numbers: the number of ranks differs")
         agreed, unchecked = VoteResult(), True
         while loop.train_state.step < steps and not agreed.stop:
             step = loop.train_state.step + 1
             loop.begin_step()
             self._session.seed_step(self._todo.seed, step)
+            self._watch.begin_step()
             yield step
             agreed = loop.end_step(step)
+            due = step < steps and loop.save_is_due(agreed, step % self._todo.save_every == 0)
+            look = self._watch.end_step(due)
             if unchecked:  # the optimizer has its state now
                 self.checkpoints.check_state()
                 unchecked = False
-            if step < steps and loop.save_is_due(agreed, step % self._todo.save_every == 0):
+            elif look:
+                self.checkpoints.check_registered()
+            if due:
                 loop.save(agreed)
         return loop.leave(agreed)
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        self._watch.stepped(optimizer)
+        self.checkpoints.release_staging()
 
 
 def _device_of(model: nn.Module, optimizer: Optimizer) -> torch.device:

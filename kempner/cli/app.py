@@ -24,6 +24,7 @@ _MODULES = {
     "experts": ("insight.experts",),
     "train": ("train",),
     "supervise": ("supervise",),
+    "rehearse": ("program.rehearse",),
     "join": ("program.join",),
     "heartbeat": ("program.heartbeat",),
     "doctor": ("insight.doctor",),

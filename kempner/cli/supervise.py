@@ -26,6 +26,9 @@ from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import inbox
+from kempner.run.record.identity import accepted_names
+from kempner.run.record.naming import choose_run, refuse_other_command
+from kempner.run.record.program import identity_of_words
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory, name_of_command
 
 if TYPE_CHECKING:
@@ -248,11 +251,30 @@ def _load(
         file = None
     path = None if file is None else Path(file)
     config = load(path, overrides, logger().warning)
-    name = config.run.name or name_of_command(command, _NAMED)
-    wanted = f"{name}{element(os.environ)}"
+    wanted = _name_run(config, command)
     if wanted != config.run.name:
         others = [given for given in overrides if not given.startswith("--run.name=")]
         overrides = [*others, f"--run.name={wanted}"]
         config = load(path, overrides)
     words = overrides if file is None else [file, *overrides]
     return config, [*words, "--", *command] if command else words
+
+
+def _name_run(config: Config, command: Sequence[str]) -> str:
+    """The name of the run: the configured one, or one that belongs to `command`.
+
+    Raises `UsageError` if the configured one is that of another command.
+    """
+    given, suffix = config.run.name, element(os.environ)
+    if not command:
+        return f"{given}{suffix}"
+    usual = Path(config.run.dir) / f"{given or name_of_command(command, _NAMED)}{suffix}"
+    program = identity_of_words(command, os.environ, Path.cwd())
+    accepted = accepted_names((), os.environ)
+    if given:
+        refuse_other_command(usual, program, accepted)
+        return usual.name
+    chosen = choose_run(usual, program, accepted)
+    if chosen.sentence:
+        say(chosen.sentence)
+    return chosen.path.name

@@ -5,8 +5,8 @@
     trainer = Trainer(plugins=[KempnerEnvironment()], callbacks=[Survive(save_every=100)], ...)
     trainer.fit(model, loader)
 
-Lightning writes its own checkpoint, and kempner commits it. A loader that continues at the exact
-sample is `kempner.ResumableDataLoader`, whose state Lightning saves. Written against Lightning 2.6.
+Lightning writes its own checkpoint, and kempner commits it, with what Lightning leaves out: see
+`lightning_loop.py`. The loader is the user's: see `lightning_data.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import lightning
+import torch
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -24,16 +26,31 @@ from kempner.checkpoint.folders import FolderCheckpoints
 from kempner.checkpoint.store.retention import Keep
 from kempner.cluster.world import discover
 from kempner.config.sections import CheckpointSection
+from kempner.integrations.lightning_files import ModelFiles
+from kempner.integrations.lightning_loop import BATCH, FitProgress
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.training.own_loop import OwnLoop
-from kempner.training.session import Entry
+from kempner.training.session import Entry, Session
 from kempner.training.vote.vote import VoteResult
 
 _FILE = "lightning.ckpt"
 
+_SEED_BEFORE = 0
+"""That of a run of an earlier kempner, where none was given."""
+
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 """Those that Lightning may trap, and kempner does."""
+
+
+def _check_version() -> None:
+    """Raise `UsageError` unless kempner knows the loops of this Lightning."""
+    version = tuple(int(part) for part in lightning.__version__.split(".")[:2])
+    if not (2, 5) <= version < (2, 7):
+        raise UsageError(
+            f"this is Lightning {lightning.__version__}, and kempner knows 2.5 and 2.6: "
+            "pip install 'lightning>=2.5,<2.7'"
+        )
 
 
 class KempnerEnvironment(TorchElasticEnvironment):
@@ -44,6 +61,7 @@ class KempnerEnvironment(TorchElasticEnvironment):
     """
 
     def __init__(self) -> None:
+        _check_version()
         super().__init__()
         self._world = discover(os.environ)
 
@@ -63,6 +81,17 @@ class KempnerEnvironment(TorchElasticEnvironment):
     def node_rank(self) -> int:
         return int(os.environ.get("GROUP_RANK", self._world.rank // self._world.local_size))
 
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Raise `UsageError` unless Lightning is to have the ranks that were started."""
+        here = self._world.local_size
+        nodes = self._world.size // here
+        if num_devices * num_nodes != self._world.size:
+            raise UsageError(
+                f"{self._world.size} ranks were started, and Lightning has devices={num_devices}, "
+                f"num_nodes={num_nodes}: give the Trainer devices={here}, num_nodes={nodes}, "
+                'strategy="ddp"'
+            )
+
 
 class Survive(Callback):
     """Lets `trainer.fit` stop, save and resume.
@@ -70,11 +99,13 @@ class Survive(Callback):
     `fit` goes on from the newest checkpoint that verifies, whatever `ckpt_path` says (which counts
     for a run that has none). All ranks vote in each optimizer step, and stop after the same one;
     then the checkpoint is committed and `fit` raises `SystemExit` with 75. A checkpoint is saved
-    every `save_every` optimizer steps and at the end, and the last `keep_last` are kept: leave
-    Lightning's own, `Trainer(enable_checkpointing=False)`, to what you want of the best ones.
+    every `save_every` optimizer steps and at the end, and the last `keep_last` are kept. What
+    follows a step, such as a validation, is not waited for: the next start makes it up.
 
-    Torch's generators are seeded for each batch by `seed`, its number and the rank, since
-    Lightning's checkpoints do not hold them: a step that is made again draws the same numbers.
+    The order of the training data is kempner's, and comes back to its place on any number of ranks.
+    The generators of torch, NumPy and `random` are seeded for each batch, what follows it, and its
+    samples, by `seed`, their number and the rank, so that a step that is made again draws the same
+    numbers. By default `seed` is the one that the program gave to torch.
 
     `run_dir` is the run directory; by default the supervisor's, or else `runs/<script>`.
     """
@@ -84,7 +115,7 @@ class Survive(Callback):
         save_every: int,
         *,
         keep_last: int = CheckpointSection().keep_last,
-        seed: int = 0,
+        seed: int | None = None,
         run_dir: str | Path | None = None,
     ) -> None:
         for name, given, least in (("save_every", save_every, 1), ("keep_last", keep_last, 2)):
@@ -92,71 +123,51 @@ class Survive(Callback):
                 raise UsageError(f"Survive({name}={given}): it must be at least {least}")
         self._save_every, self._keep, self._seed = save_every, Keep(keep_last), seed
         self._run_dir = run_dir
-        self._agreed = VoteResult()
-        self._code: ExitCode | None = None
-        self._loop: OwnLoop | None = None
+        self._fit: _Fit | None = None
         self._evaluation = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Enter the run, once the ranks have met, and have its newest checkpoint loaded."""
         if stage != "fit":
             return
+        _check_version()
         entry = Entry("Survive", self._run_dir)
         with entry.guard():
-            facts = {"save_every": self._save_every, "seed": self._seed}
-            facts |= {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs or 0}
-            self._session = entry.meet(trainer.strategy.root_device, facts)
-            self._checkpoints = FolderCheckpoints(
-                self._session.context(optimizer=None, seed=self._seed),
-                lambda path: trainer.save_checkpoint(path / _FILE),
-                keep=self._keep,
-                durations=self._session.durations,
-            )
-            found = self._checkpoints.restore()
-        train_state, path = found or (None, None)
-        self._loop = OwnLoop(self._session, self._checkpoints, train_state)
-        self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-        if path is not None:
-            _load_instead(trainer, path / _FILE)
+            KempnerEnvironment().validate_settings(trainer.world_size, 1)
+            agree_on: dict[str, object] = {"save_every": self._save_every, "seed": self._seed}
+            agree_on |= {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs or 0}
+            facts = {} if self._seed is None else {"seed": self._seed}
+            session = entry.meet(trainer.strategy.root_device, agree_on, facts)
+            self._fit = _Fit(trainer, session, self._save_every, self._keep, self._seed)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Before the other callbacks load their states."""
+        if self._fit is not None:
+            self._fit.files.find_folders_again(checkpoint.get("callbacks", {}))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training goes on from here."""
-        for number, handler in self._handlers.items():  # Lightning has put its own in front
-            signal.signal(number, handler)
         self._running.begin()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before Lightning makes an iterator for the epoch."""
+        self._running.progress.begin_epoch()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Open the vote, with the first batch of a step."""
-        if not self._running.voting:
-            self._running.begin_step()
-        self._session.seed_step(self._seed, trainer.fit_loop.total_batch_idx)
-
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Close the vote, with the last batch of a step, and do as the ranks agree."""
-        loop, step = self._running, trainer.global_step
-        if step <= loop.train_state.step:
-            return
-        before = loop.train_state.step
-        agreed = self._agreed = loop.end_step(step)
-        if agreed.stop:
-            raise SystemExit(int(self._leave()))
-        on_interval = step // self._save_every > before // self._save_every
-        if loop.save_is_due(agreed, on_interval):
-            loop.save(agreed)
+        fit = self._running
+        if not fit.loop.voting:
+            fit.loop.begin_step()
+        fit.progress.seed_generators(BATCH)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """An evaluation is no step, however long it takes."""
-        if self._loop is not None:
-            self._evaluation.enter_context(self._session.progress.during(Phase.EVAL))
+        if self._fit is not None:
+            self._evaluation.enter_context(self._fit.session.progress.during(Phase.EVAL))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Back to steps."""
@@ -164,7 +175,7 @@ class Survive(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Commit the last step."""
-        self._leave()
+        self._running.complete()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -177,18 +188,107 @@ class Survive(Callback):
         self._give_back()
 
     @property
-    def _running(self) -> OwnLoop:
-        assert self._loop is not None  # `setup` comes before all else
-        return self._loop
-
-    def _leave(self) -> ExitCode:
-        code = self._code = self._running.leave(self._agreed)
-        return code
+    def _running(self) -> _Fit:
+        assert self._fit is not None  # `setup` comes before all else
+        return self._fit
 
     def _give_back(self) -> None:
-        if self._loop is not None:
-            self._loop = None
-            self._session.give_back(self._code)
+        if self._fit is not None:
+            fit, self._fit = self._fit, None
+            fit.give_back()
+
+
+class _Fit:
+    """The run of one `trainer.fit`: its loop, and what its checkpoints hold."""
+
+    def __init__(
+        self, trainer: Trainer, session: Session, save_every: int, keep: Keep, seed: int | None
+    ) -> None:
+        self._trainer, self.session, self._save_every = trainer, session, save_every
+        context = session.context(optimizer=None, seed=seed)
+        self._checkpoints = FolderCheckpoints(
+            context, self._write, keep=keep, durations=session.durations
+        )
+        self.files = ModelFiles(trainer, context.path.parent / "model_files.txt")
+        self.files.attach(context.broadcast_from_rank0(self.files.recorded))
+        train_state, path = self._checkpoints.restore() or (None, None)
+        saved = None if path is None else _load(path, context.rank)
+        place = context.rank, context.world
+        self.progress = FitProgress(trainer, place, self._choose(seed, saved), saved, self.files)
+        self._tail_due = bool(saved and saved["tail_due"])
+        self.loop = OwnLoop(session, self._checkpoints, train_state)
+        self._agreed = VoteResult()
+        self._code: ExitCode | None = None
+        self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        self.progress.attach(self._after_batch, self._find_complete)
+        if path is not None:
+            _load_instead(trainer, path / _FILE)
+
+    def _choose(self, seed: int | None, saved: dict[str, Any] | None) -> int:
+        """The seed: as given, or as it was, or as the program has seeded torch on rank 0."""
+        if seed is not None:
+            return seed
+        if saved is not None:
+            return int(saved.get("seed", _SEED_BEFORE))
+        told = self.session.ranks.broadcast(torch.initial_seed())
+        assert isinstance(told, int)
+        return told
+
+    def begin(self) -> None:
+        """Training goes on from here."""
+        for number, handler in self._handlers.items():  # Lightning has put its own in front
+            signal.signal(number, handler)
+        self.loop.begin()
+
+    def _after_batch(self) -> None:
+        """Between a batch and what follows it: if a step has ended, do as the ranks agree."""
+        loop, step = self.loop, self._trainer.global_step
+        before = loop.train_state.step
+        if step <= before:
+            return
+        agreed = self._agreed = loop.end_step(step)
+        self._tail_due = True
+        if agreed.stop:
+            self._code = loop.leave(agreed)
+            raise SystemExit(int(self._code))
+        on_interval = step // self._save_every > before // self._save_every
+        if loop.save_is_due(agreed, on_interval and not self.progress.is_last_step()):
+            loop.save(agreed)
+
+    def _find_complete(self) -> None:
+        self.begin()
+        self.complete()
+
+    def complete(self) -> None:
+        """Commit the last step, with all that followed it."""
+        if self._tail_due and not self.session.shutdown.reason():
+            self._checkpoints.committed_step = None  # what is there lacks the tail: save it again
+        self._tail_due = False
+        self._code = self.loop.leave(self._agreed)
+
+    def give_back(self) -> None:
+        """Let go of the run and of the trainer."""
+        self.progress.detach()
+        self.files.detach()
+        self.session.give_back(self._code)
+
+    def _write(self, path: Path) -> None:
+        self._trainer.save_checkpoint(path / _FILE)
+        name = _name(self.session.ranks.world.rank)
+        torch.save(self.progress.state(self._tail_due), path / name)
+
+
+def _name(rank: int) -> str:
+    return f"kempner-{rank:05}.pt"
+
+
+def _load(path: Path, rank: int) -> dict[str, Any]:
+    """What kempner has added to this checkpoint; nothing to one of an earlier kempner."""
+    for name in (_name(rank), _name(0)):  # there were fewer ranks
+        if (path / name).exists():
+            loaded: dict[str, Any] = torch.load(path / name, map_location="cpu", weights_only=True)
+            return loaded
+    return {}
 
 
 def _load_instead(trainer: Trainer, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""transformers' `Trainer`, and whatever derives from it (TRL's `SFTTrainer`), under kempner.
+"""transformers' `Trainer`, and whatever derives from it (TRL's trainers), under kempner.
 
     from kempner.integrations.transformers import surviving
 
@@ -6,39 +6,25 @@
     trainer.train()
 
 The Trainer writes its own checkpoints, and kempner commits them: they are below the run directory,
-and `checkpoint-<step>` in `output_dir` links to them. Written against transformers 4.56 to 5.23.
+and `checkpoint-<step>` in `output_dir` links to them. Written against transformers 5.4 to 5.23.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import __version__ as transformers_version
 
-from kempner.checkpoint.folders import FolderCheckpoints
-from kempner.checkpoint.store.retention import Keep
+from kempner.integrations.trainer.limits import refuse_inexact
+from kempner.integrations.trainer.progress import restore_callbacks
+from kempner.integrations.trainer.run import StepEnd, TrainerRun
 from kempner.run.control.protocol import Phase
-from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
-from kempner.training.own_loop import OwnLoop
-from kempner.training.session import Entry, Session
-from kempner.training.vote.vote import VoteResult
-
-_STATE = "trainer_state.json"
+from kempner.training.session import Entry
 
 
 @cache
@@ -53,47 +39,129 @@ class Surviving(Trainer):
     `train` goes on from the newest checkpoint that verifies, whatever `resume_from_checkpoint` says
     (which counts for a run that has none). All ranks vote in each step, and stop after the same
     one; then the checkpoint is committed and `train` raises `SystemExit` with 75. `save_steps`,
-    `save_strategy` and `save_total_limit` hold as ever; the last step is saved, too.
+    `save_strategy` and `save_total_limit` hold as ever; the last step is saved, too. Settings that
+    cannot be resumed exactly are refused (`limits.py`). A search for hyper-parameters is left to
+    the Trainer.
 
     `run_dir` is a class attribute: the run directory, if it is not the supervisor's.
     """
 
     run_dir: str | Path | None = None
-    _kempner: _Run | None = None
+    ignore_keys_for_eval: list[str] | None = None
+    _kempner: TrainerRun | None = None
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **options: Any,
     ) -> Any:
+        if trial is not None:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **options)
         entry = Entry("train", self.run_dir)
         with entry.guard():
+            _check_version()
             if self._kempner is not None:
                 raise UsageError("train() was called before; make another trainer to train again")
+            refuse_inexact(self)
             session = entry.meet(self.args.device, _facts(self.args))
-            run = _Run(self, session)
-            link = run.restore()
-        self._kempner = run
+            run = TrainerRun(self, session)
+            found = run.restore()
+        self._kempner, self.ignore_keys_for_eval = run, ignore_keys_for_eval
         code: ExitCode | None = None
-        callback = _Votes(run)
-        self.add_callback(callback)
+        self.add_callback(_Votes(run))
         try:
-            if link is None and resume_from_checkpoint is True:
+            if found is None and resume_from_checkpoint is True:
                 resume_from_checkpoint = None
-            first = resume_from_checkpoint if link is None else str(link)
-            result = super().train(first, *args, **options)
-            code = run.leave()
+            first = resume_from_checkpoint if found is None else str(found)
+            result = super().train(first, None, ignore_keys_for_eval, **options)
+            code = ExitCode.COMPLETED
             return result
         except SystemExit:
             code = ExitCode.STOPPED if run.agreed.stop else None
             raise
         finally:
-            self.remove_callback(callback)
+            self.remove_callback(_Votes)
             session.give_back(code)
+
+    # ---- where the Trainer's loop is told where it stands
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        if self._kempner is not None:
+            self._kempner.data.take(loader)
+        return loader
+
+    def set_initial_training_values(self, *args: Any, **options: Any) -> Any:
+        values = super().set_initial_training_values(*args, **options)
+        return values if self._kempner is None else self._kempner.plan(values)
+
+    def _init_training_state(self, *args: Any, **options: Any) -> Any:
+        place = super()._init_training_state(*args, **options)
+        run = self._kempner
+        if run is None:
+            return place
+        if run.before is not None and run.before.progress is not None:
+            restore_callbacks(self, run.before.progress.callbacks)
+        # The last: after those that the Trainer has made anew, and sees what they decide.
+        self.remove_callback(_Votes)
+        self.add_callback(_Votes(run))
+        return run.begin(*place)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._kempner is None or self._kempner.generators is None:
+            super()._load_rng_state(checkpoint)
+        else:
+            self._kempner.generators.load()
+
+    def load_generators(self, folder: str) -> None:
+        """Load the generators of random numbers as the Trainer does, from a folder of its own."""
+        super()._load_rng_state(folder)
+
+    def _run_epoch(self, *args: Any, **options: Any) -> None:
+        """One epoch, or what is left of it; none where what was made up has ended the training."""
+        run = self._kempner
+        if run is None:
+            super()._run_epoch(*args, **options)  # type: ignore[no-untyped-call]
+        elif not self.control.should_training_stop and options["epoch"] != run.data.left_epoch:
+            leg = run.data.begin_epoch(options["epoch"])
+            counted = {"steps_in_epoch": leg.micro_batches}
+            counted |= {"num_update_steps_per_epoch": leg.updates}
+            super()._run_epoch(*args, **options | counted)  # type: ignore[no-untyped-call]
+
+    # ---- where it evaluates, saves and ends
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: Any,
+        grad_norm: Any,
+        model: nn.Module,
+        trial: Any,
+        epoch: Any,
+        ignore_keys_for_eval: Any,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        if self._kempner is not None:
+            end = self._kempner.step_end
+            end.grad_norm, end.learning_rate, end.start_time = grad_norm, learning_rate, start_time
+        more = (trial, epoch, ignore_keys_for_eval, start_time)
+        super()._maybe_log_save_evaluate(
+            tr_loss, grad_norm, model, *more, learning_rate=learning_rate
+        )
 
     def evaluate(self, *args: Any, **options: Any) -> Any:
         if self._kempner is None:
             return super().evaluate(*args, **options)
         with self._kempner.session.progress.during(Phase.EVAL):
             return super().evaluate(*args, **options)
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        """Not `eval_on_start`, which alone skips the scheduler, where the run has begun before."""
+        if skip_scheduler and self._kempner is not None and self._kempner.before is not None:
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, *more: Any) -> None:
         """Have the checkpoint committed; after a stop nothing follows it."""
@@ -114,134 +182,59 @@ class Surviving(Trainer):
             return str(self._kempner.writing_to)
         return str(super()._get_output_dir(trial))
 
-
-class _Run:
-    """The run of one trainer: its loop, and where its checkpoints are."""
-
-    def __init__(self, trainer: Surviving, session: Session) -> None:
-        self._trainer, self.session = trainer, session
-        self.agreed = VoteResult()
-        """What the ranks have agreed on in their last vote."""
-        self.writing_to: Path | None = None
-        """The folder that becomes the next checkpoint, while it is written."""
-        self._write: Callable[[], None] | None = None
-        seed = trainer.args.data_seed if trainer.args.data_seed is not None else trainer.args.seed
-        context = session.context(optimizer=None, seed=seed)
-        self._checkpoints = FolderCheckpoints(
-            context, self._write_into, keep=self._keep(), durations=session.durations
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        """Training is complete: its last step is committed before the best model is loaded."""
+        run = self._kempner
+        if run is not None:
+            run.leave()
+            if run.before is not None and run.before.progress is not None:
+                start_time -= run.before.progress.seconds
+        return super()._finalize_training(  # type: ignore[no-untyped-call]
+            trial, num_train_samples, start_time
         )
-
-    def restore(self) -> Path | None:
-        """The link to the newest checkpoint that verifies, or None."""
-        found = self._checkpoints.restore()
-        self.loop = OwnLoop(self.session, self._checkpoints, found[0] if found else None)
-        if found is None:
-            return None
-        self._link(found[0].step)
-        return found[1] / f"{PREFIX_CHECKPOINT_DIR}-{found[0].step}"
-
-    def save(self, write: Callable[[], None]) -> None:
-        """Have `write` write a checkpoint, and commit it; once for a step."""
-        step = self.loop.train_state.step
-        if self._checkpoints.committed_step == step:
-            return
-        self._write = write
-        self._checkpoints.keep_only(self._keep())
-        self.loop.save(self.agreed)
-        if self._checkpoints.committed_step == step:
-            self._link(step)
-
-    def leave(self) -> ExitCode:
-        """Commit what can be, and part from the other ranks."""
-        code = self.loop.leave(self.agreed)
-        self._remove_old_links()
-        return code
-
-    def _write_into(self, path: Path) -> None:
-        limit, self._trainer.args.save_total_limit = self._trainer.args.save_total_limit, None
-        self.writing_to = path
-        try:
-            (self._write or self._trainer.write_own_checkpoint)()
-            self._name_best(path)
-        finally:
-            self.writing_to, self._trainer.args.save_total_limit = None, limit
-
-    def _name_best(self, path: Path) -> None:
-        """The Trainer's state names the best checkpoint by its path, which is a link's here."""
-        state = self._trainer.state
-        if (best := _best_step(state)) is None:
-            return
-        link = str(self._outputs / f"{PREFIX_CHECKPOINT_DIR}-{best}")
-        if state.best_model_checkpoint != link:
-            state.best_model_checkpoint = link
-            if self._trainer.args.should_save:
-                folder = path / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-                state.save_to_json(str(folder / _STATE))
-
-    def _keep(self) -> Keep:
-        """As many as `save_total_limit` says, two at least, and the best one."""
-        limit = self._trainer.args.save_total_limit
-        best = _best_step(self._trainer.state)
-        pinned = frozenset() if best is None else frozenset([best])
-        return Keep(last=sys.maxsize if limit is None else max(2, limit), pinned=pinned)
-
-    @property
-    def _outputs(self) -> Path:
-        return Path(str(self._trainer.args.output_dir))
-
-    def _link(self, step: int) -> None:
-        """Have `output_dir/checkpoint-<step>` lead to a commit, where people look for it."""
-        if self.session.ranks.world.rank != 0:
-            return
-        outputs = self._outputs
-        name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        target = self._checkpoints.path(step) / name
-        try:
-            outputs.mkdir(parents=True, exist_ok=True)
-            with suppress(FileExistsError):
-                (outputs / name).symlink_to(os.path.relpath(target, outputs))
-        except OSError as error:
-            logger().warning("cannot link to the checkpoint", step=step, error=str(error))
-
-    def _remove_old_links(self) -> None:
-        """Those to checkpoints that retention has deleted."""
-        if self.session.ranks.world.rank == 0:
-            for link in self._outputs.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-                if link.is_symlink() and not link.exists():
-                    link.unlink(missing_ok=True)
 
 
 class _Votes(TrainerCallback):
     """Votes in every step, and has the Trainer save and stop as the ranks agree."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: TrainerRun) -> None:
         self._run = run
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._run.loop.begin()
+    ) -> Any:
+        return self._run.bring_back()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        self._run.step_end = StepEnd()
         self._run.loop.begin_step()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        loop, last = self._run.loop, state.global_step >= state.max_steps
-        agreed = self._run.agreed = loop.end_step(state.global_step)
+        run, end, wanted = self._run, self._run.step_end, control.should_save
+        run.data.step()
+        agreed = run.agreed = run.loop.end_step(state.global_step)
         if agreed.stop:
-            control.should_save, control.should_evaluate = True, False
-            control.should_training_stop = True
+            end.evaluate, end.save = control.should_evaluate, wanted
+            control.should_evaluate, control.should_save = False, True
         else:
-            control.should_save = loop.save_is_due(agreed, control.should_save or last)
+            control.should_save = run.loop.save_is_due(agreed, wanted)
+        end.forced = bool(agreed.stop) or (control.should_save and not wanted)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._run.step_end.ends_epoch = True
 
 
-def _best_step(state: Any) -> int | None:
-    best: int | None = getattr(state, "best_global_step", None)
-    return best or None
+def _check_version() -> None:
+    if not hasattr(Trainer, "_run_epoch"):
+        raise UsageError(
+            f"surviving(...): transformers {transformers_version} is too old; install 5.4 or newer"
+        )
 
 
 def _facts(args: TrainingArguments) -> dict[str, object]:

@@ -84,8 +84,9 @@ def place(
 
 def _find(name: str) -> Callable[..., object]:
     module_name, _, attribute = name.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as Python does for a program that lies there
+    here = str(Path.cwd())
+    beside = [] if here in sys.path else [here]
+    sys.path[:0] = beside  # as Python does for a program that lies there
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -95,6 +96,10 @@ def _find(name: str) -> Callable[..., object]:
             f"model.factory={name}: there is no module {error.name} in the working directory, on "
             "PYTHONPATH or among the installed packages"
         ) from None
+    finally:
+        if beside:  # what Python itself imports later is not to be found there first
+            sys.path.remove(here)
+            sys.path.append(here)
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise UsageError(f"model.factory={name}: the module {module_name} has no {attribute}")

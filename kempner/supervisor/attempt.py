@@ -20,11 +20,12 @@ from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import Received
 from kempner.run.process.stop_reason import LEFT_EARLY, StopReason, reason_of_signal
 from kempner.run.record.attempts import Attempt
+from kempner.run.record.events.attempt import RankReady
 from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.checkpoint import CheckpointCommitted
-from kempner.run.record.events.health import ConnectionsStalled
+from kempner.run.record.events.health import ConnectionsStalled, StandsAt
 from kempner.run.record.events.job import NodeSuspected
-from kempner.run.record.events.stop import Signalled, Stopped, StopRequested
+from kempner.run.record.events.stop import Completed, Signalled, Stopped, StopRequested
 from kempner.run.record.events.training import Evaluated
 from kempner.run.record.events.vocabulary import parse_event
 from kempner.run.record.ledger import Ledger
@@ -43,7 +44,7 @@ from kempner.supervisor.monitors.reporter import Reporter
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.monitors.straggler import StragglerMonitor
 from kempner.supervisor.policy.attempt_state import AttemptLife, AttemptState, Deadline, Trigger
-from kempner.supervisor.policy.outcome import RankExit, describe_exit, failed
+from kempner.supervisor.policy.outcome import OwnLoop, RankExit, describe_exit, failed
 from kempner.supervisor.policy.stop import StopOrder, renew, time_to_abandon
 from kempner.supervisor.policy.stop_so_far import StopSoFar
 from kempner.supervisor.slurm.job_monitor import JobSeen
@@ -99,7 +100,7 @@ class AttemptFollower:
         usual_step = times.phases.usual().get(Phase.STEP)
         self._monitors = Monitors(
             times.phases,
-            HangDetector(resilience, now, roster.must_report),
+            HangDetector(resilience, now, roster.must_report, times.hung),
             Adviser(
                 StragglerMonitor(resilience, None if usual_step is None else usual_step.median)
             ),
@@ -135,6 +136,17 @@ class AttemptFollower:
     def of_stranger(self) -> bool:
         """Whether it is a program that has not said a word over the channel."""
         return not (self.roster.must_report or self.roster.joined)
+
+    @property
+    def own_loop(self) -> OwnLoop:
+        """Where the loop of a program of the user's own is; UNKNOWN for any other."""
+        return OwnLoop.UNKNOWN if self.roster.must_report else self._stop.loop
+
+    @property
+    def steps_done(self) -> int:
+        """The furthest that a rank has reported."""
+        seen = self._channel.last_reports().values()
+        return max((last.report.step for last in seen), default=0)
 
     def step_of(self, rank: int | None) -> int:
         """The step that a rank was in when last heard, or had done where it was in none.
@@ -305,12 +317,16 @@ class AttemptFollower:
         match event:
             case None:
                 logger().warning("a line of this rank does not go into the ledger", rank=rank)
-            case ConnectionsStalled():
+            case ConnectionsStalled() | StandsAt():
                 self._evidence.hear(rank, event)
             case CheckpointCommitted():
                 self._record(self._learn_from(event))
             case Evaluated():
                 self.times.evaluated(event.seconds)
+                self._record(event)
+            case Completed() | RankReady():
+                complete = isinstance(event, Completed)
+                self._stop.loop = OwnLoop.COMPLETE if complete else OwnLoop.UNDER_WAY
                 self._record(event)
             case Stopped():
                 self._stop.said = StopReason.of_label(event.reason)
@@ -384,7 +400,8 @@ class AttemptFollower:
         first_to_fail = failed(end) and not self.roster.any_failed
         if not self.roster.ended(end, self.times.now()):
             return  # its own words came first and say more than its exit status
-        if first_to_fail:
+        if first_to_fail and self.own_loop is not OwnLoop.COMPLETE:
+            # After the last step the others may still evaluate, or export: they need not wait.
             self._channel.tell(PeerLost(end.rank, shorten(describe_exit(end))))
             self._advance(Trigger.RANK_FAILED)
         logger().info("rank ended", rank=end.rank, how=describe_exit(end))

@@ -12,6 +12,7 @@ from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.cluster.slurm.job import restart_count
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import BuddyTerms, Control, Launch
+from kempner.run.control.leftovers import end_leftovers
 from kempner.run.control.protocol import Secret
 from kempner.run.output.logs import logger, open_log
 from kempner.run.process.exit_codes import ExitCode
@@ -44,7 +45,14 @@ from kempner.supervisor.launchers.base import Launcher, Program
 from kempner.supervisor.metrics_export import MetricsExports
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.nodes.shared_suspects import known_suspects
-from kempner.supervisor.policy.outcome import Decision, decide_outcome
+from kempner.supervisor.output_limit import OutputLimit
+from kempner.supervisor.policy.outcome import (
+    Decision,
+    OwnLoop,
+    after_training,
+    decide_outcome,
+    left_early,
+)
 from kempner.supervisor.policy.program_progress import has_advanced
 from kempner.supervisor.policy.restart import failures
 from kempner.supervisor.policy.salvage import why_not_kept
@@ -122,6 +130,7 @@ def _supervise(
         return _leave(end, run, ledger, RunHistory(), job, None, {})
     exports = MetricsExports()
     try:
+        end_leftovers(run, config.supervise.stop_grace, lambda: bool(signals.received))
         exports.start(run, config.metrics)
         if program.ours and config.supervise.grow:
             launcher.invite(run.invitation)
@@ -171,7 +180,7 @@ def _leave(
             first, number = follower.job.at_first, follower.attempt.number
             since = follower.times.seconds_since_left
         requeue_or_explain(job, first, number, end, run, ledger, history, suspect, since)
-    if end.code is not ExitCode.COMPLETED:
+    if end.code is not ExitCode.COMPLETED or end.left_at is not None:
         logger().warning(end.reason)
     return end.code
 
@@ -284,6 +293,8 @@ def _see_it_through(
     rank_status = RankStatusFile(context.run.ranks(launch.attempt.number))
     last_step, ours = context.history.refresh().last_step, context.program.ours
     progress = StartProgress(context.launcher.size, last_step, ours)
+    outputs = OutputLimit(context.run.attempt(launch.attempt.number))
+    outputs.start()
     try:
         context.launcher.start(launch, context.program, incoming.put)
         prune_attempts(context.run, context.config.supervise.keep_attempts)
@@ -300,6 +311,7 @@ def _see_it_through(
     finally:
         context.launcher.kill()
         context.growth.end_watch()
+        outputs.close()
         channel.close()
         progress.close(clean=any(end.rank == 0 and (end.status or 0) >= 0 for end in follower.ends))
     context.lease.check()  # or what follows would be written into somebody else's ledger
@@ -311,13 +323,18 @@ def _outcome(follower: AttemptFollower) -> Decision:
     """What the end of an attempt means."""
     if insists(follower.signals):
         return Decision(ExitCode.INTERRUPTED, LEFT_AT_ONCE)
+    decision = decide_outcome(follower.ends, stop_requested=follower.stop_reason)
     if follower.hang is not None and not follower.stop_reason:
-        return Decision(ExitCode.HUNG, follower.hang.sentence, follower.hang.laggard)
-    return decide_outcome(follower.ends, stop_requested=follower.stop_reason)
+        decision = Decision(ExitCode.HUNG, follower.hang.sentence, follower.hang.laggard)
+    if follower.own_loop is OwnLoop.COMPLETE:
+        return after_training(decision, follower.ends)
+    if follower.own_loop is OwnLoop.UNDER_WAY and decision.code is ExitCode.COMPLETED:
+        return left_early(decision, follower.steps_done)
+    return decision
 
 
 def _close(ledger: Ledger, attempt: Attempt, decision: Decision, follower: AttemptFollower) -> None:
     statuses, ending = {str(e.rank): e.status for e in follower.ends}, follower.seconds_ending()
     seconds = None if ending is None else round(ending, 3)
-    ended = AttemptEnded(int(decision.code), decision.reason, decision.culprit, statuses, seconds)
-    ledger.record(ended, attempt.number)
+    said = int(decision.code), decision.reason, decision.culprit
+    ledger.record(AttemptEnded(*said, statuses, seconds, decision.left_at), attempt.number)

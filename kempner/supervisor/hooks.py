@@ -91,7 +91,7 @@ def hook_of(event: LedgerEvent) -> str:
             return "give_up"
         case NotRequeued():
             return "not_requeued"
-        case AttemptEnded(code) if code == ExitCode.COMPLETED:
+        case AttemptEnded(code, left_at=None) if code == ExitCode.COMPLETED:
             return "completed"
     return ""
 

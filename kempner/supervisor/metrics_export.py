@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from kempner.config.sections import MetricsSection
 from kempner.run.control.launch_env import EXPORT_FOR
 from kempner.run.output.logs import logger
+from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.run.record.run_dir import RunDirectory
 
 LEFT_WITHIN = 5.0
@@ -96,7 +97,7 @@ def _start(run: RunDirectory, export: Export) -> subprocess.Popen[bytes]:
     run.exports.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable,
-        "-m",
+        *SAFE_MODULE,
         "kempner",
         "metrics",
         str(run.path),

@@ -10,6 +10,7 @@ from types import TracebackType
 from kempner.run.output.console import leave, say
 from kempner.run.process.exit_codes import ExitCode, RunError
 from kempner.run.process.signals import ignore_from_now_on
+from kempner.run.process.whereabouts import place_of
 from kempner.training.main import classify
 from kempner.training.rank_link.rank_link import RankLink
 
@@ -61,10 +62,11 @@ class LastWords:
 
     def _told(self, error: BaseException) -> bool:
         """Tell the supervisor; whether there is nothing more to be told to the user."""
-        self.code = None
+        after_loop, self.code = self.code is ExitCode.COMPLETED, None
         code = _code_of(error, self._rank_link)
         if not isinstance(error, RunError):
-            self._rank_link.leave(code, f"{type(error).__name__}: {error}")
+            where = f"{place_of(error.__traceback__).words}: " if after_loop else ""
+            self._rank_link.leave(code, f"{where}{type(error).__name__}: {error}")
             return False
         self._rank_link.report_unfit_node(error)
         self._rank_link.leave(code, str(error))

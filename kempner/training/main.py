@@ -16,6 +16,7 @@ from kempner.cluster.world import World
 from kempner.config.sections import Config, SuperviseSection
 from kempner.model.compilation import keep_compiled
 from kempner.run.control.launch_env import Launch
+from kempner.run.control.leftovers import end_leftovers
 from kempner.run.control.protocol import Phase
 from kempner.run.output.console import leave
 from kempner.run.output.logs import logger, open_log
@@ -188,6 +189,7 @@ def _begin(run: RunDirectory, world: World, section: SuperviseSection) -> Owners
     except UsageError as error:
         return str(error)
     try:
+        end_leftovers(run, section.stop_grace)
         attempt = begin_attempt(run)
     except UsageError as error:
         lease.release()

@@ -20,6 +20,7 @@ from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.retry import storage_waits
 from kempner.run.record.events.base import LedgerEvent
+from kempner.training.rehearsal.switch import recorder
 from kempner.training.session import Session
 from kempner.training.vote.final_save import (
     Saver,
@@ -45,6 +46,7 @@ class OwnLoop:
         self.train_state = train_state or TrainState()
         """How many steps are done."""
         self._ballot: Ballot | None = None
+        self._recorder = recorder()
 
     def begin(self) -> None:
         """Training goes on from here."""
@@ -57,6 +59,8 @@ class OwnLoop:
 
     def begin_step(self) -> None:
         """Open the vote, which is under way while the step computes."""
+        if self._recorder is not None:
+            self._recorder.begin_step(self.train_state.step + 1, self.shutdown.should_shutdown)
         self._ballot = self.vote_group.open(self.vote())
 
     def end_step(self, step: int) -> VoteResult:
@@ -67,6 +71,8 @@ class OwnLoop:
         self._ballot = None
         self.train_state = replace(self.train_state, step=step, cursor=step)
         self.session.progress.made(step)
+        if self._recorder is not None:
+            self._recorder.end_step(step)
         limits = CheckpointSection().max_failures, storage_waits().patience
         refuse_to_go_on_unsaved(self.checkpoints, agreed, *limits)
         return agreed
@@ -78,12 +84,17 @@ class OwnLoop:
 
     def save(self, agreed: VoteResult) -> None:
         """Save the state as of this step."""
+        self.session.note_trackers()
+        if self._recorder is not None:
+            self._recorder.saved(self.train_state.step)
         with self.session.progress.during(Phase.SAVE):
             self.checkpoints.save(self.train_state, agreed.failed_saves)
 
     def leave(self, agreed: VoteResult) -> ExitCode:
         """Commit what can be, and part from the other ranks; how the loop has ended."""
         self.session.progress.phase = Phase.SAVE
+        if self._recorder is not None:
+            self._recorder.left()
         code, words = finish(self, agreed)
         self.session.end(code, words)
         return code

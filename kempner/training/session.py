@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from kempner.config.site.network import DistributedSection
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.launch_env import Launch, LaunchTerms
 from kempner.run.control.protocol import Phase
+from kempner.run.control.rehearsal import place_of
+from kempner.run.control.trackers import begin_next_loop, note_mlflow_run
 from kempner.run.output import logs
-from kempner.run.output.console import protect, say
+from kempner.run.output.console import protect
 from kempner.run.output.logs import logger, open_log
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.retry import storage_waits
@@ -29,18 +32,36 @@ from kempner.run.process.worker_process import heed_for_children
 from kempner.run.record.attempts import Fence
 from kempner.run.record.events.attempt import RankReady
 from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed
 from kempner.run.record.history import RunHistory
-from kempner.run.record.identity import RunIdentity, accepted_names
+from kempner.run.record.identity import OUTPUT_DIR, RunIdentity, accepted_names
+from kempner.run.record.program import relative
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import Durations
 from kempner.training.build import host_facts, read_history, versions
 from kempner.training.compute.seeds import set_rng
 from kempner.training.groups.process_groups import Ranks, adopt
+from kempner.training.homes import LOOPS, Claim, Home, Supervised
 from kempner.training.last_words import LastWords
-from kempner.training.main import Ownership, take_run
 from kempner.training.rank_link.rank_link import RankLink, join
 from kempner.training.rank_link.shutdown import ShutdownHandler
-from kempner.training.recognition import Standing, recognise
+from kempner.training.recognition import Standing, recognise, this_program
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The run of a trainer whose results are in `output_dir`; made by `run_beside`."""
+
+    output_dir: Path
+
+
+def run_beside(output_dir: str | Path) -> Beside:
+    """What to give to `Entry` as `run_dir` for a run that belongs to a folder of results.
+
+    It is where the run of a loop without `run_dir` would be; a start of the same program with
+    another folder is another run.
+    """
+    return Beside(Path(output_dir))
 
 
 class Entry:
@@ -48,29 +69,43 @@ class Entry:
 
     `name` is what the user calls, for messages. At a prompt the signals are left alone until
     `Session.trap_signals`. `run_dir` is the run directory; by default the supervisor's, or else
-    `runs/<script>`. `accept_changes` names differences to the run as it was that are not to be
-    refused. What follows, `meet` among it, belongs into `guard`.
+    `runs/<script>`, or one beside that if it is another command's. The second loop of a process
+    that names none belongs into `loops/2` of that, and so on. `accept_changes` names differences
+    to the run as it was that are not to be refused. What follows, `meet` among it, belongs into
+    `guard`.
     """
 
     def __init__(
-        self, name: str, run_dir: str | Path | None, accept_changes: Collection[str] = ()
+        self,
+        name: str,
+        run_dir: str | Path | Beside | None,
+        accept_changes: Collection[str] = (),
     ) -> None:
         protect()
         logs.configure()
         self._accepted = accepted_names(accept_changes, os.environ)
-        self._shutdown = ShutdownHandler(at_prompt())
+        self._beside = run_dir if isinstance(run_dir, Beside) else None
+        self._named = place_of(run_dir) if run_dir and not isinstance(run_dir, Beside) else None
         self._session: Session | None = None
+        entered = LOOPS.supervised
+        self._shutdown = entered.shutdown if entered else ShutdownHandler(at_prompt())
         if not at_prompt():
             self._shutdown.install()
             heed_for_children(True)
         with self.guard():
-            launch = Launch.from_environment(os.environ)
-            self._terms = launch.terms if launch is not None else None
-            by_default = self._terms.run if self._terms else None
-            run = RunDirectory(Path(run_dir or by_default or _beside(name, sys.argv[0])))
-            self._section = _as_told(self._terms)
-            self.rank_link = join(run, self._section, self._shutdown)
-            self._last_words = LastWords(self.rank_link)
+            self._entered = entered or self._enter(name)
+            self.rank_link = self._entered.rank_link
+
+    def _enter(self, name: str) -> Supervised:
+        """Call the supervisor, if there is one."""
+        launch = Launch.from_environment(os.environ)
+        terms = launch.terms if launch is not None else None
+        usual = terms.run if terms is not None else self._named or _usual(name, sys.argv[0])
+        link = join(RunDirectory(usual), _as_told(terms), self._shutdown)
+        entered = Supervised(link, self._shutdown, LastWords(link), terms)
+        if launch is not None:
+            LOOPS.supervised = entered
+        return entered
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -95,28 +130,47 @@ class Entry:
         `facts` are what the result depends on (rank 0's count): they are kept with the run, and
         compared with those of its start before. Of "steps" more may be asked for than before.
 
-        Raises `UsageError`, on all ranks alike, where the ranks differ, somebody else owns the run,
-        or it is the run of another program or of other facts.
+        Raises, on all ranks alike, `UsageError` where the ranks differ or somebody else owns the
+        run, and `DataError` where it is the run of another program or of other facts.
         """
-        link, shutdown, terms = self.rank_link, self._shutdown, self._terms
+        ranks = self._join(device)
+        with self.rank_link.progress.waiting("what the others are to do"):
+            ranks.agree_on({**agree_on, "number of loops before": LOOPS.count})
+        self.rank_link.progress.begin_another()
+        self._entered.last_words.code = None
+        program = this_program(ranks, {**(facts or {}), **self._folder_of_results()})
+        home = LOOPS.find_home(ranks, self.rank_link, self._named, program, self._accepted)
+        link = self.rank_link = replace(self.rank_link, run=home.run)
+        claim = LOOPS.claim(ranks, link, _as_told(self._entered.terms))
+        fence = home.fence(ranks, claim.attempt)
+        session = Session(link, claim, fence, home, ranks, self._shutdown, self._entered.last_words)
+        self._session = session
+        storage_waits().tell_to(partial(link.tell_of_wait, claim.attempt))
+        open_log(link.run.log(claim.attempt.number, ranks.world.rank), attempt=claim.attempt.number)
+        if not at_prompt():
+            LOOPS.refuse_completed(home, program.facts)
+        looked_at = link.launch is not None and home.folder == home.run
+        session.accepted = self._accepted
+        session.standing = recognise(home.folder, ranks, program, self._accepted, looked_at)
+        return session
+
+    def _join(self, device: torch.device) -> Ranks:
+        """Meet the other ranks; from now on a stop is for all of them to agree on."""
+        link, shutdown, terms = self.rank_link, self._shutdown, self._entered.terms
         link.progress.enter(Phase.LOAD)
         raise_open_file_limit()
         network = terms.network if terms else "{}"
         section = DistributedSection.model_validate_json(network)
-        ranks = adopt(link.world, device, section)
+        ranks = adopt(link.world, device, section, supervised=link.launch is not None)
         shutdown.join_group(terms.stop_grace if terms else None, link.tell_of_signal)
         patience = terms.patience if terms else ResilienceSection().patience
         storage_waits().configure(patience, shutdown.should_shutdown)
-        with link.progress.waiting("what the others are to do"):
-            ranks.agree_on(agree_on)
-        ownership = take_run(link.run, ranks, link.launch, self._section)
-        session = Session(link, ownership, ranks, shutdown, self._last_words)
-        self._session = session
-        session.standing = recognise(link.run, ranks, facts or {}, self._accepted)
-        attempt = ownership.attempt
-        storage_waits().tell_to(partial(link.tell_of_wait, attempt))
-        open_log(link.run.log(attempt.number, ranks.world.rank), attempt=attempt.number)
-        return session
+        return ranks
+
+    def _folder_of_results(self) -> dict[str, object]:
+        if self._beside is None:
+            return {}
+        return {OUTPUT_DIR: relative(str(self._beside.output_dir), Path.cwd())}
 
 
 class Session:
@@ -125,16 +179,20 @@ class Session:
     def __init__(
         self,
         rank_link: RankLink,
-        ownership: Ownership,
+        claim: Claim,
+        fence: Fence,
+        home: Home,
         ranks: Ranks,
         shutdown: ShutdownHandler,
         last_words: LastWords,
     ) -> None:
-        self._rank_link, self._ownership = rank_link, ownership
-        self._last_words = last_words
+        self._rank_link, self._claim, self._fence, self._home = rank_link, claim, fence, home
+        self._last_words, self._released = last_words, False
         self.ranks, self.shutdown = ranks, shutdown
-        self.standing = Standing(None, RunIdentity())
+        self.standing = Standing(home.folder, None, RunIdentity())
         """What the run was before, and is now."""
+        self.accepted: Collection[str] = ()
+        """Names of differences that the user accepts, for `CheckpointManager.restore` as well."""
 
     @property
     def recorded_facts(self) -> Mapping[str, object]:
@@ -150,11 +208,11 @@ class Session:
     def _history(self) -> RunHistory:
         if self.ranks.world.rank != 0:
             return RunHistory()
-        return read_history(self._rank_link.run, self._ownership.attempt)
+        return read_history(self._rank_link.run, self._claim.attempt)
 
     def context(self, optimizer: str | None, seed: int | None) -> CheckpointContext:
         """Of the checkpoints of this run, which are made with `optimizer` and `seed`."""
-        attempt, ranks, link = self._ownership.attempt, self.ranks, self._rank_link
+        ranks = self.ranks
         identity = Identity(
             world=ranks.world.size,
             mesh={"ranks": ranks.world.size},
@@ -165,41 +223,61 @@ class Session:
             origin=Origin(host=host_facts(ranks.device), versions=versions()),
         )
         return CheckpointContext(
-            path=link.run.checkpoints,
+            path=self._home.folder.checkpoints,
             identity=identity,
-            fence=Fence(link.run.attempts, attempt),
+            fence=self._fence,
             group=ranks.saves,
-            record=partial(link.record, attempt),
+            record=self.record,
             waiting=self.progress.waiting,
-            known=self._history.last_step,
+            known=self._history.last_step_in(self._home.place),
             local_ranks=ranks.world.local_size,
         )
 
     def tell_ready(self, step: int) -> None:
         """Say that training goes on from `step`.
 
-        Raises `UsageError`, on all ranks alike, if nothing is left to do of what was another run.
+        Raises `DataError`, on all ranks alike, if nothing is left to do of what was another run.
         """
-        self.standing.refuse_if_complete(self._rank_link.run, step)
+        self.standing.refuse_if_complete(step)
         if self.ranks.world.rank == 0:
-            self.standing.keep(self._rank_link.run)
+            self.standing.keep(self._home.run)
         self.progress.step = step
         self.progress.enter(Phase.COMPILE)
         if step:
-            self.say(f"resumed at step {step}")
-        self.record(RankReady(step, str(self.ranks.device), dict(self.progress.reached)))
+            self.say(f"resumed at step {step}{self._which}")
+        done, reached = self.progress.step, dict(self.progress.reached)
+        self.record(RankReady(done, str(self.ranks.device), reached))
+        self.note_trackers()
         logger().info("ready", step=step, pid=os.getpid())
 
     def seed_step(self, seed: int, step: int) -> None:
         """Seed torch's generators by step and rank."""
         set_rng(seed, step, 0, self.ranks.world.rank)
 
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """In this block this rank evaluates, or does other work than steps: however long that
+        takes, it is no hang, and the others may wait for it."""
+        with self.progress.during(Phase.EVAL):
+            yield
+
+    def note_trackers(self) -> None:
+        """Keep what the next start needs to go on with the same run of a tracker."""
+        launch = self._rank_link.launch
+        if self.ranks.world.rank == 0 and launch is not None and launch.terms is not None:
+            note_mlflow_run(RunDirectory(launch.terms.run).trackers)
+
     def end(self, code: ExitCode, words: str) -> None:
         """Part from the other ranks; the supervisor hears of `code` when this process exits."""
-        self.say(words)
+        self.say(f"{words}{self._which}")
+        if code is ExitCode.COMPLETED:
+            LOOPS.complete(self._home, self.standing.now.facts)
         self.progress.phase = Phase.EXIT
         self.ranks.final_barrier()
         self._last_words.code = code
+        self.note_trackers()
+        if code is ExitCode.COMPLETED:
+            begin_next_loop()
 
     def give_back(self, code: ExitCode | None) -> None:
         """Let go of the run and of what this process shares with whatever it does next.
@@ -214,7 +292,9 @@ class Session:
 
     def release(self) -> None:
         """Let go of the run: whoever starts it next need not wait."""
-        self._ownership.release()
+        if not self._released:
+            self._released = True
+            self._claim.release()
 
     def trap_signals(self) -> None:
         """From now on the stop signals come here."""
@@ -228,12 +308,18 @@ class Session:
 
     def record(self, event: LedgerEvent) -> None:
         """Record an event in the run's ledger."""
-        self._rank_link.record(self._ownership.attempt, event)
+        if isinstance(event, CheckpointCommitted | Resumed):
+            event = replace(event, place=self._home.place)
+        self._rank_link.record(self._claim.attempt, event)
+
+    @property
+    def _which(self) -> str:
+        """Which of the process's loops it is, for a sentence; empty for the first."""
+        return f" (loop {self._home.number})" if self._home.number > 1 else ""
 
     def say(self, words: str) -> None:
         """Tell the user, once."""
-        if self.ranks.world.rank == 0:
-            say(words)
+        self.ranks.say(words)
 
 
 def at_prompt() -> bool:
@@ -250,7 +336,7 @@ def _as_told(terms: LaunchTerms | None) -> SuperviseSection:
     )
 
 
-def _beside(name: str, script: str) -> Path:
+def _usual(name: str, script: str) -> Path:
     """The default run directory: as `kempner supervise` would name it.
 
     Raises `UsageError` without a script: another notebook's run would be taken for this one's.

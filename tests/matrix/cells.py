@@ -67,16 +67,26 @@ class Cell:
         return {1: 2, 2: 1}[self.ranks] if self.how == "world" else self.ranks
 
 
+MOST = {"stop": 5, "kill": 4, "world": 3}
+"""Cells of a program on so many ranks; which ones differs from program to program."""
+
+
 def cells_of(programs: Iterable[Program]) -> list[Cell]:
-    """Every cell of these programs; no two of a program strike at the same place."""
+    """The cells of these programs; no two of a program strike at the same place."""
     return [
         cell
         for program in programs
         for ranks in program.ranks
-        for how in ("stop", "kill", "world")
+        for how in MOST
         if how != "world" or (program.worlds and program.ranks == (1, 2))
-        for cell in _struck(program, ranks, how)
+        for cell in _some(list(_struck(program, ranks, how)), MOST[how])
     ]
+
+
+def _some(cells: Sequence[Cell], number: int) -> list[Cell]:
+    """So many of the cells at most, in their order."""
+    drawn = random.Random(cells[0].name).sample(cells, min(number, len(cells)))
+    return [cell for cell in cells if cell in drawn]
 
 
 def _struck(program: Program, ranks: int, how: str) -> Iterator[Cell]:
@@ -93,10 +103,11 @@ def _places(program: Program, ranks: int, how: str) -> Iterator[tuple[str, str]]
     boundaries = program.boundaries()
     if how == "world":
         boundaries = {name: step for name, step in boundaries.items() if name in ("save", "epoch")}
+    late = how != "kill" and program.heeds  # a stop is agreed on in the next step
     for name, step in boundaries.items():
         for away in (-1, 0, 1):
-            if 1 <= step + away <= program.steps:
-                yield f"{name}{away:+}" if away else name, str(step + away)
+            if 1 <= step + away - late <= program.steps:
+                yield f"{name}{away:+}" if away else name, str(step + away - late)
     if how == "world":
         return
     if program.evaluate_every:
@@ -107,24 +118,18 @@ def _places(program: Program, ranks: int, how: str) -> Iterator[tuple[str, str]]
     yield "random", str(drawn.randint(2, program.steps - 1))
 
 
-def draw(cells: Sequence[Cell], seed: str, number: int, together: int = 3) -> list[Cell]:
-    """So many cells by `seed`, of every kind of program about as many; of each program that is
-    drawn `together`, which share its undisturbed run."""
+def draw(cells: Sequence[Cell], seed: str, number: int) -> set[Cell]:
+    """So many cells by `seed`, of every kind of program about as many. Of a program that is drawn
+    there is one of each way to strike: they share its undisturbed run."""
     drawn = random.Random(seed)
-    groups = [
-        drawn.sample(list(some), k=len(some))[:together]
-        for _, some in (
-            (key, list(group))
-            for key, group in groupby(cells, key=lambda cell: (cell.program.name, cell.ranks))
-        )
-    ]
     by_kind: dict[str, list[list[Cell]]] = {}
+    by_run = groupby(cells, key=lambda cell: (cell.program.name, cell.ranks))
+    groups = [list(group) for _, group in by_run]
     for group in drawn.sample(groups, k=len(groups)):
-        by_kind.setdefault(group[0].program.kind, []).append(group)
+        one_of_each = {cell.how: cell for cell in drawn.sample(group, k=len(group))}
+        by_kind.setdefault(group[0].program.kind, []).append(list(one_of_each.values()))
     found: list[Cell] = []
     while len(found) < number and any(by_kind.values()):
         for of_kind in by_kind.values():
-            if of_kind and len(found) < number:
-                found += of_kind.pop()
-    chosen = set(map(id, found[:number]))
-    return [cell for cell in cells if id(cell) in chosen]
+            found += of_kind.pop() if of_kind else []
+    return set(found[:number])

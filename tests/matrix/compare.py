@@ -19,8 +19,8 @@ ROUNDED = ("loss", "evaluation", "size")
 BY_RANK = ("samples", "loss")
 """Of which each rank has its share, of every step."""
 
-OF_ONE_WORLD = ("weights",)
-"""What rounding changes altogether; `size` stands for it."""
+OF_ONE_WORLD = "weights"
+"""How the facts begin that rounding changes altogether; `size` stands for them."""
 
 
 @dataclass
@@ -59,11 +59,14 @@ def another_world(undisturbed: Sequence[Notes], disturbed: Sequence[Notes]) -> I
     """What differs where the number of ranks changed: over all ranks together, by the step."""
     expected, found = _whole(undisturbed), _whole(disturbed)
     for name, place in sorted(expected.keys() | found.keys(), key=_in_order):
-        wanted, seen = expected.get((name, place)), found.get((name, place))
-        if wanted is None or seen is None:
-            which = "is there, and should not be" if wanted is None else "is missing"
-            yield f"{name} {place} {which}"
-        elif not (_near(wanted, seen) if name in ROUNDED else wanted == seen):
+        if (name, place) not in found:
+            yield f"{name} {place} is missing"
+            continue
+        if (name, place) not in expected:
+            yield f"{name} {place} is there, and should not be"
+            continue
+        wanted, seen = expected[name, place], found[name, place]
+        if not (_near(wanted, seen) if name in ROUNDED else wanted == seen):
             yield f"{name} {place} is {seen}, not {wanted}"
 
 
@@ -73,7 +76,7 @@ def _whole(ranks: Sequence[Notes]) -> dict[Place, object]:
     whole: dict[Place, object] = {}
     for number, notes in enumerate(ranks):
         for (name, place), values in notes.noted.items():
-            if name in OF_ONE_WORLD:
+            if name.startswith(OF_ONE_WORLD):
                 continue
             if name in BY_RANK:
                 shares.setdefault((name, place.partition(".")[0]), []).append(values[-1])
@@ -90,8 +93,9 @@ def _whole(ranks: Sequence[Notes]) -> dict[Place, object]:
 
 def _number(value: object) -> object:
     """A number that was noted to the bit as one; all else as it is."""
-    is_hex = isinstance(value, str) and value.lstrip("-").startswith("0x")
-    return float.fromhex(str(value)) if is_hex else value
+    if isinstance(value, str) and value.lstrip("-").startswith(("0x", "inf", "nan")):
+        return float.fromhex(value)
+    return value
 
 
 def _near(one: object, other: object) -> bool:

@@ -11,8 +11,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from drilling import ALL
 from harness import ROOT
-from matrix.cells import Cell, cells_of, draw
+
+from matrix.cells import cells_of, draw
 from matrix.kinds import FILES
 from matrix.play import Player
 
@@ -23,17 +25,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     group = FILES[Path(metafunc.module.__file__ or "").stem]
     cells = cells_of(group.programs)
-    chosen = set() if metafunc.config.option.keyword else left_out(cells, group.drawn)
-    drill = (pytest.mark.drill,)
+    played = set(cells) if metafunc.config.option.keyword else draw(cells, commit(), group.drawn)
+    long = (pytest.mark.drill,)
     metafunc.parametrize(
         "cell",
-        [pytest.param(cell, id=cell.name, marks=drill if cell in chosen else ()) for cell in cells],
+        [
+            pytest.param(cell, id=cell.name, marks=long if ALL or cell not in played else ())
+            for cell in cells
+        ],
     )
-
-
-def left_out(cells: list[Cell], drawn: int) -> set[Cell]:
-    """Those that only `make long` plays."""
-    return set(cells) - set(draw(cells, commit(), drawn))
 
 
 def commit() -> str:

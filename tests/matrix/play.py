@@ -40,6 +40,7 @@ class Start:
 
     codes: tuple[int, ...]
     printed: str
+    """Its end, which has the sentence or the exception."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Player:
             assert refused in " ".join(second.printed.split()), second.printed
             return []
         if set(second.codes) != {0}:
-            return [f"started again, it ended with {second.codes}: {second.printed[-3000:]}"]
+            return [f"started again, it ended with {second.codes}: {second.printed}"]
         found = notes(folder, max(cell.ranks, cell.goes_on_with))
         if cell.how == "world":
             return list(another_world(undisturbed, found))
@@ -82,7 +83,8 @@ class Player:
         if cell.how == "kill" or not cell.program.heeds:
             assert -signal.SIGKILL in first.codes or -signal.SIGTERM in first.codes, first.printed
         else:
-            at_the_end = cell.place == str(cell.program.steps)
+            last = cell.program.steps
+            at_the_end = cell.place.rpartition(" ")[2] in (str(last), str(last - 1))
             allowed = {int(ExitCode.STOPPED)} | ({0} if at_the_end else set())
             assert set(first.codes) <= allowed, (first.codes, first.printed)
 
@@ -109,7 +111,7 @@ class Player:
                 fork = template(*self.modules).fork
                 started.append(fork(command, mine, output, folder))
         codes = _wait(started, lambda: log.read_text(errors="replace"))
-        return Start(codes, log.read_text(errors="replace"))
+        return Start(codes, log.read_text(errors="replace")[-2000:])
 
 
 def _wait(ranks: Sequence[Process], said: Callable[[], str]) -> tuple[int, ...]:

@@ -75,7 +75,8 @@ def main(kind: str, folder: str, stdout: str, *arguments: str) -> None:
         os.dup2(file, 1)
         os.close(file)
     os.chdir(folder)
-    sys.path[0] = str(Path.cwd())
+    sys.path[:1] = [str(Path.cwd())] if arguments[0] == "-m" else []
+    sys.path.append(server._LAST)
     if kind == "spare":
         fork_spare()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

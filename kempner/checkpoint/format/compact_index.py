@@ -9,14 +9,16 @@ only that:
 
 a tensor being its key, shape, dtype, device mesh, the dimension that is cut along each dimension
 of the mesh, or null, and the dimensions of the mesh as they cut, if not from the first to the last;
-and a container the dtype and sizes of a part, the bytes of its data and all of its bytes. What was
-cut by somebody else is listed; see `listed_index`.
+and a container the dtype and sizes of a part, the bytes of its data and all of its bytes. If any
+tensor is frozen, `"base": [0]` has the numbers of those that are. What was cut by somebody else is
+listed; see `listed_index`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +30,7 @@ from kempner.checkpoint.format.shard_plan import (
     Layouts,
     Placed,
     TensorSpec,
+    by_file,
     data_file,
     holders,
     piece_sizes,
@@ -49,42 +52,49 @@ class CompactIndex:
     def __init__(self, specs: Sequence[TensorSpec], world: int, extents: Extents) -> None:
         self.specs, self.world = specs, world
         self.tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in specs}
-        self._layouts = Layouts(specs, extents)
+        parts = by_file(specs)
+        self._layouts = [Layouts(part, extents) for part in parts]
+        self._nth = {spec.key: nth for nth, part in enumerate(parts) for spec in part}
         self._files: dict[int, tuple[list[Chunk | None], Mapping[str, Placed]]] = {}
         self._tables: dict[int, Mapping[str, Placed]] = {}
         self._overlaps: dict[tuple[object, ...], list[int]] = {}
 
     def parts(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Part]:
         """The stored parts that overlap a box; see `Contents`."""
-        kind = self._layouts.kinds[key]
-        for rank in self._holders(kind, tuple(offsets), tuple(sizes)):
-            pieces, table = self._file(rank)
+        nth = self._nth[key]
+        kind = self._layouts[nth].kinds[key]
+        for rank in self._holders(nth, kind, tuple(offsets), tuple(sizes)):
+            number = nth * self.world + rank
+            pieces, table = self._file(number)
             piece = pieces[kind]
             if piece is None:
                 continue  # a box without elements touches what nobody holds
             placed = table[key]
             length = placed.container.length
-            yield Part(piece.offsets, piece.sizes, data_file(rank), placed.start, length)
+            yield Part(piece.offsets, piece.sizes, data_file(number), placed.start, length)
 
-    def _holders(self, kind: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[int]:
+    def _holders(
+        self, nth: int, kind: int, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> list[int]:
         """As `holders`, once for all tensors that are cut alike."""
-        box = (kind, offsets, sizes)
+        box = (nth, kind, offsets, sizes)
         if box not in self._overlaps:
-            self._overlaps[box] = list(holders(self._layouts.examples[kind], offsets, sizes))
+            self._overlaps[box] = list(holders(self._layouts[nth].examples[kind], offsets, sizes))
         return self._overlaps[box]
 
-    def _file(self, rank: int) -> tuple[list[Chunk | None], Mapping[str, Placed]]:
-        """The pieces of `rank` by kind, and where in its file each tensor's container is, by key.
+    def _file(self, number: int) -> tuple[list[Chunk | None], Mapping[str, Placed]]:
+        """The pieces in a file by kind, and where in it each tensor's container is, by key.
 
         Most ranks' files are laid out alike, and share one such table.
         """
-        if rank not in self._files:
-            pieces = self._layouts.pieces(rank)
-            placed = self._layouts.placed(pieces, rank)
+        if number not in self._files:
+            nth, rank = divmod(number, self.world)
+            pieces = self._layouts[nth].pieces(rank)
+            placed = self._layouts[nth].placed(pieces, rank)
             if id(placed) not in self._tables:
                 self._tables[id(placed)] = {item.chunk.key: item for item in placed}
-            self._files[rank] = pieces, self._tables[id(placed)]
-        return self._files[rank]
+            self._files[number] = pieces, self._tables[id(placed)]
+        return self._files[number]
 
 
 def encode(specs: Sequence[TensorSpec], world: int, extents: Extents) -> bytes:
@@ -96,6 +106,8 @@ def encode(specs: Sequence[TensorSpec], world: int, extents: Extents) -> bytes:
     pieces = ((spec.dtype, sizes) for spec in specs for sizes in piece_sizes(spec))
     containers = list_extents(pieces, extents)
     fields = {"format": _FORMAT, "world": world, "tensors": tensors, "containers": containers}
+    if base := [number for number, spec in enumerate(specs) if spec.base]:
+        fields["base"] = base
     return (json.dumps(fields, separators=(",", ":")) + "\n").encode()
 
 
@@ -114,8 +126,10 @@ def decode(content: bytes, where: Path) -> CompactIndex | ListedIndex:
         if "cuts" in fields:
             return ListedIndex.from_fields(fields)
         specs = [_spec(*entry) for entry in fields["tensors"]]
+        for number in fields.get("base", ()):
+            specs[number] = replace(specs[number], base=True)
         return CompactIndex(specs, int(fields["world"]), read_extents(fields["containers"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise DataError(
             f"{where} is damaged: it is not an index of a checkpoint ({error})"
         ) from error

@@ -2,6 +2,9 @@
 
 No rank needs to ask another. What several ranks hold is written by one of them. Within a file the
 small come first, so that a reader of a counter need not read a block of weights.
+
+What is frozen is the base: it is apart, in a second file of each rank, whose number is that of the
+rank after those of all ranks. Where nothing is frozen there are no such files.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ class TensorSpec:
     `placements` has one entry per dimension of the device `mesh`: the tensor dimension that is cut
     along it, or None where every rank along it holds the same. `order` lists the dimensions of the
     mesh as they cut, where that is not from the first to the last: FSDP cuts what tensor
-    parallelism has cut before, although the tensor groups are the last dimension.
+    parallelism has cut before, although the tensor groups are the last dimension. `base` says that
+    it is frozen.
     """
 
     key: str
@@ -40,6 +44,7 @@ class TensorSpec:
     mesh: tuple[int, ...]
     placements: tuple[int | None, ...]
     order: tuple[int, ...] = ()
+    base: bool = False
 
     @property
     def cuts(self) -> Iterator[tuple[int, int, int | None]]:
@@ -238,22 +243,29 @@ class Layouts:
         return self._placed[sizes]
 
 
+def by_file(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
+    """What goes into the first file of a rank and, if anything is frozen, into its second."""
+    parts = [[spec for spec in specs if spec.base is base] for base in (False, True)]
+    return parts if parts[1] else parts[:1]
+
+
 def list_all(
     specs: Sequence[TensorSpec],
     world: int,
     container: Extents,
 ) -> Iterator[list[Listed]]:
-    """The contents of every rank's file."""
-    layouts = Layouts(specs, container)
-    kinds = layouts.kinds
-    for rank in range(world):
-        pieces = layouts.pieces(rank)
-        placed = layouts.placed(pieces, rank)
-        yield [
-            Listed(key, piece.offsets, piece.sizes, start, around.length)
-            for key, start, around in ((p.chunk.key, p.start, p.container) for p in placed)
-            if (piece := pieces[kinds[key]]) is not None
-        ]
+    """The contents of every file, by its number."""
+    for part in by_file(specs):
+        layouts = Layouts(part, container)
+        kinds = layouts.kinds
+        for rank in range(world):
+            pieces = layouts.pieces(rank)
+            placed = layouts.placed(pieces, rank)
+            yield [
+                Listed(key, piece.offsets, piece.sizes, start, around.length)
+                for key, start, around in ((p.chunk.key, p.start, p.container) for p in placed)
+                if (piece := pieces[kinds[key]]) is not None
+            ]
 
 
 def listed(placed: Iterable[Placed]) -> list[Listed]:
@@ -279,9 +291,14 @@ def file_length(placed: Sequence[Placed]) -> int:
     return placed[-1].start + placed[-1].container.length if placed else 0
 
 
-def data_file(rank: int) -> str:
-    """The name of a rank's data file, as DCP's own writer would choose it."""
-    return f"__{rank}_0.distcp"
+def data_file(number: int) -> str:
+    """The name of the data file of a rank, as DCP's own writer would choose it; see `base_file`."""
+    return f"__{number}_0.distcp"
+
+
+def base_file(rank: int, world: int) -> str:
+    """The name of the file with what is frozen."""
+    return data_file(world + rank)
 
 
 def digest(specs: Iterable[TensorSpec]) -> int:

@@ -78,6 +78,11 @@ def _pour(descriptor: int, content: memoryview) -> FileSums:
     return FileSums(bytes=len(content), blocks=tuple(blocks))
 
 
+def sum_content(content: memoryview) -> FileSums:
+    """The checksums of the blocks of a file with `content` (bytes)."""
+    return FileSums(bytes=len(content), blocks=tuple(_sum_blocks(content)))
+
+
 def _sum_blocks(slab: memoryview) -> list[str]:
     starts = range(0, len(slab), BLOCK_BYTES)
     return [xxhash.xxh3_64_hexdigest(slab[at : at + BLOCK_BYTES]) for at in starts]

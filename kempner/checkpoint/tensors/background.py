@@ -104,7 +104,8 @@ class BackgroundSaver:
         name = in_progress_name(train_state.step, attempt.number, unique.hexdigest())
         started = time.monotonic()
         staged, objects = self._stage(train_state)
-        job = SaveJob(context, train_state, context.folder.path / name, staged, started, objects)
+        path = context.folder.path / name
+        job = SaveJob(context, train_state, path, staged, started, objects, self._routes.base_files)
         if staged.slot is not None:
             staged.slot.busy = True
         return RunningSave(job, self._writer.submit(self._run, job))
@@ -166,7 +167,7 @@ class BackgroundSaver:
         if self._slots.memory is None or self._registered:
             return None
         binding, layout = self._routes.plan()
-        if not self._slots.slots:
+        if not self._slots.slots or layout.has_base:
             return None
         slots, slot, held = self._slots, self._slots.take(), self._digests(binding)
         if slots.lacks_notes(layout.digest):
@@ -181,7 +182,8 @@ class BackgroundSaver:
         """Start to copy the state into this rank's own memory."""
         route = self._find()
         held = self._digests(route.binding)
-        return StagedState(route.layout, route.image, route.stage(self._stager, step), held)
+        copy = route.stage(self._stager, step)
+        return StagedState(route.layout, route.image, copy, held, base=route.base)
 
     def _share(self) -> None:
         """What must come first, because all ranks take part in it: no rank may fail before."""
@@ -209,6 +211,8 @@ class BackgroundSaver:
         """The way of the state into its file, whose pages are locked before anything else."""
         route = self._routes.find()
         self._stager.page_lock(route.image, self._room)
+        if route.base is not None:
+            self._stager.page_lock(route.base, self._room)
         return route
 
     def _run(self, job: SaveJob) -> SaveSeconds | None:

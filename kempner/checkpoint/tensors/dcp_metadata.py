@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from kempner.checkpoint.format.shard_plan import Listed, TensorSpec, data_file, list_all
 from kempner.checkpoint.tensors.file_buffer import container, page_aligned
 from kempner.run.process.signals import STOP_SIGNALS, follow_parent
+from kempner.run.process.worker_process import SAFE_MODULE
 
 MADE_HERE = 20_000
 """Chunks up to which `.metadata` is made in the calling process: a tenth of a second of work."""
@@ -100,7 +101,7 @@ def _size(sizes: tuple[int, ...]) -> torch.Size:
 
 
 def _made_elsewhere(specs: Sequence[TensorSpec], world: int) -> memoryview:
-    command = [sys.executable, "-m", __name__, str(os.getpid())]
+    command = [sys.executable, *SAFE_MODULE, __name__, str(os.getpid())]
     with tempfile.TemporaryFile(buffering=0) as made, tempfile.TemporaryFile() as words:
         ended = subprocess.run(
             command,

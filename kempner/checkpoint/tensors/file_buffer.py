@@ -11,8 +11,8 @@ from __future__ import annotations
 import io
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -48,14 +48,23 @@ class Container:
         return len(self.before) + self.data + len(self.after)
 
 
-def tensor_specs(table: Mapping[str, Tensor], world: int) -> list[TensorSpec]:
-    """The specs of a state; the same on every rank.
+BASE_FROM = 1 << 20
+"""Bytes from which on what is frozen is worth files of its own."""
+
+
+def tensor_specs(
+    table: Mapping[str, Tensor], world: int, frozen: Collection[str] = ()
+) -> list[TensorSpec]:
+    """The specs of a state, of which these keys are `frozen`; the same on every rank.
 
     A tensor that is no DTensor is taken to be the same on all ranks of the `world`. Raises
     `UsageError` for a DTensor that is not spread over all of them, or not in plain shards.
     """
     _refuse_partial_meshes(table, world)
-    return [_spec(key, tensor, world) for key, tensor in table.items()]
+    specs = [_spec(key, tensor, world) for key, tensor in table.items()]
+    if sum(table[key].nbytes for key in frozen) < BASE_FROM:
+        return specs
+    return [replace(spec, base=True) if spec.key in frozen else spec for spec in specs]
 
 
 @cache

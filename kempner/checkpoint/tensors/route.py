@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format import compact_index, shard_plan
 from kempner.checkpoint.format.manifest import FileEntry, whole_sum
 from kempner.checkpoint.format.names import METADATA
+from kempner.checkpoint.io.base_files import BaseFiles
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
 from kempner.checkpoint.tensors.staging import StagedCopy, Stager
 from kempner.checkpoint.tensors.state import Binding, local_part
@@ -26,9 +27,11 @@ class FileLayout:
 
     specs: list[shard_plan.TensorSpec]
     keys: list[str]
-    """Of the tensors that this rank writes, in the order of `placed`."""
+    """Of the tensors that this rank writes, in the order of `placed`, then of `base`."""
     placed: list[shard_plan.Placed]
     world: int
+    base: list[shard_plan.Placed] = field(default_factory=list)
+    """What this rank writes of what is frozen, into a file of its own."""
 
     @cached_property
     def described(self) -> dict[str, memoryview]:
@@ -61,22 +64,31 @@ class FileLayout:
     def of(cls, specs: list[shard_plan.TensorSpec], group: dist.ProcessGroup) -> FileLayout:
         """Plan this rank's file."""
         rank, world = dist.get_rank(group), dist.get_world_size(group)
-        placed = shard_plan.place(specs, rank, container)
+        files = [shard_plan.place(part, rank, container) for part in shard_plan.by_file(specs)]
         return cls(
             specs=specs,
-            keys=[item.chunk.key for item in placed],
-            placed=placed,
+            keys=[item.chunk.key for placed in files for item in placed],
+            placed=files[0],
             world=world,
+            base=files[1] if files[1:] else [],
         )
+
+    @property
+    def has_base(self) -> bool:
+        """Whether there are files for what is frozen; the same on all ranks."""
+        return any(spec.base for spec in self.specs)
 
 
 @dataclass(frozen=True)
 class Route:
-    """Which tensor goes where in the image: pairs of a view and the tensor that is copied there."""
+    """Which tensor goes where in the image of this rank's file, and in that of its `base`: pairs of
+    a view and the tensor that is copied there.
+    """
 
     binding: Binding
     layout: FileLayout
     image: FileBuffer
+    base: FileBuffer | None
     steady: list[tuple[Tensor, Tensor]]
     """Written by nobody between two updates: copied beside the next forward pass."""
     watched: list[tuple[str, Tensor]]
@@ -90,14 +102,16 @@ class Route:
         binding: Binding,
         layout: FileLayout,
         image: FileBuffer,
+        base: FileBuffer | None = None,
         at_once: Collection[str] = (),
     ) -> Route:
-        """Pair what `binding` found with the `image` of a file of this `layout`.
+        """Pair what `binding` found with the images of the files of this `layout`.
 
         `at_once` are the keys of parameters and optimizer state that are written outside updates.
         """
         steady, watched, volatile = [], [], []
-        for key, view in zip(layout.keys, image.views, strict=True):
+        views = [*image.views, *(base.views if base is not None else ())]
+        for key, view in zip(layout.keys, views, strict=True):
             tensor = local_part(binding.table[key])
             hasty = key in binding.buffers or key in binding.numbers or key in at_once
             if hasty or tensor.is_inference():  # such tensors count no writes
@@ -105,7 +119,7 @@ class Route:
             else:
                 steady.append((view, tensor))
                 watched += [(key, counting) for counting in binding.written_as(key)]
-        return cls(binding, layout, image, steady, watched, volatile)
+        return cls(binding, layout, image, base, steady, watched, volatile)
 
     def stage(
         self, stager: Stager, step: int, complete: Callable[[], None] | None = None
@@ -143,9 +157,11 @@ class Routes:
     ) -> None:
         self.device = next(iter(model.parameters())).device
         self.model, self.optimizer, self.slots = model, optimizer, slots
+        self.base_files = BaseFiles(context.folder)
         self._context = context
         self._layout: FileLayout | None = None
         self._image: FileBuffer | None = None
+        self._base: FileBuffer | None = None
         self._at_once: frozenset[str] = frozenset()
         self._binding: Binding | None = None
         self._routes: dict[FileBuffer, Route] = {}
@@ -157,12 +173,14 @@ class Routes:
         """
         binding, layout = self.plan()
         self._image = self._image or FileBuffer(layout.placed)
+        if layout.has_base and self._base is None:
+            self._base = FileBuffer(layout.base)
         return self.to(self._image, binding, layout)
 
     def to(self, image: FileBuffer, binding: Binding, layout: FileLayout) -> Route:
         """The way of what `plan` has found to an image."""
         if image not in self._routes:
-            self._routes[image] = Route.of(binding, layout, image, self._at_once)
+            self._routes[image] = Route.of(binding, layout, image, self._base, self._at_once)
         return self._routes[image]
 
     def plan(self) -> tuple[Binding, FileLayout]:
@@ -171,9 +189,10 @@ class Routes:
         if binding is None or not binding.intact():
             self.forget()
             binding = self._binding = Binding(self.model, self.optimizer)
-            specs = tensor_specs(binding.table, self._context.world)
+            specs = tensor_specs(binding.table, self._context.world, binding.frozen)
             if layout is None or layout.specs != specs:
-                layout, self._image = FileLayout.of(specs, self._context.group), None
+                layout = FileLayout.of(specs, self._context.group)
+                self._image = self._base = None
                 self.slots.lay_out(layout.placed)
         assert layout is not None  # there is one for every binding
         self._layout = layout

@@ -1,6 +1,6 @@
 """The background half of a save: wait for the copy, write, agree, commit.
 
-Each rank writes its buffer into a file and sums it. Then each tells rank 0 seven numbers, rank 0
+Each rank writes its buffer into a file and sums it. Then each tells rank 0 some numbers, rank 0
 commits, and tells the others. Whatever fails on one rank fails the save on all of them, at once
 and with that rank's words.
 """
@@ -27,8 +27,9 @@ from kempner.checkpoint.format.manifest import (
     whole_sum,
 )
 from kempner.checkpoint.format.names import SHARED_OBJECTS, objects_file
-from kempner.checkpoint.format.shard_plan import data_file
+from kempner.checkpoint.format.shard_plan import base_file, data_file
 from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.io.base_files import BaseFiles
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.store import commit
 from kempner.checkpoint.tensors.file_buffer import FileBuffer
@@ -85,7 +86,8 @@ class TornCopyError(Exception):
 class StagedState:
     """A copy of the state, complete or under way: to `image`, of a file of this `layout`.
 
-    `held` has digests of what must be the same on every rank; `slot` is the image's, if any.
+    `held` has digests of what must be the same on every rank; `slot` is the image's, if any; `base`
+    is the image of what is frozen.
     """
 
     layout: FileLayout
@@ -93,6 +95,7 @@ class StagedState:
     copy: StagedCopy
     held: Mapping[str, int]
     slot: Slot | None = None
+    base: FileBuffer | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class SaveJob:
 
     `path` is the folder that becomes the checkpoint of `train_state`, `state` the copy of it,
     `started` when the save was asked for, by `time.monotonic`; `objects` are the files of what is
-    no tensor: this rank's own, and on rank 0 that of all.
+    no tensor: this rank's own, and on rank 0 that of all. `base_files` are those of earlier saves.
     """
 
     context: CheckpointContext
@@ -110,6 +113,7 @@ class SaveJob:
     state: StagedState
     started: float
     objects: Mapping[str, bytes]
+    base_files: BaseFiles
 
     @property
     def age(self) -> float:
@@ -143,7 +147,12 @@ class SaveJob:
         name = data_file(rank)
         sums = write_stream(self.path / name, self.state.image.content)
         fail_point(FailPoint.WRITE, self.train_state.step)
-        summed = {name: sums}
+        summed, base = {name: sums}, self.state.base
+        if base is not None:
+            frozen = base_file(rank, self.context.world)
+            summed[frozen] = self.base_files.write(
+                self.path, frozen, sidecar_name(rank), base.content
+            )
         for written, content in self.objects.items():
             summed[written] = write_stream(self.path / written, memoryview(content))
         sidecar = encode_sidecar(summed)
@@ -158,6 +167,7 @@ class SaveJob:
             plan=self.state.layout.digest,
             held=combine(self.state.held),
             data_bytes=sums.bytes,
+            base_bytes=summed[frozen].bytes if base is not None else -1,
             own_bytes=summed[own].bytes if (own := objects_file(rank)) in summed else -1,
             sidecar_bytes=len(sidecar),
             sidecar_sum=whole_sum(sidecar),
@@ -188,6 +198,7 @@ class _Note:
     plan: int
     held: int
     data_bytes: int = 0
+    base_bytes: int = -1
     own_bytes: int = -1
     sidecar_bytes: int = 0
     sidecar_sum: str = "0" * 32
@@ -199,6 +210,7 @@ class _Note:
             self.plan,
             self.held,
             self.data_bytes,
+            self.base_bytes,
             self.own_bytes,
             self.sidecar_bytes,
         )
@@ -206,9 +218,9 @@ class _Note:
 
     @classmethod
     def decode(cls, numbers: Tensor) -> _Note:
-        ok, planned, held, data_bytes, own_bytes, sidecar_bytes, high, low = numbers.tolist()
+        ok, planned, held, data, base, own, sidecar, high, low = numbers.tolist()
         total = f"{high + _HALF:016x}{low + _HALF:016x}"
-        return cls(bool(ok), planned, held, data_bytes, own_bytes, sidecar_bytes, total)
+        return cls(bool(ok), planned, held, data, base, own, sidecar, total)
 
 
 @dataclass(frozen=True)
@@ -260,6 +272,8 @@ def _list_files(notes: Sequence[_Note], described: Mapping[str, FileEntry]) -> d
     for rank, note in enumerate(notes):
         sidecar = sidecar_name(rank)
         files[data_file(rank)] = FileEntry(bytes=note.data_bytes, sums=sidecar)
+        if note.base_bytes >= 0:
+            files[base_file(rank, len(notes))] = FileEntry(bytes=note.base_bytes, sums=sidecar)
         if note.own_bytes >= 0:
             files[objects_file(rank)] = FileEntry(bytes=note.own_bytes, sums=sidecar)
         files[sidecar] = FileEntry(bytes=note.sidecar_bytes, xxh3_128=note.sidecar_sum)

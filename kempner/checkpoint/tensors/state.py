@@ -169,6 +169,13 @@ class Binding:
             if not key.startswith(_OPTIMIZER) and key.removeprefix("model.") not in parameters
         }
         """Keys of what a forward pass may write, unlike parameters and optimizer state."""
+        trained = {
+            f"model.{name}"
+            for name, parameter in parameters.items()
+            if parameter.requires_grad or parameter in optimizer.state
+        }
+        self.frozen = self.table.keys() & {f"model.{name}" for name in parameters} - trained
+        """Keys of parameters that are not trained."""
         self.numbers = {key for key in self.table if key.endswith(_NUMBER)}
         """Keys of the optimizer's Python numbers."""
         self._parameters = parameters

@@ -331,6 +331,10 @@ class ResumableDataLoader(DataLoader[T]):
         """As the sampler's."""
         self._resumable.set_epoch(epoch)
 
+    def left(self) -> int:
+        """Batches that are left of the epoch, as far as they have been handed over."""
+        return self._resumable.batches.batches_left(self._resumable.position)
+
     def state_dict(self) -> dict[str, Any]:
         """As the sampler's: what has been handed over."""
         return self._resumable.state_dict()

@@ -135,10 +135,17 @@ class AttemptFacts:
     @property
     def completed(self) -> bool:
         """Whether the run's last step was made and saved; if nobody says it, the exit does."""
-        ended = self.last(AttemptEnded)
+        ended, said = self.last(AttemptEnded), self.started.own_program or not self.stop_reason
         by_exit = ended is not None and ended.event.code == ExitCode.COMPLETED
-        said = self.started.own_program or not self.stop_reason
+        if self.left_at is not None:
+            return False
         return self.first(Completed) is not None or (by_exit and said)
+
+    @property
+    def left_at(self) -> int | None:
+        """The step after which a program left its own loop early; None if it did not."""
+        ended = self.last(AttemptEnded)
+        return None if ended is None else ended.event.left_at
 
     @property
     def stop_reason(self) -> StopReason:

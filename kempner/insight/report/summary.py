@@ -200,6 +200,8 @@ def _state(last: AttemptFacts, interruptions: Sequence[Interruption]) -> str:
         return Completed.name
     if last.given_up is not None:
         return "given up"
+    if last.left_at is not None:
+        return f"ended after step {last.left_at}, not complete"
     if not last.over:
         return "in progress, or ended without a message"
     end = interruptions[-1] if interruptions else None

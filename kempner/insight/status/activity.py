@@ -85,7 +85,8 @@ def decide(facts: RunFacts, attempts: Sequence[AttemptFacts]) -> Doing:
     if facts.gave_up is not None:
         return Doing(Activity.GIVEN_UP, facts.gave_up.reason)
     if last is not None and last.completed:
-        return Doing(Activity.DONE)
+        ended = last.last(AttemptEnded)
+        return Doing(Activity.DONE, ended.event.reason if _failed(ended) and ended else "")
     waits = facts.job is not None and facts.job.waits
     if waits and facts.job is not None:
         return Doing(Activity.QUEUED, facts.job.why_waiting)
@@ -130,6 +131,8 @@ def _ended(last: AttemptFacts) -> Doing:
         return Doing(Activity.STOPPED, last.stop_reason.words)
     if last.stopped:
         return Doing(Activity.STOPPED)
+    if last.left_at is not None and ended is not None:
+        return Doing(Activity.STOPPED, ended.event.reason)
     _, cause, _ = cause_of(last)
     return Doing(Activity.FAILED, cause)
 

@@ -125,7 +125,7 @@ class RunReader:
     def _checkpoint(self, folder: CheckpointFolder) -> CheckpointFacts | None:
         """By its link; by the ledger where that cannot be seen from here, or not now."""
         step = self._try(lambda: folder.latest() if folder.path.exists() else None, None)
-        step = self.history.last_step if step is None else step
+        step = self.history.last_step_in("") if step is None else step
         if step is None:
             return None
         commits = self.history.entries(CheckpointCommitted)

@@ -44,8 +44,9 @@ from kempner.run.output.console import leave
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import LEFT_EARLY
+from kempner.run.process.whereabouts import Place
 from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.health import ConnectionsStalled
+from kempner.run.record.events.health import ConnectionsStalled, StandsAt
 from kempner.run.record.run_dir import RunDirectory
 
 BEAT = 1.0
@@ -254,6 +255,7 @@ class ControlClient:
                 self._deadlines.peer_lost()
             case DumpStacks():
                 self._dump_stacks()
+                self._tell_place()
                 self._tell_of_stalled()
 
     def _dump_stacks(self) -> None:
@@ -262,6 +264,10 @@ class ControlClient:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             logger().warning("cannot write the stacks", reason=error.strerror)
+
+    def _tell_place(self) -> None:
+        if (place := self._reports.place()) != Place():
+            self.record(StandsAt(place.line, place.collective))
 
     def _tell_of_stalled(self) -> None:
         if ends := self._react.stalled():

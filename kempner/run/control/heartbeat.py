@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kempner.run.control.protocol import Phase, Report, shorten
+from kempner.run.control.protocol import Moves, Phase, Report, shorten
 from kempner.run.process.retry import storage_waits
+from kempner.run.process.whereabouts import Place, Whereabouts
 
 Waiting: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Makes a block in which a rank waits for others, in what it is given."""
@@ -54,34 +55,45 @@ class HeldUp:
 
 
 class Progress:
-    """The last step that is done, the phase under way, and the time spent waiting for others."""
+    """The last step that is done, the phase under way, and the time spent waiting for others.
 
-    def __init__(self) -> None:
+    In a program of the user's own (`own_program`) the stack of the thread that makes this says what
+    it waits in, and whether it moves between two steps.
+    """
+
+    def __init__(self, own_program: bool = False) -> None:
         self.phase = Phase.START
+        self.before = 0
+        """Steps of the loops before this one, where a program has several: they count on."""
         self.reached: dict[str, float] = {}
         """Seconds from the start of this process's line to each phase that was entered."""
         self._started = time.monotonic()
         self._waited = self._elsewhere = 0.0
         self._saving = self._reading = self._told = 0.0
         self._waiting_for = ""
+        self._whereabouts = Whereabouts() if own_program else None
         # One value, replaced as a whole: the thread that reads it must not see half of a step.
         self._done = (0, 0.0, 0.0)
 
     @property
     def step(self) -> int:
-        """The last step that is done."""
+        """The last step that is done, those of loops before counted."""
         return self._done[0]
 
     @step.setter
     def step(self, step: int) -> None:
         worked = time.monotonic() - self._started - self._elsewhere - self._waited
-        self._done = (step, worked, self._waited)
+        self._done = (self.before + step, worked, self._waited)
 
     def made(self, step: int) -> None:
         """A step was made; the first one ends the phase in which kernels are compiled."""
         self.step = step
         if self.phase is Phase.COMPILE:
             self.enter(Phase.STEP)
+
+    def begin_another(self) -> None:
+        """Another loop of the same program begins, with its step 1."""
+        self.before = self.step
 
     def enter(self, phase: Phase) -> None:
         """From now on it is that phase, on the way to training."""
@@ -134,13 +146,17 @@ class Progress:
     def report(self) -> Report:
         """All of it, at this moment; may be called from any thread."""
         step, worked, waited = self._done
-        storage = storage_waits()
+        storage, place = storage_waits(), self.place()
         return Report(
             step,
             self.phase,
             round(worked, 3),
             round(waited, 3),
-            self._waiting_for,
+            self._waiting_for or place.collective,
             shorten(storage.waiting_for),
-            storage.tries,
+            Moves(storage.tries, 0 if self._whereabouts is None else self._whereabouts.moves),
         )
+
+    def place(self) -> Place:
+        """Where the program stands, if it is the user's own; may be called from any thread."""
+        return Place() if self._whereabouts is None else self._whereabouts.look()

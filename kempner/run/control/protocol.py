@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, TypeAdapter,
 
 from kempner.run.process.stop_reason import StopReason
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of all of this; both sides must speak the same."""
 
 LINE_LIMIT = 64 * 1024
@@ -93,14 +93,25 @@ class Hello(_Message):
 
 
 @dataclass(frozen=True)
+class Moves(_Message):
+    """Part of `Report`: signs of life besides steps, counted from the start of the process.
+
+    `tries` counts how often storage was tried again, `stacks` how often the main thread of a user's
+    own program was found elsewhere than by the look before.
+    """
+
+    tries: Natural = 0
+    stacks: Natural = 0
+
+
+@dataclass(frozen=True)
 class Report(_Message):
     """Rank to supervisor, about once a second: the last step done, and the phase under way.
 
     `worked` and `waited` are seconds from the start of the process to the end of that step, without
     those in evaluations and saves; `waited` is what it spent waiting for other ranks. `waiting` is
     what it waits for others in at this moment: a collective, say; empty if it does not.
-    `storage` is the file that it cannot read or write now, and why, empty if there is none; `tries`
-    counts how often it has tried anything of that kind again.
+    `storage` is the file that it cannot read or write now, and why, empty if there is none.
     """
 
     step: Natural
@@ -109,7 +120,7 @@ class Report(_Message):
     waited: Seconds
     waiting: Name = ""
     storage: Words = ""
-    tries: Natural = 0
+    moves: Moves = Moves()
     kind: Literal["progress"] = "progress"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Report, Usage
+from kempner.run.process.whereabouts import Place
 
 USAGE_BEAT = 10.0
 """Seconds between two measurements of what the process uses of its node."""
@@ -19,6 +20,10 @@ class RankReports:
         self._progress, self._measure = progress, measure
         self.next_at = self._usage_at = 0.0
         """When the next is due, in seconds of `time.monotonic`."""
+
+    def place(self) -> Place:
+        """Where the program stands, if it is the user's own."""
+        return self._progress.place()
 
     def hurry(self, usage: bool = False) -> None:
         """Have a report be due now, with what the process uses if `usage` is asked for."""

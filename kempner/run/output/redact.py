@@ -42,12 +42,13 @@ def _redacted(words: Sequence[str]) -> Iterator[str]:
             follows = False
             continue
         assigned = _ASSIGNED.fullmatch(word)
-        follows = word.startswith("-") and _is_secret(word)
-        if assigned is not None and _is_secret(assigned["name"]):
+        follows = word.startswith("-") and is_secret(word)
+        if assigned is not None and is_secret(assigned["name"]):
             yield f"{assigned['name']}={HIDDEN}"
         else:
             yield _SECRET_VALUE.sub(HIDDEN, _IN_ADDRESS.sub(rf"\1:{HIDDEN}", word))
 
 
-def _is_secret(name: str) -> bool:
+def is_secret(name: str) -> bool:
+    """Whether a variable or an option of this name holds a secret."""
     return _SECRET_NAME.search(name) is not None

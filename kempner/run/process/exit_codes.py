@@ -17,6 +17,8 @@ class ExitCode(IntEnum):
     """An unexpected exception; the log has its traceback."""
     USAGE = 2
     """The command line or the configuration is wrong."""
+    DIFFERS = 3
+    """A rehearsed program does not come back as it was."""
     BAD_DATA = 65
     """Data or a checkpoint was read and cannot be used."""
     STORAGE_UNAVAILABLE = 69
@@ -31,6 +33,8 @@ class ExitCode(IntEnum):
     """No progress."""
     DIVERGED = 78
     """The loss diverged, and rollbacks did not help."""
+    AFTER_TRAINING = 79
+    """The program failed after its loop: training is complete, and all steps are committed."""
     INTERRUPTED = 130
     """Exited at once on a second Ctrl-C; the last commit is intact."""
 

@@ -22,6 +22,10 @@ from kempner.run.process.thread_states import thread_states
 UNHEARD = frozenset({*STOP_SIGNALS, signal.SIGQUIT})
 """SIGQUIT, too: a rank answers it with its stacks, and its children must survive that."""
 
+SAFE_MODULE = ("-P", "-m")
+"""Starts a module of kempner's by its name. Without `-P` a file in the working directory that is
+named as one of Python's own, such as `tokenize.py`, would be imported in its place."""
+
 _UNBLOCKED_BY_TRACKER = frozenset({signal.SIGINT, signal.SIGTERM})
 
 

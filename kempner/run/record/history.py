@@ -134,15 +134,26 @@ class RunHistory:
 
     @property
     def last_step(self) -> int | None:
-        """The step of the newest commit; None if there is none.
+        """The step of the newest commit; None if there is none. Of a program with several loops the
+        sum of what each has saved, as its ranks count their steps.
 
         Of one whose rank died before it could say so the next resume tells. A resume from an older
         one is no commit.
         """
-        newest: int | None = None
+        newest = self._newest
+        return sum(newest.values()) if newest else None
+
+    def last_step_in(self, place: str) -> int | None:
+        """The same of the loop whose checkpoints are in `place`, by its own count."""
+        return self._newest.get(place)
+
+    @property
+    def _newest(self) -> dict[str, int]:
+        newest: dict[str, int] = {}
         for event in self.events(CheckpointCommitted, Resumed):
-            if isinstance(event, CheckpointCommitted) or event.step > (newest or 0):
-                newest = event.step
+            further = event.step > newest.get(event.place, 0)
+            if isinstance(event, CheckpointCommitted) or further:
+                newest[event.place] = event.step
         return newest
 
 

@@ -22,6 +22,9 @@ from kempner.run.record.run_dir import RunDirectory
 ACCEPT_CHANGES = "KEMPNER_ACCEPT_CHANGES"
 """Names differences, with commas between them, that are not to be refused."""
 
+OUTPUT_DIR = "output_dir"
+"""The fact by which the run of a trainer belongs to a folder of results."""
+
 _SHOWN = 3
 """Parts of a fact whose differences are told one by one."""
 
@@ -85,6 +88,11 @@ class RunIdentity:
         """As `from_json` reads it."""
         return json.dumps(asdict(self), indent=1, sort_keys=True, default=str) + "\n"
 
+    def only_command(self) -> RunIdentity:
+        """What says whose run it is: a loop is told the rest later."""
+        facts = {name: self.facts[name] for name in (OUTPUT_DIR,) if name in self.facts}
+        return RunIdentity(self.command, self.launched, self.environment, facts)
+
     def after(self, before: RunIdentity) -> RunIdentity:
         """What to keep when this one goes on with a run that was `before`."""
         kept = {f.name: getattr(self, f.name) or getattr(before, f.name) for f in fields(self)}
@@ -138,11 +146,6 @@ def compare(
     ]
 
 
-def is_of_command(before: RunIdentity, now: RunIdentity) -> bool:
-    """Whether both are of the same command with the same environment."""
-    return not [*_of_commands(before, now), *_of_environment(before, now)]
-
-
 def describe_refusal(differences: Sequence[Difference], path: Path | str, way_out: str) -> str:
     """Why a start cannot go on with the run in `path`, and what to do; empty if it can.
 
@@ -166,7 +169,11 @@ def _names(name: str) -> set[str]:
 
 
 def _of_commands(before: RunIdentity, now: RunIdentity) -> Iterator[Difference]:
-    for old, new in ((before.command, now.command), (before.launched, now.launched)):
+    pairs = [(before.command, now.command), (before.launched, now.launched)]
+    known = [pair for pair in pairs if all(pair)]
+    if not known:  # a supervisor knows the one, a program that is alone the other
+        known = [(before.command or before.launched, now.command or now.launched)]
+    for old, new in known:
         if old and new and old != new:
             shown = f"the command was `{_words(old)}`, now it is `{_words(new)}`"
             yield Difference("command", old, new, Verdict.REFUSED, shown)

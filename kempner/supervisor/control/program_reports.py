@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kempner.config.program import ProgramSection
 from kempner.run.control.program.heartbeat_file import LONGEST, Heartbeat, parse
-from kempner.run.control.protocol import Phase, Report
+from kempner.run.control.protocol import Moves, Phase, Report
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.helper_thread import helper_thread
@@ -47,7 +47,8 @@ class FileSeen:
         """As a rank would report it; a move without a step shows as another try."""
         step = None if self.said is None else self.said.step
         phase = Phase.STEP if self.moves else Phase.START
-        return Report(step or 0, phase, 0.0, 0.0, tries=0 if step is not None else self.moves)
+        tries = 0 if step is not None else self.moves
+        return Report(step or 0, phase, 0.0, 0.0, moves=Moves(tries))
 
 
 class ProgramReports:

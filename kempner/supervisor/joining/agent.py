@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kempner.run.process.helper_thread import start_thread
+from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.joined.invitation import Invitation
 from kempner.supervisor.launchers.agents.joined.terms import Departure, JoinTerms
@@ -39,7 +40,7 @@ class Agent:
         at = {ADDRESSES: ",".join(invitation.addresses), PORT: str(invitation.port)}
         step = {STEP: str(time.time_ns() // 1_000_000)}  # higher than that of any agent before it
         self._process = subprocess.Popen(
-            [sys.executable, "-m", node_agent.__name__, invitation.program],
+            [sys.executable, *SAFE_MODULE, node_agent.__name__, invitation.program],
             stdin=subprocess.PIPE,
             cwd=invitation.folder,
             env=os.environ | at | {TOKEN: invitation.token} | step | terms.environment(),

@@ -11,6 +11,7 @@ from typing import Protocol, Self
 
 from kempner.checkpoint.slots.pour import Offer, Poured
 from kempner.run.control.launch_env import Launch
+from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
 from kempner.supervisor.policy.outcome import RankExit
 
@@ -36,7 +37,7 @@ class Program:
         cls, arguments: Sequence[str], fork: bool = True, python: str = sys.executable
     ) -> Self:
         """`kempner train <arguments>`."""
-        command = (python, "-m", "kempner", "train", *arguments)
+        command = (python, *SAFE_MODULE, "kempner", "train", *arguments)
         return cls(command, ours=True, modules=_OF_TRAIN if fork else (), python=python)
 
     @classmethod
@@ -61,7 +62,7 @@ class Program:
 
 
 _OF_TRAIN = ("kempner.cli.entry", "kempner.cli.train", "kempner.training.imports")
-_EXEC_RANK = ("-m", "kempner.supervisor.launchers.exec_rank")
+_EXEC_RANK = (*SAFE_MODULE, "kempner.supervisor.launchers.exec_rank")
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
 from kempner.run.control.launch_env import FORK_SERVER, Launch
 from kempner.run.output.logs import logger
+from kempner.run.process.whom_to_ask import whom_to_ask
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -53,7 +52,7 @@ class Family:
         its last step would fail. Who does not, a shell that runs a script, dies of it and leaves
         its children: they are asked as well.
         """
-        asked = [found for head in self._heads() for found in _whom_to_ask(head)]
+        asked = [found for head in self._heads() for found in whom_to_ask(head)]
         # First, since another thread looks at `stops` as soon as a wrapper has ended.
         self._stopping += [process for process, traps in asked if traps]
         for process, _ in asked:
@@ -125,26 +124,6 @@ class Family:
         if session is None or session in self._others:
             return False
         return os.getpid() != 1 or _has_launch(pid)
-
-
-def _whom_to_ask(process: psutil.Process) -> list[tuple[psutil.Process, bool]]:
-    """A process, each with whether it traps the signal, and those below one that does not."""
-    with suppress(psutil.Error):
-        if _traps(process.pid, signal.SIGTERM):
-            return [(process, True)]
-        below = (found for child in process.children() for found in _whom_to_ask(child))
-        return [(process, False), *below]
-    return []
-
-
-def _traps(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal (proc(5), SigCgt)."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False  # it has just gone
-    masks = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(next(masks, "0"), 16) >> (number - 1) & 1)
 
 
 def _has_launch(pid: int) -> bool:

@@ -14,6 +14,7 @@ from kempner.cluster.network.netinfo import read_interfaces, route_address
 from kempner.cluster.slurm.containers import binding_option, container_options
 from kempner.config.site.slurm import SlurmSection
 from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.worker_process import SAFE_MODULE
 
 OPEN_WITHIN = 600.0
 """Seconds for all nodes to open a container at once, whose image was fetched before."""
@@ -46,7 +47,7 @@ class Surroundings:
 
     def run(self, module: str) -> list[str]:
         """The command that runs a Python module where the ranks run."""
-        return [*self.prefix, self.python, "-m", module]
+        return [*self.prefix, self.python, *SAFE_MODULE, module]
 
     @property
     def foreign(self) -> bool:

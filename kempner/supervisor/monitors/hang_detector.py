@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import inf
 from typing import TypeAlias
 
 from kempner.config.resilience import ResilienceSection
@@ -22,6 +23,10 @@ _ORDER = (
 STORAGE_TRIES = 3 * LONGEST_PAUSE
 """Seconds within which a rank that waits for storage tries again, and thereby moves."""
 
+GROWTH = 5.0
+"""How many times as long a standstill must last as one that was ended for a hang after the same
+step, where a rank may have been at work."""
+
 NAMED = 10
 """Ranks that a sentence names at most."""
 
@@ -38,20 +43,34 @@ class HangDetector:
     `must_report` hang if they never do; of others that never do nothing is known. Of a program that
     never connects, whose steps are read from files, only the ceiling counts: nobody knows what it
     does between two steps.
+
+    A program of the user's own may also be at work between two steps, see `_own_limit`; `hung` has
+    the longest standstill that was ended for a hang while a rank may have been at work, by step.
     """
 
-    def __init__(self, section: ResilienceSection, now: float, must_report: bool = True) -> None:
-        self._section, self._must_report = section, must_report
+    def __init__(
+        self,
+        section: ResilienceSection,
+        now: float,
+        must_report: bool = True,
+        hung: Mapping[int, float] | None = None,
+    ) -> None:
+        self._section, self._must_report, self._hung = section, must_report, hung or {}
         self._still: Standstill[_Places] = Standstill({}, now)
+        self._stacks: Standstill[dict[int, int]] = Standstill({}, now)
 
     def check(self, snapshot: Snapshot) -> Sequence[Hang]:
         """The hang, for as long as there is one."""
-        places = {rank: (r.step, r.phase, r.tries) for rank, r in snapshot.reports.items()}
+        places = {rank: (r.step, r.phase, r.moves.tries) for rank, r in snapshot.reports.items()}
         if snapshot.around.unstarted:
             self._still = Standstill(places, snapshot.now)
         self._still = self._still.seen(places, snapshot.now)
         known = snapshot.usual if self._must_report or snapshot.joined else {}
+        moves = {rank: report.moves.stacks for rank, report in snapshot.reports.items()}
+        self._stacks = self._stacks.seen(moves, snapshot.now)
         still, (limit, phase) = self._still.seconds(snapshot.now), self.patience(known)
+        if not self._must_report and snapshot.joined:
+            limit = self._own_limit(snapshot, limit)
         if any(report.storage for report in snapshot.reports.values()):
             limit = max(limit, STORAGE_TRIES)
         if still <= limit:
@@ -76,9 +95,34 @@ class HangDetector:
         phases = {phase for _, phase, _ in self._still.place.values()} or {Phase.START}
         return max((self._patience(phase, usual), phase) for phase in phases)
 
+    def _own_limit(self, snapshot: Snapshot, limit: float) -> float:
+        """Seconds for which a program of the user's own may stand still, by its stacks.
+
+        Without a limit of its own an evaluation has none, unless all ranks wait for each other in
+        collectives; nor has what follows the loop, as long as a stack moves. Between two steps a
+        stack that moves gets the ceiling.
+        """
+        phases = {report.phase for report in snapshot.reports.values()}
+        moving = self._stacks.seconds(snapshot.now) <= self._section.hang_timeout_min
+        if Phase.EVAL in phases and self._section.hang_timeout_max_of.eval is None:
+            evaluates = (
+                report.phase is Phase.EVAL and not report.waiting and rank not in snapshot.silent
+                for rank, report in snapshot.reports.items()
+            )
+            if moving or any(evaluates):
+                return inf
+        if moving:
+            last = phases == {Phase.EXIT}
+            limit = inf if last else max([limit, *map(self._ceiling, phases)])
+        step = max((report.step for report in snapshot.reports.values()), default=0)
+        most = max(self._section.hang_timeout_max, GROWTH**2 * self._section.hang_timeout_min)
+        return max(limit, min(most, GROWTH * self._hung.get(step, 0.0)))
+
+    def _ceiling(self, phase: Phase) -> float:
+        return self._section.hang_timeout_max_of.of(phase) or self._section.hang_timeout_max
+
     def _patience(self, phase: Phase, usual: PhaseDurations) -> float:
-        section = self._section
-        ceiling = section.hang_timeout_max_of.of(phase) or section.hang_timeout_max
+        section, ceiling = self._section, self._ceiling(phase)
         long = section.hang_factor * usual[phase].long if phase in usual else None
         return patience(section.hang_timeout_min, ceiling, long)
 

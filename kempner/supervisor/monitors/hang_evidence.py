@@ -6,9 +6,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from kempner.run.control.protocol import DumpStacks, FromSupervisor, Report
+from kempner.run.control.protocol import DumpStacks, FromSupervisor, Phase, Report
 from kempner.run.output.logs import logger
-from kempner.run.record.events.health import ConnectionsStalled, HangFound
+from kempner.run.process.whereabouts import Place
+from kempner.run.record.events.health import (
+    ConnectionsStalled,
+    HangFound,
+    OwnProgramStands,
+    StandsAt,
+)
 from kempner.run.record.events.job import NodeSuspected
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.monitors.base import Snapshot
@@ -17,6 +23,9 @@ from kempner.supervisor.monitors.process_probe import ProcessLook, is_here
 
 EVIDENCE, NODES_ANSWER = 3.0, 12.0
 """Seconds that ranks get to say what they see, and nodes at most, before the ranks are killed."""
+
+PLACES_TOLD = 4
+"""Different places that a sentence tells of at most."""
 
 
 class HangEvidence:
@@ -35,6 +44,7 @@ class HangEvidence:
         self._attempt, self._tell, self._ledger, self._ask = attempt, tell, ledger, look
         self._look, self._began = ProcessLook({}, look), 0.0
         self._stalled: dict[int, tuple[tuple[str, str], ...]] = {}
+        self._places: dict[int, Place] = {}
         self.hang: Hang | None = None
         """What evidence is collected of; in the end, with what it has brought to light."""
 
@@ -48,9 +58,13 @@ class HangEvidence:
         """Whether the ranks have had their time, and every node that was asked has answered."""
         return self.hang is not None and now - self._began > EVIDENCE and self._look.complete
 
-    def hear(self, rank: int, stalled: ConnectionsStalled) -> None:
-        """A rank says which of its node's connections deliver nothing, by their addresses."""
-        self._stalled[rank] = stalled.ends
+    def hear(self, rank: int, said: ConnectionsStalled | StandsAt) -> None:
+        """A rank says which of its node's connections deliver nothing, by their addresses; or where
+        its program stands."""
+        if isinstance(said, ConnectionsStalled):
+            self._stalled[rank] = said.ends
+        else:
+            self._places[rank] = Place(said.line, said.collective)
 
     def close(self, snapshot: Snapshot) -> None:
         """Tell what has come together, if there is a hang."""
@@ -64,14 +78,43 @@ class HangEvidence:
             reason = f"rank {cut_off} on {node} is cut off: what is sent to and from it is lost"
             hang = replace(hang, laggard=cut_off, sentence=f"{hang.sentence}; {reason}")
             self._ledger.record(NodeSuspected(node, reason), self._attempt)
+        busy, stands = may_be_at_work(self._places, snapshot.reports), None
+        if self._places:
+            places = {str(rank): at.words for rank, at in sorted(self._places.items())}
+            step = max((report.step for report in snapshot.reports.values()), default=0)
+            stands = OwnProgramStands(step, places, busy)
+            hang = replace(hang, sentence=f"{hang.sentence}; {_say_places(self._places, busy)}")
         self.hang = hang
         logger().warning(hang.sentence)
         waiting, processes = by_what_they_wait_for(snapshot.reports), tuple(self._look.lines)
         evidence = snapshot.now - self._began
         still = round(hang.still + evidence, 1)
         told = (hang.sentence, hang.laggard, waiting, processes, still, round(evidence, 1))
-        event = HangFound(*told)
-        self._ledger.record(event, self._attempt)
+        self._ledger.record(HangFound(*told, stands), self._attempt)
+
+
+def may_be_at_work(places: Mapping[int, Place], reports: Mapping[int, Report]) -> int | None:
+    """The first rank that may be at work between two steps: that waits in no collective.
+
+    None if all do, or if what they are in is no step of the user's.
+    """
+    for rank, place in sorted(places.items()):
+        report = reports.get(rank)
+        in_step = report is not None and report.phase in (Phase.STEP, Phase.COMPILE)
+        if in_step and report is not None and not (place.collective or report.waiting):
+            return rank
+    return None
+
+
+def _say_places(places: Mapping[int, Place], busy: int | None) -> str:
+    """Where ranks stand, one of those that are alike, and what to do if that was work."""
+    first: dict[str, int] = {}
+    for rank, place in sorted(places.items()):
+        first.setdefault(place.words, rank)
+    told = ", ".join(f"rank {rank} is {words}" for words, rank in list(first.items())[:PLACES_TOLD])
+    if busy is None:
+        return told
+    return f"{told}; if rank {busy} was at work there, put that into `with steps.evaluation():`"
 
 
 def worth_a_look(hang: Hang, snapshot: Snapshot) -> dict[str, list[int]]:

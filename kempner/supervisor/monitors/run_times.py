@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 from kempner.run.control.protocol import Phase
 from kempner.run.process.awake_clock import AwakeClock
+from kempner.run.record.events.health import HangFound
 from kempner.run.record.events.job import JobHandedBack
 from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import REMEMBERED, Durations, SaveSeconds
@@ -23,12 +24,15 @@ class RunTimes:
         phases: PhaseStats | None = None,
         saves: Durations | None = None,
         leaves: Sequence[float] = (),
+        hung: Mapping[int, float] | None = None,
     ) -> None:
         self._clock = AwakeClock()
         self.phases, self.saves = phases or PhaseStats(), saves or Durations()
         self.leaves = leaves
         """Seconds from the last rank's exit until the job was back in the queue, as often as that
         was measured."""
+        self.hung = hung or {}
+        """See `hung_at_work`."""
         self._left_at: float | None = None
 
     @classmethod
@@ -37,7 +41,8 @@ class RunTimes:
         # A start without a checkpoint says nothing about how long it takes to load one.
         unlike = () if past.last_step else (Phase.LOAD,)
         leaves = [event.seconds for event in past.events(JobHandedBack)][-REMEMBERED:]
-        return cls(PhaseStats(learned(past, size), unlike), past.durations, leaves)
+        phases = PhaseStats(learned(past, size), unlike)
+        return cls(phases, past.durations, leaves, hung_at_work(past))
 
     def now(self) -> float:
         """Seconds since the attempt began, without those spent suspended."""
@@ -69,3 +74,13 @@ class RunTimes:
         """An evaluation took so long."""
         if not self._clock.stood_still(seconds):
             self.phases.took(Phase.EVAL, seconds)
+
+
+def hung_at_work(past: RunHistory) -> dict[int, float]:
+    """The longest standstills in seconds that were ended for a hang while a rank may have been at
+    work, by the last step that was done."""
+    longest: dict[int, float] = {}
+    for hang in past.events(HangFound):
+        if (stands := hang.own_program) is not None and stands.busy is not None:
+            longest[stands.step] = max(longest.get(stands.step, 0.0), hang.seconds or 0.0)
+    return longest

@@ -13,6 +13,7 @@ from kempner.cluster.slurm.job import parse_job
 from kempner.cluster.slurm.node_step import run_on_nodes
 from kempner.cluster.slurm.task_output import whole_answers
 from kempner.run.output.logs import logger
+from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.nodes import presence, probe, process_look
 from kempner.supervisor.nodes.blame import node_flags
 from kempner.supervisor.nodes.presence import read_answer
@@ -70,7 +71,7 @@ def survey_within(question: ProbeQuestion) -> float:
 
 def look(node: str, pids: Sequence[int], allocation: str | None) -> list[str]:
     """What can be seen of processes on a node (`process_look`); nothing if it does not answer."""
-    task = [sys.executable, "-m", process_look.__name__, *map(str, pids)]
+    task = [sys.executable, *SAFE_MODULE, process_look.__name__, *map(str, pids)]
     return _run([node], allocation, task, PROBE_WITHIN)
 
 
@@ -94,7 +95,7 @@ def _ask(
     nodes: Sequence[str], allocation: str | None, module: str, question: str, within: float
 ) -> list[str]:
     """What a module says on each node, as far as it came in time."""
-    return _run(nodes, allocation, [sys.executable, "-m", module, question], within)
+    return _run(nodes, allocation, [sys.executable, *SAFE_MODULE, module, question], within)
 
 
 def _run(

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
 
+NAMED = 8
+"""Ranks that a sentence names at most."""
+
 OUT_OF_MEMORY = "out of memory: the kernel killed it"
 """Begins what is said of such a rank."""
+
+
+class OwnLoop(Enum):
+    """The loop of a program of the user's own that reports, as rank 0 tells."""
+
+    UNKNOWN = auto()
+    UNDER_WAY = auto()
+    COMPLETE = auto()
+    """Its last step is committed; another loop may follow."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,8 @@ class Decision:
 
     `culprit` is the rank that failed first, if one did. Without the `bad_nodes` there are too few.
     `environment` says that what surrounds the ranks is at fault: a node, or the network. `final`
-    says that the program has said so itself: no restart can help.
+    says that the program has said so itself: no restart can help. `left_at` is the step after which
+    a program's own loop was left before its last step, with 0.
     """
 
     code: ExitCode
@@ -60,6 +74,7 @@ class Decision:
     bad_nodes: tuple[str, ...] = ()
     environment: bool = False
     final: bool = False
+    left_at: int | None = None
 
 
 def decide_outcome(
@@ -85,6 +100,31 @@ def decide_outcome(
     if any(e.code == ExitCode.STOPPED for e in exits) or stop_requested:
         return Decision(ExitCode.STOPPED, "stopped" + _go_on(stop_requested) + _outstayed(exits))
     return Decision(ExitCode.PEERS_LOST, "every rank lost a peer; cause unknown")
+
+
+def after_training(decision: Decision, exits: Sequence[RankExit]) -> Decision:
+    """What an attempt came to whose training is complete: what fails after that is the program's,
+    and no restart brings more steps. What comes from outside is another matter: another loop may
+    have been about to begin."""
+    if decision.code in (ExitCode.COMPLETED, ExitCode.STOPPED):
+        return decision
+    first = next((e for e in exits if failed(e) and not e.ended_by_us), None)
+    if first is not None and _from_outside(first):
+        return decision
+    reason, culprit = decision.reason, decision.culprit
+    if decision.code is not ExitCode.HUNG and first is not None:
+        reason, culprit = f"rank {first.rank} {describe_exit(first)}", first.rank
+    left = [e.rank for e in exits if e.code == ExitCode.COMPLETED]
+    others = f" ({'rank' if len(left) == 1 else 'ranks'} {', '.join(map(str, left[:NAMED]))}"
+    others = f"{others}{', ...' if len(left) > NAMED else ''} had left with 0)" if left else ""
+    told = f"training is complete, but the program failed after its loop: {reason}{others}"
+    return Decision(ExitCode.AFTER_TRAINING, told, culprit)
+
+
+def left_early(decision: Decision, step: int) -> Decision:
+    """What an attempt came to whose ranks all left with 0, but not after their last step."""
+    told = f"the program ended after step {step} with 0, before its last step: not complete"
+    return replace(decision, reason=f"{told}; start it again to go on", left_at=step)
 
 
 def failed(exit_: RankExit) -> bool:

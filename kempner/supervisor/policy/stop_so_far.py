@@ -1,4 +1,4 @@
-"""What has been heard of a stop in an attempt."""
+"""What has been heard of how an attempt ends."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from kempner.run.process.signals import Received
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.stop import StopRequested
+from kempner.supervisor.policy.outcome import OwnLoop
 from kempner.supervisor.policy.stop import StandingStop
 
 
 @dataclass
 class StopSoFar:
-    """What has been heard of a stop.
+    """What has been heard of a stop, and of the end of a program's own `loop`.
 
     `standing` is what the ranks were told, None until they are asked to stop; `said` is why they
     stop by their own words. `unrecorded` is what the ledger does not tell yet, and since when.
@@ -22,6 +23,7 @@ class StopSoFar:
     standing: StandingStop | None = None
     said: StopReason = StopReason.NONE
     unrecorded: tuple[StopRequested, float] | None = None
+    loop: OwnLoop = OwnLoop.UNKNOWN
 
     @property
     def reason(self) -> StopReason:

@@ -145,7 +145,7 @@ def join(
     launch = Launch.from_environment(os.environ)
     forget_secret(os.environ)
     world = _find_place()
-    progress = Progress()
+    progress = Progress(own_program=launch is not None and launch.terms is not None)
     if launch is None:
         return RankLink(world, run, launch, progress, None)
     if launch.parent is not None:

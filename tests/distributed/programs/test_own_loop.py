@@ -160,10 +160,10 @@ def test_how_a_loop_in_a_thread_ends_is_how_its_process_ends(own: Own) -> None:
     (stopped,) = own.events("in_a_thread", "stopped")
     assert stopped["lost_steps"] == 0
 
-    once = ("--supervise.max_restarts_without_progress=0", *FORKED)
+    once = ("--supervise.max_restarts_without_progress=0", "--run.name=fails", *FORKED)
     job = own.supervise(sys.executable, program, "fails", nproc=1, options=once)
     assert job.wait() == 1, job.output()
-    (verdict,) = own.events("in_a_thread", "gave_up")
+    (verdict,) = own.events("fails", "gave_up")
     assert verdict["raised"] == "ValueError: there is no batch"
 
 

@@ -1,4 +1,5 @@
-"""One of some ranks of a test: every world up to theirs saves, every such world loads.
+"""One of some ranks of a test: every world up to theirs saves, every such world loads. Of the model
+a part is frozen.
 
 Usage: reshard.py FOLDER [METADATA_UP_TO]
 """
@@ -22,7 +23,7 @@ from saved import open_manager
 from kempner.checkpoint.format import compact_index
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
-from kempner.checkpoint.tensors import state
+from kempner.checkpoint.tensors import file_buffer, state
 from kempner.run.output import logs
 from kempner.run.record.run_dir import RunDirectory
 
@@ -32,6 +33,7 @@ rank = dist.get_rank()
 WORLDS = range(1, dist.get_world_size() + 1)
 if sys.argv[2:]:
     compact_index.METADATA_UP_TO = int(sys.argv[2])
+file_buffer.BASE_FROM = 1
 groups = {world: dist.new_group(list(range(world)), backend="gloo") for world in WORLDS}
 meshes = {world: DeviceMesh("cpu", torch.arange(world)) for world in WORLDS}
 
@@ -40,8 +42,10 @@ def build(world: int, folder: Path, seed: int) -> tuple[CheckpointManager, dict[
     """A model of odd sizes over the first `world` ranks, after one step that depends on `seed`."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 600), nn.Linear(600, 3), nn.Linear(3, 1))
+    model[1].requires_grad_(False)
     if world > 1:
-        fully_shard(model, mesh=meshes[world])
+        for layer in model:
+            fully_shard(layer, mesh=meshes[world])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.arange(14.0).view(2, 7) * seed).sum().backward()
     optimizer.step()
@@ -61,6 +65,8 @@ for writers in WORLDS:
         manager, table = build(writers, folder, seed=3)
         expected = whole(table)
         manager.save(TrainState(step=1, cursor=8, tokens=64))
+        manager.join()
+        assert len(list(manager._folder.step(1).glob("*.distcp"))) == 2 * writers
         manager.close()
     box = [expected]
     dist.broadcast_object_list(box, 0)

@@ -36,7 +36,7 @@ def step(number: int, loss: Tensor | float, samples: Iterable[int], rates: Itera
     place = f"{number}.{micro}"
     _note("samples", place, list(map(int, samples)))
     _note("rates", place, [float(rate).hex() for rate in rates])
-    _note("loss", place, float(loss).hex())
+    _note("loss", place, _bits(loss))
     _strike(place)
     if micro == 0:
         _strike(str(number))
@@ -54,7 +54,7 @@ def evaluating(number: int) -> None:
 
 def evaluation(number: int, value: Tensor | float) -> None:
     """The result of the evaluation after a step."""
-    _note("evaluation", str(number), float(value).hex())
+    _note("evaluation", str(number), _bits(value))
 
 
 def end(steps: int, model: nn.Module, **facts: object) -> None:
@@ -87,6 +87,10 @@ def _whole(value: Tensor) -> Tensor:
     """All of a tensor that may be sharded; a number as a list of one."""
     full = value.full_tensor() if hasattr(value, "full_tensor") else value
     return full.detach().cpu().reshape(-1)
+
+
+def _bits(value: Tensor | float) -> str:
+    return float(value.detach() if isinstance(value, Tensor) else value).hex()
 
 
 def _note(fact: str, place: str, value: object) -> None:

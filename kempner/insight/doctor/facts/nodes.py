@@ -29,6 +29,7 @@ from kempner.insight.doctor.facts.node import (
 )
 from kempner.insight.doctor.facts.software import IMPORT_WITHIN
 from kempner.run.process.durable_io import comes_to_hold
+from kempner.run.process.worker_process import SAFE_MODULE
 
 ASK_WITHIN = IMPORT_WITHIN + 60.0
 """Seconds that all nodes together get: as long as the slowest import of torch, and the rest."""
@@ -83,7 +84,7 @@ def survey_nodes(wanted: Wanted, allocation: Allocation) -> Survey:
             wanted.interface, len(nodes) == 1, allocation.nodes[0], addresses, port
         )
         asked = question_text(replace(question, network=network))
-        task = [sys.executable, "-m", node_probe.__name__, asked]
+        task = [sys.executable, *SAFE_MODULE, node_probe.__name__, asked]
         inside = None if allocation.batch else allocation.job
         began = time.time()
         told = run_on_nodes(nodes, inside, task, ASK_WITHIN, resources)

@@ -45,6 +45,9 @@ class AttemptEnded(LedgerEvent):
     culprit: Annotated[int | None, "rank that failed first"]
     exits: Annotated[Mapping[str, int | None], "exit status by rank, null if it is not known"]
     seconds: Annotated[float | None, "seconds since the first rank ended"] = None
+    left_at: Annotated[
+        int | None, "step after which a program of the user's own left its loop before the last one"
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ class AttemptFailed(LedgerEvent):
         False
     )
     code: Annotated[int, "exit code that the attempt comes to"] = 1
+    unstarted: Annotated[
+        int | None, "exit status of a program that ended within seconds, before it said anything"
+    ] = None
 
 
 @dataclass(frozen=True)

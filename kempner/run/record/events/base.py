@@ -11,6 +11,9 @@ from pydantic import TypeAdapter
 # The words after a type say what the field holds, with its unit: docs/events.md is made from them.
 Step: TypeAlias = Annotated[int, "step"]
 RankNumber: TypeAlias = Annotated[int, "rank"]
+Place: TypeAlias = Annotated[
+    str, "folder below the run of the program's loop whose checkpoint it is; empty for the first"
+]
 Sentence: TypeAlias = Annotated[str, "for a person to read"]
 
 

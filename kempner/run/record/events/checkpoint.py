@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Self
 
-from kempner.run.record.events.base import LedgerEvent, Step
+from kempner.run.record.events.base import LedgerEvent, Place, Step
 from kempner.run.record.save_times import SaveSeconds
 
 
@@ -23,6 +23,7 @@ class Resumed(LedgerEvent):
 
     name: ClassVar[str] = "resumed"
     step: Step
+    place: Place = ""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class CheckpointCommitted(LedgerEvent):
     write_seconds: Annotated[float | None, "seconds from then until all ranks wrote it"] = None
     commit_seconds: Annotated[float | None, "seconds from then until `latest` names it"] = None
     suspended: Annotated[bool, "whether Slurm suspended the job meanwhile"] = False
+    place: Place = ""
 
     @classmethod
     def of(cls, step: int, size: int, took: SaveSeconds) -> Self:

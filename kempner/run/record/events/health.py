@@ -10,6 +10,15 @@ from kempner.run.record.events.base import LedgerEvent, RankNumber, Sentence
 
 
 @dataclass(frozen=True)
+class OwnProgramStands:
+    """Where a program of the user's own stands in a hang, by its stacks."""
+
+    step: int
+    places: Mapping[str, str]
+    busy: int | None = None
+
+
+@dataclass(frozen=True)
 class HangFound(LedgerEvent):
     """By the supervisor: when no rank moves any more, and the attempt is ended for it."""
 
@@ -22,6 +31,11 @@ class HangFound(LedgerEvent):
     evidence_seconds: Annotated[
         float | None, "how many of them were spent on collecting evidence"
     ] = None
+    own_program: Annotated[
+        OwnProgramStands | None,
+        "of a user's own program: its last `step` that was done, the `places` in its code by rank, "
+        "and the rank that may have been at work there (`busy`), if one was",
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,18 @@ class ConnectionsStalled(LedgerEvent):
 
     name: ClassVar[str] = "stalled"
     ends: Annotated[tuple[tuple[str, str], ...], "near and far address of each connection"]
+
+
+@dataclass(frozen=True)
+class StandsAt(LedgerEvent):
+    """By any rank: in a hang of a program of the user's own, to tell where its main thread is.
+
+    For the supervisor, which does not put it into the ledger.
+    """
+
+    name: ClassVar[str] = "stands_at"
+    line: Annotated[str, "the innermost line of the user's code, as FILE:LINE, empty if unknown"]
+    collective: Annotated[str, "the collective that it waits in, empty if there is none"]
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ SUBJECTS: Mapping[str, tuple[type[LedgerEvent], ...]] = {
     "Hangs, slowness, memory, storage": (
         health.HangFound,
         health.ConnectionsStalled,
+        health.StandsAt,
         health.StragglerFound,
         health.SlowDownFound,
         health.Recovered,

@@ -21,6 +21,7 @@ import psutil
 from kempner.run.control.launch_env import AS_FORKED, FORK_SERVER
 from kempner.run.output.logs import logger
 from kempner.run.process.signals import STOP_SIGNALS
+from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.launchers.fork_server import server
 from kempner.supervisor.launchers.fork_server.messages import (
     LARGEST,
@@ -72,11 +73,12 @@ class Started(Protocol):
 class Forked:
     """A process that the server has forked, and whose end it tells.
 
-    `end_server` is called when the process has ended and the server does not say so.
+    `end_server` is called when the process has ended and the server does not say so. An `orphan` is
+    this process's child.
     """
 
-    def __init__(self, pid: int, end_server: Callable[[], None]) -> None:
-        self.pid, self._end_server = pid, end_server
+    def __init__(self, pid: int, end_server: Callable[[], None], orphan: bool) -> None:
+        self.pid, self._end_server, self._orphan = pid, end_server, orphan
         self._told: Future[int | None] = Future()
         """What the server says; None when it has died first."""
         try:
@@ -96,6 +98,8 @@ class Forked:
             over.register(self._ended, select.POLLIN)
             over.poll()
             os.close(self._ended)
+        if self._orphan:
+            self.ended(None)
         try:
             status = self._told.result(TOLD_WITHIN)
         except TimeoutError:
@@ -103,14 +107,23 @@ class Forked:
             status = self._told.result()
         if status is not None:
             return status
-        # The server has died. Its children are this process's now, its sub-reaper.
+        # Nobody tells. Orphans are this process's children, its sub-reaper.
         with suppress(ChildProcessError):
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return None
 
     def poll(self) -> int | None:
-        """Its exit status if the server has told it."""
-        return self._told.result() if self._told.done() else None
+        """Its exit status if the server has told it; an orphan's can still be waited for."""
+        if not self._orphan:
+            return self._told.result() if self._told.done() else None
+        with suppress(ChildProcessError):
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            found = os.waitid(os.P_PID, self.pid, options)
+            if found is None:
+                return None
+            by_itself = found.si_code == os.CLD_EXITED
+            return found.si_status if by_itself else -found.si_status
+        return None
 
 
 class ForkServerClient:
@@ -199,7 +212,7 @@ class _Running:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
             with _deaf():
                 process = subprocess.Popen(
-                    [sys.executable, "-m", server.__name__, str(theirs.fileno()), *modules],
+                    [sys.executable, *SAFE_MODULE, server.__name__, str(theirs.fileno()), *modules],
                     env={**os.environ, **_IMPORTS_ONLY},
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
@@ -262,10 +275,14 @@ class _Running:
         match decode(packet):
             case Ready():
                 self._ready.set_result(None)
-            case ForkedAs(number, pid):
-                self._forked[pid] = Forked(pid, self.kill)
+            case ForkedAs(number, pid, orphan):
+                forked = Forked(pid, self.kill, orphan)
+                if not orphan:
+                    self._forked[pid] = forked
                 if (answer := self.waited_for.get(number)) is not None:
-                    answer.set_result(self._forked[pid])
+                    answer.set_result(forked)
+                elif orphan:
+                    os.kill(pid, signal.SIGKILL)  # the order was given up meanwhile
             case Refused(number, reason):
                 if (answer := self.waited_for.get(number)) is not None:
                     answer.set_exception(CannotForkError(reason))

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
+from kempner.run.process.worker_process import SAFE_MODULE
+
 LARGEST = 1 << 20
 """Bytes of a message; the kernel may allow less, and refuses what is larger."""
 
@@ -23,7 +25,8 @@ class Order:
     """To the server: fork, and be `python ARGUMENTS...` in this environment.
 
     `ours` is a program that blocks the stop signals until it traps them; any other one gets
-    SIGTERM when the server ends. It may use these `cpus`, all of the server's if none are given.
+    SIGTERM when the server's parent ends. It may use these `cpus`, all of the server's if none are
+    given.
     """
 
     number: int
@@ -43,10 +46,14 @@ class Ready:
 
 @dataclass(frozen=True)
 class ForkedAs:
-    """From the server: an order was carried out by this process."""
+    """From the server: an order was carried out by this process.
+
+    An `orphan` has become the child of the server's own parent, which sees for itself how it ends.
+    """
 
     number: int
     pid: int
+    orphan: bool = False
     kind: ClassVar[str] = "forked"
 
 
@@ -94,9 +101,11 @@ def arguments_of_python(command: Sequence[str]) -> tuple[str, ...] | None:
     """
     if len(command) < 2 or not _is_this_python(command[0]):
         return None
-    if command[1] == "-m" and len(command) > 2:
-        return tuple(command[1:])
-    return tuple(command[1:]) if command[1].endswith(".py") else None
+    safely = tuple(command[1:3]) == SAFE_MODULE  # as the server itself was started
+    words = tuple(command[2 if safely else 1 :])
+    if words[0] == "-m" and len(words) > 1:
+        return words
+    return words if words[0].endswith(".py") else None
 
 
 def _is_this_python(word: str) -> bool:

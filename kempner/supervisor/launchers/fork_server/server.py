@@ -23,13 +23,14 @@ import selectors
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from kempner.run.output.console import say
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.signals import STOP_SIGNALS, signal_at_end_of
+from kempner.run.process.signals import STOP_SIGNALS, follow_parent, signal_at_end_of
 from kempner.supervisor.launchers.fork_server.messages import (
     LARGEST,
     Ended,
@@ -45,12 +46,19 @@ from kempner.supervisor.launchers.rank_network import enter_network
 
 _PR_SET_NAME = 15  # linux/prctl.h
 
+_LAST = f"{Path.cwd()}/."
+"""In the path while modules are imported for a program that is not known yet: they may be the
+user's. It is last, since a file there may have the name of one of Python's own."""
+
+_LOOK = 0.001
+"""Seconds between two looks whether an orphan has its new parent."""
+
 
 class ForkServer:
     """Forks on order and tells how its children end."""
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
+    def __init__(self, channel: socket.socket, parent: int) -> None:
+        self._channel, self._parent = channel, parent
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ)
         self._children: dict[int, int] = {}
@@ -77,6 +85,8 @@ class ForkServer:
         if why := why_not_to_fork():
             self._say(Refused(order.number, why))
         else:
+            if not order.ours:
+                return self._fork_orphan(order, outputs)
             pid = os.fork()
             if not pid:
                 self._become_child(outputs)
@@ -85,6 +95,29 @@ class ForkServer:
             self._children[ended] = pid
             self._selector.register(ended, selectors.EVENT_READ)
             self._say(ForkedAs(order.number, pid))
+        for output in outputs:
+            os.close(output)
+        return False
+
+    def _fork_orphan(self, order: Order, outputs: Sequence[int]) -> bool:
+        """As `_fork`; the child becomes that of this process's parent, a sub-reaper.
+
+        The signal that it gets when its parent ends then means that the supervisor is gone, and not
+        this server: a program that saves at SIGTERM and leaves with 0 would pass for complete.
+        """
+        between = os.fork()
+        if not between:
+            pid = os.fork()
+            if pid:
+                self._say(ForkedAs(order.number, pid, orphan=True))
+                os._exit(0)
+            between = os.getppid()
+            self._become_child(outputs)
+            while os.getppid() == between:
+                time.sleep(_LOOK)
+            follow_parent(self._parent, signal.SIGTERM)
+            return True
+        os.waitpid(between, 0)
         for output in outputs:
             os.close(output)
         return False
@@ -139,7 +172,6 @@ def run(order: Order) -> None:
     if order.cpus:
         os.sched_setaffinity(0, order.cpus)
     if not order.ours:
-        signal_at_end_of(os.getppid(), signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
             enter_network()
@@ -150,28 +182,33 @@ def run(order: Order) -> None:
         sys.modules["numpy"].random.seed()
     gc.enable()
     program, *rest = order.arguments
+    sys.path.remove(_LAST)
     if program == "-m":
         sys.argv = rest
+        if not order.ours:
+            sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(order.arguments)
-        sys.path[0] = str(Path(program).resolve().parent)
+        sys.path.insert(0, str(Path(program).resolve().parent))
         runpy.run_path(program, run_name="__main__")
 
 
 def main(descriptor: int, modules: Sequence[str]) -> None:
     """Import `modules`, and serve whoever holds the other end of a socket."""
-    if not signal_at_end_of(os.getppid(), signal.SIGKILL):
+    parent = os.getppid()
+    if not signal_at_end_of(parent, signal.SIGKILL):
         return
     set_name("fork server")
     channel = socket.socket(fileno=descriptor)
     gc.disable()
+    sys.path.append(_LAST)
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # a collection in a child would write to, and so copy, every page of this
     with suppress(OSError):  # nobody is left: `serve` finds out
         channel.send(encode(Ready()))
-    order = ForkServer(channel).serve()
+    order = ForkServer(channel, parent).serve()
     if order is not None:
         run(order)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,14 @@ from kempner.checkpoint.format.extents import Extents
 from kempner.checkpoint.format.listed_index import ListedIndex, Piece
 from kempner.checkpoint.format.manifest import encode as encode_manifest
 from kempner.checkpoint.format.manifest import read, whole_sum
-from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, file_length, place
+from kempner.checkpoint.format.shard_plan import (
+    Placed,
+    TensorSpec,
+    by_file,
+    data_file,
+    file_length,
+    place,
+)
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata
 from kempner.checkpoint.tensors.file_buffer import container
 from kempner.checkpoint.tensors.open_contents import open_contents
@@ -39,6 +47,7 @@ SPECS = [
     TensorSpec("model.columns", (7, 900), "float32", (2, 3), (1, None)),
     TensorSpec("optimizer.rows.step", (), "float32", (6,), (None,)),
     TensorSpec("model.empty", (0, 4), "int64", (6,), (0,)),
+    TensorSpec("model.frozen", (70, 9), "float32", (2, 3), (None, 0), base=True),
 ]
 
 
@@ -61,12 +70,21 @@ def listed_in(metadata: Metadata, key: str, offsets: Any, sizes: Any) -> list[Pa
     ]
 
 
+def files(
+    specs: list[TensorSpec], world: int, extents: Extents
+) -> Iterator[tuple[int, list[Placed]]]:
+    """The number and the contents of each file."""
+    for nth, part in enumerate(by_file(specs)):
+        for rank in range(world):
+            yield nth * world + rank, place(part, rank, extents)
+
+
 def listed_index(specs: list[TensorSpec], world: int, extents: Extents = container) -> ListedIndex:
     """What an import would write of the same files."""
     pieces: dict[str, list[Piece]] = {spec.key: [] for spec in specs}
-    for rank in range(world):
-        for item in place(specs, rank, extents):
-            pieces[item.chunk.key].append(Piece(rank, item.chunk.offsets, item.chunk.sizes))
+    for number, placed in files(specs, world, extents):
+        for item in placed:
+            pieces[item.chunk.key].append(Piece(number, item.chunk.offsets, item.chunk.sizes))
     tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in specs}
     return ListedIndex.of(tensors, pieces, extents)
 
@@ -110,10 +128,10 @@ def test_another_torch_finds_what_one_has_written(by_plan: bool) -> None:
     if not by_plan:
         content = encode_listed(listed_index(SPECS, 6, longer))
     index = decode(content, Path(INDEX))
-    for rank in range(6):
-        for item in place(SPECS, rank, longer):
+    for number, placed in files(SPECS, 6, longer):
+        for item in placed:
             found = list(index.parts(item.chunk.key, item.chunk.offsets, item.chunk.sizes))
-            here = Part(item.chunk.offsets, item.chunk.sizes, data_file(rank), item.start, 0)
+            here = Part(item.chunk.offsets, item.chunk.sizes, data_file(number), item.start, 0)
             assert 0 in item.chunk.sizes or found == [replace(here, length=item.container.length)]
 
 
@@ -171,6 +189,7 @@ def test_a_checkpoint_with_nothing_but_an_index_loads_bit_for_bit(tmp_path: Path
         ({"tensors": [["w", [2], "float32", [1], [0, 0]]]}, "'w' makes no sense"),
         ({"tensors": [["w", [2], "os.system", [1], [0]]]}, "'w' makes no sense"),
         ({"tensors": [["w", [2], "load", [1], [0]]]}, "w is load, which is not a dtype"),
+        ({"base": [7]}, "it is not an index"),
         ({"containers": None}, "it is not an index"),
         ({"containers": [["float32", [2], 8]]}, "it is not an index"),
         ({"containers": [["float32", [2], 8, 4]]}, "a container of float32 .2. makes no sense"),

@@ -29,6 +29,7 @@ from kempner.run.record.events.checkpoint import (
 from kempner.run.record.events.health import (
     ConnectionsStalled,
     HangFound,
+    OwnProgramStands,
     PhaseDurationsLearned,
     PhaseTimes,
 )
@@ -124,6 +125,7 @@ EXAMPLES: Mapping[object, object] = {
     Mapping[str, float]: {"load": 1.5},
     Mapping[str, int | None]: {"0": 75, "1": None},
     Mapping[str, Sequence[int]]: {"the vote": [0, 1]},
+    OwnProgramStands | None: {"step": 7, "places": {"0": "at train.py:3"}, "busy": 0},
     Mapping[str, PhaseTimes]: {"step": {"median": 1.5, "spread": 0.25, "count": 3}},
 }
 """Some value of each type that a field has, as JSON has it; of none the default."""

@@ -14,6 +14,7 @@ from kempner.config.errors import ConfigError
 from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.supervisor import daemon
+from kempner.supervisor.launchers import exec_rank
 from kempner.supervisor.launchers.base import Program
 
 SCRIPT = ("python", "-u", "work/my_train.py", "--lr", "3")
@@ -34,12 +35,37 @@ def test_a_run_is_named_by_hand_or_after_its_script(
     command: tuple[str, ...],
     task: str,
     name: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
     config, words = _load(None, overrides, command)
     assert config.run.name == name
     assert words[-len(command) - 1 :] == ["--", *command]
+
+
+def test_each_command_gets_a_run_and_none_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.py").write_text("import os\nseed = os.environ.get('SEED')\n")
+    seen: dict[str, tuple[object, ...]] = {}
+    for seed in ("1", "2"):
+        monkeypatch.setenv("SEED", seed)
+        for script in ("one/train.py", "two/train.py"):
+            for words in ((), ("--lr=1",), ("--lr=2",)):
+                config, _ = _load(None, [], ("python", script, *words))
+                name = str(config.run.name)
+                assert seen.setdefault(name, (seed, script, words)) == (seed, script, words)
+                again, _ = _load(None, [], ("torchrun", "--nnodes=1", script, *words, "--resume"))
+                assert again.run.name == name
+                with pytest.raises(UsageError, match="would not be this program's result"):
+                    _load(None, [f"--run.name={name}"], ("python", script, "--lr=3"))
+    assert len(seen) == 12
+    assert "train" in seen
 
 
 def test_the_element_of_an_array_keeps_a_name_given_by_hand(
@@ -84,9 +110,7 @@ def test_what_follows_the_dashes_is_nobodys_option(
     own = ["python", "my.py", "--nproc", "7", "--", "--train.seed=3", "--help"]
     given = ["supervise", "--run.name=x", "--nproc", "2", "--", *own]
     assert app(args=given, prog_name="kempner", standalone_mode=False) == 0
-    assert started == [
-        Program((sys.executable, "-m", "kempner.supervisor.launchers.exec_rank", *own), ours=False)
-    ]
+    assert started == [Program((sys.executable, "-P", "-m", exec_rank.__name__, *own), ours=False)]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -177,18 +178,57 @@ def test_whom_a_dead_server_has_forked_lives_on_and_its_end_is_known(
     assert again.wait() == 0
 
 
-def test_a_program_of_the_users_ends_with_the_server(tmp_path: Path, server: Any) -> None:
-    forks = server()
-    child = forks.fork(sleeper(tmp_path), os.environ, None, ours=False)
-    wait_until(lambda: (tmp_path / "sleeper.py").name in names(child.pid), "it to sleep")
+SAVES = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_program_of_the_users_is_not_told_to_stop_by_the_death_of_the_server(
+    tmp_path: Path, server: Any
+) -> None:
+    """It would save, leave with 0, and pass for complete."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    forks, out = server(), tmp_path / "out"
+    with open(out, "wb") as output:
+        command = [sys.executable, str(tmp_path / "saves.py")]
+        child = forks.fork(command, os.environ, output.fileno(), ours=False)
+    wait_until(lambda: "ready" in out.read_text(), "it to trap the signal")
     os.kill(forks.pid, signal.SIGKILL)
-    assert child.wait() == -signal.SIGTERM
+    wait_until(lambda: forks.pid is None, "the end to be noticed")
+    assert child.poll() is None
+    os.kill(child.pid, signal.SIGUSR1)
+    wait_until(lambda: child.poll() is not None, "its end")
+    assert (child.poll(), child.wait()) == (3, 3)
 
 
-def names(pid: int) -> str:
-    """The file that a process reads, where it sleeps: a fork has no command line of its own."""
-    stack = Path(f"/proc/{pid}/wchan").read_text()
-    return "sleeper.py" if "nanosleep" in stack else stack
+SUPERVISOR = """
+import os, sys, time
+from kempner.supervisor.launchers.family import Family
+from kempner.supervisor.launchers.fork_server.client import ForkServerClient
+Family()
+forks = ForkServerClient(())
+forks.start()
+print(forks.fork([sys.executable, sys.argv[1]], os.environ, None, ours=False).pid, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_program_of_the_users_is_told_to_stop_by_the_death_of_the_supervisor(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "supervisor.py").write_text(SUPERVISOR)
+    command = [sys.executable, str(tmp_path / "supervisor.py"), sleeper(tmp_path)[1]]
+    supervisor = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert supervisor.stdout is not None
+    rank = psutil.Process(int(supervisor.stdout.readline()))
+    supervisor.kill()
+    supervisor.wait()
+    supervisor.stdout.close()
+    rank.wait(scaled(20))
 
 
 def test_a_server_that_does_not_answer_is_replaced(

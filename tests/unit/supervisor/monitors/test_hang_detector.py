@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from kempner.config.resilience import HangTimeouts, ResilienceSection
-from kempner.run.control.protocol import Phase, Report
+from kempner.run.control.protocol import Moves, Phase, Report
 from kempner.supervisor.control.events import Connected, LastReport
 from kempner.supervisor.monitors.base import Snapshot, Surroundings
 from kempner.supervisor.monitors.hang_detector import HangDetector
@@ -176,7 +177,7 @@ def test_a_rank_that_waits_for_storage_does_not_hang_nor_do_those_that_wait_for_
     watch, usual = HangDetector(SECTION, 0.0), usually(step=1)
 
     def places(tries: int, at: float) -> dict[int, LastReport]:
-        report = Report(7, Phase.STEP, 0.0, 0.0, "", "/data: Input/output error", tries)
+        report = Report(7, Phase.STEP, 0, 0, "", "/data: Input/output error", Moves(tries))
         return seen(7, 7, at=at, waiting="the vote") | {2: LastReport(report, at)}
 
     for now in range(5, 1000, 5):
@@ -184,3 +185,60 @@ def test_a_rank_that_waits_for_storage_does_not_hang_nor_do_those_that_wait_for_
     assert not watch.check(snapshot(places(199, 1050.0), 1050.0, 1050.0, usual))
     (hang,) = watch.check(snapshot(places(199, 1060.0), 1060.0, 1060.0, usual))
     assert hang.laggard == 2
+
+
+def own(
+    now: float, phase: Phase, waiting: tuple[str, ...], moves: int = 0, at: float | None = None
+) -> Snapshot:
+    """Of a program of the user's own after step 7: ranks that wait in these collectives."""
+    at = now if at is None else at
+    reports = {
+        rank: LastReport(Report(7, phase, 0.0, 0.0, name, moves=Moves(stacks=moves)), at)
+        for rank, name in enumerate(waiting)
+    }
+    there = {rank: Connected(rank, "node1", 7) for rank in reports}
+    return Snapshot.of(now, len(reports), reports, now, usually(step=1), joined=there)
+
+
+def lasts(phase: Phase, waiting: tuple[str, ...], moving: bool, step: int = 7) -> float:
+    """Seconds until a standstill of a program of the user's own is a hang, up to a month."""
+    hung = {step: 60.0}
+    watch, now = HangDetector(SECTION, 0.0, must_report=False, hung=hung), 0.0
+    for beat in range(40_000):
+        if watch.check(own(now, phase, waiting, moves=beat * moving)):
+            return now
+        now += 1.0 if now < 1000 else 60.0
+    return inf
+
+
+BUSY, STUCK = ("", "barrier"), ("all_reduce", "barrier")
+
+
+@pytest.mark.parametrize(
+    ("phase", "waiting", "moving", "limit"),
+    [
+        (Phase.EVAL, BUSY, False, inf),
+        (Phase.EVAL, STUCK, True, inf),
+        (Phase.EVAL, STUCK, False, 600.0),
+        (Phase.STEP, BUSY, False, 60.0),
+        (Phase.STEP, BUSY, True, 600.0),
+        (Phase.STEP, STUCK, False, 60.0),
+        (Phase.EXIT, BUSY, True, inf),
+        (Phase.EXIT, BUSY, False, 600.0),
+    ],
+)
+def test_a_program_at_work_is_told_from_one_that_hangs_by_its_stacks(
+    phase: Phase, waiting: tuple[str, ...], moving: bool, limit: float
+) -> None:
+    assert lasts(phase, waiting, moving, step=3) == pytest.approx(limit, abs=2.0)
+
+
+def test_a_silent_evaluation_is_a_hang() -> None:
+    watch = HangDetector(SECTION, 0.0, must_report=False)
+    assert not watch.check(own(1.0, Phase.EVAL, BUSY))
+    assert not watch.check(own(600.0, Phase.EVAL, BUSY, at=1.0))
+    assert watch.check(own(602.0, Phase.EVAL, BUSY, at=1.0))
+
+
+def test_the_second_standstill_after_a_step_may_last_longer() -> None:
+    assert lasts(Phase.STEP, BUSY, moving=False) == pytest.approx(300.0, abs=2.0)

@@ -9,7 +9,14 @@ import pytest
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import Received, insists
 from kempner.run.process.stop_reason import StopReason
-from kempner.supervisor.policy.outcome import RankExit, decide_outcome, failed
+from kempner.supervisor.policy.outcome import (
+    Decision,
+    RankExit,
+    after_training,
+    decide_outcome,
+    failed,
+    left_early,
+)
 
 NONE, LIMIT, GROW = StopReason.NONE, StopReason.TIME_LIMIT, StopReason.GROW
 KILL, TERM, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
@@ -107,3 +114,42 @@ def test_only_a_quick_second_ctrl_c_insists(
     received: list[tuple[str, float]], expected: bool
 ) -> None:
     assert insists([Received(signal.Signals[name], at) for name, at in received]) is expected
+
+
+@pytest.mark.parametrize(
+    ("exits", "code", "words"),
+    [
+        (ends(0, 0), ExitCode.COMPLETED, "completed"),
+        (ends(75, 75), ExitCode.STOPPED, "stopped"),
+        (
+            ends(76, 0),
+            ExitCode.AFTER_TRAINING,
+            "the program failed after its loop: rank 0 exited with code 76 (peers_lost) (rank 1 "
+            "had left with 0)",
+        ),
+        (ends(1, 1), ExitCode.AFTER_TRAINING, "after its loop: rank 0 exited with code 1"),
+        (ends(SEGV, KILL, ours=(1,)), ExitCode.AFTER_TRAINING, "rank 0 was killed by SIGSEGV"),
+        # Another node, or more memory, may be all that it takes.
+        (ends(KILL, 76), ExitCode.CRASHED, "rank 0 was killed by SIGKILL"),
+        (ends(None, 76), ExitCode.CRASHED, "rank 0 disappeared"),
+    ],
+)
+def test_what_fails_after_training_is_no_failure_of_the_training(
+    exits: list[RankExit], code: ExitCode, words: str
+) -> None:
+    decision = after_training(decide_outcome(exits), exits)
+    assert decision.code is code
+    assert words in decision.reason
+
+
+def test_a_hang_after_training_keeps_its_sentence() -> None:
+    hang = Decision(ExitCode.HUNG, "rank 0 is in barrier at x.py:3", 0)
+    decision = after_training(hang, ends(KILL, KILL, ours=(0, 1)))
+    assert (decision.code, decision.culprit) == (ExitCode.AFTER_TRAINING, 0)
+    assert decision.reason.endswith(hang.reason)
+
+
+def test_a_loop_that_was_left_early_is_not_complete() -> None:
+    decision = left_early(decide_outcome(ends(0, 0)), 12)
+    assert (decision.code, decision.left_at) == (ExitCode.COMPLETED, 12)
+    assert "after step 12 with 0, before its last step: not complete" in decision.reason

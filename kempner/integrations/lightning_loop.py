@@ -1,0 +1,312 @@
+"""Where Lightning's `fit` stands, and how it goes on: what its own checkpoint leaves out.
+
+A batch of Lightning's is followed by a tail: validation, what is judged by it, the schedulers that
+wait for it, and after the last batch the end of the epoch. Lightning counts a batch as done before
+its tail. So a checkpoint is made between the two, where all counters agree, and says that the tail
+is due; a resume begins with the tail.
+
+Written against the loops of Lightning 2.5 and 2.6, whose attributes are not public.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage
+
+from kempner.data.serve.sampler import ResumableDataLoader
+from kempner.integrations.lightning_data import HeldLoader, hold, seed_generators
+from kempner.integrations.lightning_files import ModelFiles
+from kempner.integrations.lightning_metrics import restore_metrics, saved_metrics
+from kempner.run.process.exit_codes import UsageError
+
+BATCH, TAIL, NEXT = 0, 1, 2
+"""What draws random numbers: a batch, its tail, and what follows up to the next batch."""
+
+
+class FitProgress:
+    """Drives the loops of one `trainer.fit`, from the beginning or from a checkpoint.
+
+    `saved` is what `state` gave to that checkpoint; an empty mapping for one of an earlier kempner,
+    None for a new run. `after_batch` is called between each batch and its tail, `when_complete`
+    where a checkpoint has nothing left to do.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        place: tuple[int, int],
+        seed: int,
+        saved: Mapping[str, Any] | None,
+        files: ModelFiles,
+    ) -> None:
+        self._trainer, self._saved, self._files = trainer, saved, files
+        self._rank, self._world = place
+        self.seed = seed
+        self._undo = contextlib.ExitStack()
+        self._lightning_tail: Callable[[Any], None] = trainer.fit_loop.epoch_loop.on_advance_end
+
+    def attach(self, after_batch: Callable[[], None], when_complete: Callable[[], None]) -> None:
+        """Have Lightning call these, and take its training data from loaders that hold a place."""
+        fit, connector = self._trainer.fit_loop, self._trainer._data_connector
+
+        def on_advance_end(fetcher: Any) -> None:
+            after_batch()
+            self._make_tail(fetcher)
+
+        self._replace(fit.epoch_loop, "on_advance_end", on_advance_end)
+        self._replace(fit, "_load_combined_loader_states", self._load_loaders)
+        prepare = partial(self._prepare_loader, connector._prepare_dataloader)
+        self._replace(connector, "_prepare_dataloader", prepare)
+        if self._saved is not None:
+            self._replace(fit, "run", partial(self._go_on, when_complete))
+            self._trainer.num_sanity_val_steps = 0  # it was made when the run began
+
+    def detach(self) -> None:
+        """Leave the trainer as it was."""
+        self._undo.close()
+
+    def _replace(self, owner: Any, name: str, mine: Any) -> None:
+        setattr(owner, name, mine)
+        self._undo.callback(vars(owner).pop, name, None)
+
+    def seed_generators(self, stage: int) -> None:
+        """Seed what draws random numbers in this stage of the current batch."""
+        number = self._trainer.fit_loop.total_batch_idx
+        seed_generators(self.seed, number, stage, self._rank)
+
+    def state(self, tail_due: bool) -> dict[str, Any]:
+        """What a checkpoint must hold beside Lightning's own, on this rank."""
+        trainer, loops = self._trainer, self._trainer.fit_loop
+        return {
+            "world": self._world,
+            "seed": self.seed,
+            "tail_due": tail_due,
+            "epoch_whole": loops.epoch_loop._num_ready_batches_reached(),
+            "should_stop": trainer.should_stop,
+            "accumulate": trainer.accumulate_grad_batches,
+            "loaders": [loader.state_dict() for loader in self._loaders()],
+            "metrics": saved_metrics(trainer),
+            "model_files": self._files.state(),
+        }
+
+    def is_last_step(self) -> bool:
+        """Whether training ends with this step, whatever its validation says."""
+        fit, trainer = self._trainer.fit_loop, self._trainer
+        if trainer.max_steps not in (-1, None) and trainer.global_step >= trainer.max_steps:
+            return True
+        epochs = _epochs_done(fit) + 1
+        last_epoch = fit.max_epochs not in (-1, None) and epochs >= (fit.max_epochs or 0)
+        return last_epoch and fit.epoch_loop._num_ready_batches_reached()
+
+    def begin_epoch(self) -> None:
+        """Have the loader begin the epoch that Lightning counts, and Lightning know its length."""
+        loaders = self._loaders()
+        if len(loaders) == 1 and (loader := _resumable(loaders[0])) is not None:
+            loader.set_epoch(_epochs_done(self._trainer.fit_loop))
+            self._set_length(loader.left())
+
+    def _make_tail(self, fetcher: Any) -> None:
+        self.seed_generators(TAIL)
+        self._lightning_tail(fetcher)
+        self.seed_generators(NEXT)
+
+    def _loaders(self) -> Sequence[Any]:
+        combined = self._trainer.fit_loop._combined_loader
+        return combined.flattened if combined is not None else []
+
+    def _prepare_loader(
+        self, lightnings: Callable[..., Any], loader: Any, shuffle: bool, mode: RunningStage
+    ) -> Any:
+        """In the place of Lightning's own, which injects its `DistributedSampler`."""
+        if mode != RunningStage.TRAINING:
+            return lightnings(loader, shuffle=shuffle, mode=mode)
+        inject = partial(lightnings, shuffle=shuffle, mode=mode)
+        return hold(loader, self.seed, self._rank, inject, self._fetched_ahead)
+
+    def _fetched_ahead(self) -> int:
+        return len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))
+
+    def _load_loaders(self) -> None:
+        """In the place of Lightning's own: before it makes an iterator."""
+        if self._saved is not None and not self._at_end_of_epoch:
+            self._load_places()
+
+    @property
+    def _at_end_of_epoch(self) -> bool:
+        """Whether the epoch that the checkpoint stands in has no batch left."""
+        fit = self._trainer.fit_loop
+        return fit.epoch_loop.batch_progress.is_last_batch or not _epoch_is_open(fit)
+
+    def _load_places(self) -> None:
+        fit, loaders = self._trainer.fit_loop, self._loaders()
+        # Without any the checkpoint is of an earlier kempner: then Lightning's own are there.
+        states = (self._saved or {}).get("loaders", fit._combined_loader_states_to_load)
+        fit._combined_loader_states_to_load = []
+        if not self._saved and not states:  # an earlier kempner held no place of these
+            for loader in filter(_resumable, loaders):
+                loader.set_epoch(_epochs_done(fit))
+                loader.skip(fit.epoch_loop.batch_progress.current.ready)
+            return
+        if len(states) != len(loaders):
+            raise UsageError(
+                f"the checkpoint has places in {len(states)} training loaders, and trainer.fit got "
+                f"{len(loaders)}: give it the same ones, or begin a new run"
+            )
+        for loader, state in zip(loaders, states, strict=True):
+            self._refuse_other_world(loader)
+            loader.load_state_dict(state)
+
+    def _refuse_other_world(self, loader: Any) -> None:
+        was = (self._saved or {}).get("world", self._world)
+        if was != self._world and not _fits_any_world(loader):
+            raise UsageError(
+                f"the checkpoint is of {was} ranks, and this run has {self._world}: the place in "
+                f"the data of {type(loader).__name__} is one for each rank; start as many ranks, "
+                "or give trainer.fit a DataLoader of a data set with a length and torch's samplers"
+            )
+
+    def _go_on(self, when_complete: Callable[[], None]) -> None:
+        """In the place of Lightning's `fit_loop.run`: begins within an epoch, or with its end."""
+        fit, saved = self._trainer.fit_loop, self._saved or {}
+        tail_due = saved["tail_due"] if saved else self._complete_old_batch()
+        self._restore()
+        if not tail_due and fit.done:
+            restore_metrics(self._trainer, saved.get("metrics"), same_world=False)
+            when_complete()
+            return
+        if not tail_due and not saved.get("epoch_whole", True):
+            _open_epoch_again(fit)
+        fit.setup_data()
+        if self._at_end_of_epoch:
+            self._load_places()
+        if _epoch_is_open(fit):
+            self._begin_within_epoch(tail_due)
+        else:
+            _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]
+            fit._resuming_from_checkpoint = False
+        self._run_rest(first=tail_due)
+
+    def _run_rest(self, first: bool) -> None:
+        """`fit_loop.run` of Lightning, but that the epoch in which it begins has its end made."""
+        fit = self._trainer.fit_loop
+        fit.reset()
+        fit.on_run_start()
+        while first or not fit.done:
+            first = False
+            try:
+                fit.on_advance_start()
+                fit.advance()
+                fit.on_advance_end()
+            except StopIteration:
+                break
+            finally:
+                fit.on_iteration_done()
+        fit._restarting = False
+        fit.on_run_end()
+
+    def _begin_within_epoch(self, tail_due: bool) -> None:
+        """Once the loops are set up, make the tail that is due, and go on with the next batch."""
+        fit, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
+        self._count_batches_of_this_world()
+        begin = loop.on_run_start
+
+        def on_run_start(fetcher: Any) -> None:
+            del loop.on_run_start  # for this once
+            begin(fetcher)
+            _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]
+            metrics, was = (self._saved or {}).get("metrics"), (self._saved or {}).get("world")
+            restore_metrics(self._trainer, metrics, same_world=was == self._world)
+            if tail_due:
+                self._make_tail(fetcher)
+                loop.on_iteration_done()
+            else:
+                self.seed_generators(NEXT)
+
+        self._replace(loop, "on_run_start", on_run_start)
+
+    def _complete_old_batch(self) -> bool:
+        """A checkpoint of an earlier kempner was made before its batch was counted as complete."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        tail_due = bool(progress.total.completed < progress.total.ready)
+        if tail_due:
+            progress.increment_completed()
+        return tail_due
+
+    def _restore(self) -> None:
+        trainer, saved = self._trainer, self._saved or {}
+        trainer.should_stop = saved.get("should_stop", False)
+        if saved.get("world") == self._world:
+            trainer.accumulate_grad_batches = saved["accumulate"]
+        self._files.restore(saved.get("model_files", {}))
+
+    def _count_batches_of_this_world(self) -> None:
+        """The batches of this epoch that are done, as if they had all been made by these ranks."""
+        fit, loaders = self._trainer.fit_loop, self._loaders()
+        other_world = (self._saved or {}).get("world", self._world) != self._world
+        if self._at_end_of_epoch:
+            if other_world:
+                self._set_counts(int(fit.max_batches))
+            return
+        if len(loaders) == 1 and (loader := _resumable(loaders[0])) is not None:
+            left = loader.left()
+            if other_world:
+                self._set_counts(max(0, len(loader) - left))
+            self._set_length(fit.epoch_loop.batch_progress.current.ready + left)
+
+    def _set_counts(self, done: int) -> None:
+        current = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        for name in vars(current):
+            setattr(current, name, done)
+
+    def _set_length(self, batches: int) -> None:
+        """Of this epoch: another one than `len(loader)` where the ranks share it unevenly."""
+        trainer, fit = self._trainer, self._trainer.fit_loop
+        limit = _parse_num_batches(RunningStage.TRAINING, batches, trainer.limit_train_batches)
+        if limit == fit.max_batches or fit._combined_loader is None:
+            return
+        fit._combined_loader.limits = [limit]
+        fit.max_batches = limit
+        if fit._data_fetcher is not None:
+            fit._data_fetcher.length = int(limit)
+        if isinstance(trainer.val_check_interval, float):
+            trainer.val_check_batch = max(1, int(limit * trainer.val_check_interval))
+
+
+def _epochs_done(fit: Any) -> int:
+    done: int = fit.epoch_progress.current.processed
+    return done
+
+
+def _epoch_is_open(fit: Any) -> bool:
+    current = fit.epoch_progress.current
+    return bool(current.ready != current.processed)
+
+
+def _open_epoch_again(fit: Any) -> None:
+    """Lightning counts the epoch in which training ends as done; with more steps it is not."""
+    for progress in (fit.epoch_progress.total, fit.epoch_progress.current):
+        progress.processed -= 1
+        progress.completed -= 1
+    _Loop.restarting.fset(fit, True)  # type: ignore[attr-defined]
+
+
+def _resumable(loader: Any) -> HeldLoader | ResumableDataLoader[Any] | None:
+    """The loader if kempner draws its order, and it has epochs."""
+    if isinstance(loader, HeldLoader):
+        return loader
+    if isinstance(loader, ResumableDataLoader) and not loader.batch_sampler.infinite:  # type: ignore[union-attr]
+        return loader
+    return None
+
+
+def _fits_any_world(loader: Any) -> bool:
+    if isinstance(loader, HeldLoader):
+        return loader.fits_any_world
+    return isinstance(loader, ResumableDataLoader)

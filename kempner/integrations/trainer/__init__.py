@@ -1,0 +1,1 @@
+"""What `kempner.integrations.transformers` is made of."""

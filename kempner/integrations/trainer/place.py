@@ -1,0 +1,270 @@
+"""The place of a Trainer in its data, counted in samples, so that any number of ranks finds it.
+
+An epoch has one order of its samples, whatever the ranks: each micro batch of the world takes the
+next so many of it. Accelerate deals them out to the ranks; what comes first is decided here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate.data_loader import (  # type: ignore[import-untyped]
+    DataLoaderDispatcher,
+    SeedableRandomSampler,
+)
+from torch.utils.data import IterableDataset, RandomSampler, Sampler
+
+from kempner.run.process.exit_codes import UsageError
+
+
+@dataclass(frozen=True)
+class Place:
+    """`samples` of epoch `epoch` are done, over all ranks; a step takes `per_step` of them.
+
+    `ranks` is how many there were, and `order` the state of the generator from which this epoch's
+    order is drawn, where it must be known.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+    per_step: int = 0
+    ranks: int = 1
+    order: torch.Tensor | None = None
+
+    @classmethod
+    def of_step(cls, step: int, ranks: int, grid: Grid, ranks_now: int) -> Place:
+        """Where a run stood after `step` steps on `ranks` ranks, of which nothing else is known.
+
+        `grid` is how `ranks_now` ranks cut the data.
+        """
+        batch = grid.batch * ranks // ranks_now
+        micro_batches = grid.micro_batches
+        if grid.samples is not None:
+            micro_batches = _divide(grid.samples, batch, grid.drop_last)
+        before = replace(grid, batch=batch, micro_batches=micro_batches)
+        epoch, steps = divmod(step, before.updates)
+        return cls(epoch, steps * before.per_step, before.per_step, ranks)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How an epoch of `samples` (None if nobody knows) is cut: a micro batch of the world takes
+    `batch`, and `accumulation` of them make a step; an epoch has `micro_batches`.
+    """
+
+    samples: int | None
+    batch: int
+    accumulation: int
+    micro_batches: int
+    drop_last: bool = False
+
+    @property
+    def per_step(self) -> int:
+        """The samples of a step, over all ranks."""
+        return self.batch * self.accumulation
+
+    @property
+    def updates(self) -> int:
+        """The steps of an epoch."""
+        return math.ceil(self.micro_batches / self.accumulation)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """The rest of an epoch from `start` samples on, as the Trainer's loop counts it.
+
+    It counts `done` of `micro_batches` as made, whole steps. Where `start` is none of this world's
+    boundaries the samples between the two are left out of its count.
+    """
+
+    start: int
+    done: int
+    micro_batches: int
+    updates: int
+
+    @classmethod
+    def after(cls, place: Place, grid: Grid) -> Leg:
+        """What is left of the epoch of `place`."""
+        steps = place.samples // grid.per_step
+        done = steps * grid.accumulation
+        if grid.samples is None or place.samples == done * grid.batch:
+            return cls(place.samples, done, grid.micro_batches, grid.updates)
+        left = _divide(grid.samples - place.samples, grid.batch, grid.drop_last)
+        return cls(place.samples, done, done + left, steps + math.ceil(left / grid.accumulation))
+
+    def samples(self, made: int, grid: Grid) -> int:
+        """How many samples of the epoch are done after `made` micro batches."""
+        return self.start + (made - self.done) * grid.batch
+
+
+def steps_to_go(place: Place, grid: Grid, epochs: float) -> int:
+    """The steps from `place` to the end of so many epochs."""
+    if place.epoch >= epochs:
+        return 0
+    leg = Leg.after(place, grid)
+    rest = leg.updates - leg.done // grid.accumulation
+    if epochs < place.epoch + 1:  # the end is within this epoch
+        assert grid.samples is not None  # only an epoch of known length has a part
+        part = (epochs - place.epoch) * grid.samples - place.samples
+        return min(rest, max(0, math.ceil(part / grid.per_step)))
+    return rest + math.ceil((epochs - place.epoch - 1) * grid.updates)
+
+
+class PlacedSampler(Sampler[int]):
+    """The indices of `inner`; `continue_at` has the next iteration go on within an epoch."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self._drawn_from: torch.Tensor | None = None
+        self._left_out = range(0)
+        self._order: torch.Tensor | None = None
+
+    def continue_at(self, place: Place, skipped: int) -> None:
+        """The loop itself skips so many samples; those from there to the place are left out."""
+        self._left_out, self._order = range(skipped, place.samples), place.order
+
+    def order(self, begun: bool) -> torch.Tensor | None:
+        """The generator's state from which the order of this epoch was drawn, or is to be; None
+        where the sampler seeds its generator for each epoch.
+        """
+        if isinstance(self.inner, SeedableRandomSampler):
+            return None
+        if begun:
+            return self._drawn_from
+        return None if self._own is None else self._own.get_state()
+
+    def __iter__(self) -> Iterator[int]:
+        order, left_out = self._order, self._left_out
+        self._order, self._left_out = None, range(0)
+        if order is not None:
+            self._set_generator(order)
+        self._drawn_from = torch.get_rng_state() if self._own is None else self._own.get_state()
+        for at, index in enumerate(self.inner):
+            if at not in left_out:
+                yield index
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler, if it wants to know."""
+        if hasattr(self.inner, "set_epoch"):
+            self.inner.set_epoch(epoch)
+
+    @property
+    def _own(self) -> torch.Generator | None:
+        generator = getattr(self.inner, "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
+
+    def _set_generator(self, state: torch.Tensor) -> None:
+        if self._own is None:
+            torch.set_rng_state(state)
+        else:
+            self._own.set_state(state)
+
+
+class DataPlace:
+    """Where training stands in the data, step by step.
+
+    `take` and `cut` come first, then `continue_at` in a run that was begun before.
+    """
+
+    def __init__(self, ranks: int, accumulation: int) -> None:
+        self.ranks, self._accumulation = ranks, accumulation
+        self._sampler: PlacedSampler | None = None
+        self._loader: Any = None
+        self.grid = Grid(None, 1, accumulation, 1)
+        """How an epoch is cut."""
+        self._epoch, self._made = 0, 0
+        self._leg, self._continued = Leg(0, 0, 1, 1), False
+        self.left_epoch: int | None = None
+        """The epoch of which nothing more is to be seen."""
+
+    def take(self, loader: Any) -> None:
+        """Training reads this loader, whose order of samples comes from our sampler now."""
+        self._loader = loader
+        batches: Any = getattr(loader, "batch_sampler", None)
+        batches = getattr(batches, "batch_sampler", batches)
+        sampler = getattr(batches, "sampler", None)
+        if not _is_bound_to_ranks(loader, sampler):
+            batches.sampler = self._sampler = PlacedSampler(sampler)
+
+    def cut(self, micro_batches: int) -> None:
+        """An epoch has so many micro batches."""
+        loader, samples = self._loader, None if self._sampler is None else len(self._sampler)
+        batch = getattr(loader, "total_batch_size", None) or loader.batch_size or 1
+        drop_last = bool(getattr(loader, "_drop_last", loader.drop_last))
+        self.grid = Grid(samples, batch, self._accumulation, micro_batches, drop_last)
+
+    def continue_at(self, place: Place) -> Leg:
+        """Go on from `place`; what is left of its epoch.
+
+        Raises `UsageError`, on all ranks alike, if this loader finds it on as many ranks only.
+        """
+        moved = (place.ranks, place.per_step) != (self.ranks, self.grid.per_step)
+        if moved and (why := _why_bound(self._sampler)):
+            raise UsageError(
+                f"the run was stopped on {place.ranks} ranks with {place.per_step} samples a step, "
+                f"here are {self.ranks} with {self.grid.per_step}, and {why}: go on with as many"
+            )
+        self._leg, self._epoch, self._continued = Leg.after(place, self.grid), place.epoch, True
+        self._made = self._leg.done
+        if self._sampler is not None:
+            self._sampler.continue_at(place, self._leg.done * self.grid.batch)
+        return self._leg
+
+    def begin_epoch(self, epoch: int) -> Leg:
+        """`epoch` begins, or goes on; how it is counted."""
+        if not self._continued or epoch != self._epoch:
+            self._epoch, self._made = epoch, 0
+            self._leg = Leg(0, 0, self.grid.micro_batches, self.grid.updates)
+        self._continued = False
+        return self._leg
+
+    def leave_epoch(self, left: bool) -> None:
+        """If `left`, the epoch that was to be continued is not."""
+        if left and self._leg.start > 0:
+            self.left_epoch = self._epoch
+
+    def step(self) -> None:
+        """Another step is done."""
+        self._made = min(self._made + self._accumulation, self._leg.micro_batches)
+
+    @property
+    def epoch_is_over(self) -> bool:
+        """Whether the last step was the last of its epoch."""
+        return self._made >= self._leg.micro_batches
+
+    def place(self, epoch_is_over: bool) -> Place:
+        """Where training stands; at the start of the next epoch, if this one is over."""
+        epoch, samples = self._epoch + 1, 0
+        if not epoch_is_over:
+            epoch, samples = self._epoch, self._leg.samples(self._made, self.grid)
+        order = None if self._sampler is None else self._sampler.order(begun=samples > 0)
+        return Place(epoch, samples, self.grid.per_step, self.ranks, order)
+
+
+def _is_bound_to_ranks(loader: Any, sampler: Any) -> bool:
+    """Whether what the sampler yields is one rank's share, or no single sample."""
+    if isinstance(loader.dataset, IterableDataset) or isinstance(loader, DataLoaderDispatcher):
+        return True
+    return sampler is None or hasattr(sampler, "num_replicas")
+
+
+def _why_bound(sampler: PlacedSampler | None) -> str:
+    """Why another number of ranks would see other samples; empty if it would not."""
+    if sampler is None:
+        return "its loader's order depends on the ranks"
+    if hasattr(sampler.inner, "repeat_count"):
+        return "what its trainer generates depends on the ranks"
+    if type(sampler.inner) is RandomSampler:
+        return "with use_seedable_sampler=False the order depends on the ranks"
+    return ""
+
+
+def _divide(samples: int, batch: int, drop_last: bool) -> int:
+    return samples // batch if drop_last else math.ceil(samples / batch)

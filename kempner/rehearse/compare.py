@@ -1,0 +1,153 @@
+"""Compares what a disturbed run did with what the undisturbed one did in the same steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kempner.rehearse.records import Began, Done, Record, Variable
+
+COMPARED: dict[str, Callable[[Done], object]] = {
+    "samples": lambda done: done.samples,
+    "generators": lambda done: done.torch_generator,
+    "losses": lambda done: done.losses,
+    "gradients": lambda done: done.gradients,
+    "rate": lambda done: done.rates,
+    "weights": lambda done: done.weights,
+}
+"""What of a step is compared, in the order in which one follows from the other."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """In which step of which rank something was otherwise first."""
+
+    field: str
+    step: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A variable that is otherwise at the first step of a start than it was undisturbed."""
+
+    name: str
+    kind: str
+    before: Variable
+    now: Variable
+    anew: bool
+    """Whether it is what it was when the program was started for the first time."""
+
+
+def differences(undisturbed: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
+    """What differs in the steps that both have done, the earliest step first."""
+    found = []
+    for rank, (expected, seen) in enumerate(zip(undisturbed, other, strict=True)):
+        for field, value in COMPARED.items():
+            for step in sorted(expected.done.keys() & seen.done.keys()):
+                if value(expected.done[step]) != value(seen.done[step]):
+                    found.append(Difference(field, step, rank))
+                    break
+    order = list(COMPARED)
+    return sorted(found, key=lambda one: (one.step, order.index(one.field), one.rank))
+
+
+def lost_evaluations(
+    undisturbed: Sequence[Record], parts: Sequence[Sequence[Record]]
+) -> list[Difference]:
+    """Evaluations that no start made as the undisturbed run did."""
+    found = []
+    for rank, expected in enumerate(undisturbed):
+        made: dict[int, list[list[str]]] = {}
+        for part in parts:
+            for step, digests in part[rank].evaluations.items():
+                # What a resume makes up comes before its first step, and so after none.
+                at = step or part[rank].first - 1
+                made.setdefault(at, []).append(digests)
+        for step, digests in sorted(expected.evaluations.items()):
+            if digests and not any(_contains(seen, digests) for seen in made.get(step, [])):
+                found.append(Difference("evaluation", step, rank))
+                break
+    return found
+
+
+def _contains(seen: Sequence[str], digests: Sequence[str]) -> bool:
+    """Whether an evaluation is among what was evaluated, as a resume may do more of it."""
+    size = len(digests)
+    return any(list(seen[n : n + size]) == list(digests) for n in range(len(seen) - size + 1))
+
+
+def changed(undisturbed: Record, other: Record, step: int) -> list[Changed]:
+    """The variables that are otherwise as `step` begins."""
+    if step not in undisturbed.began or step not in other.began:
+        return []
+    start = undisturbed.began[undisturbed.first].variables
+    before, now = undisturbed.began[step].variables, other.began[step].variables
+    found = [
+        Changed(name, seen.kind, seen, now[name], start.get(name) == now[name])
+        for name, seen in before.items()
+        if name in now and now[name].digest != seen.digest
+    ]
+    return found + _generators(undisturbed, other, step)
+
+
+def late_names(undisturbed: Record) -> list[str]:
+    """Tensors of modules that were not there when the first step began."""
+    if not undisturbed.began:
+        return []
+    first = undisturbed.began[undisturbed.first].variables
+    last = undisturbed.began[max(undisturbed.began)].variables
+    kinds = ("weight", "buffer")
+    return [name for name, seen in last.items() if seen.kind in kinds and name not in first]
+
+
+def _generators(undisturbed: Record, other: Record, step: int) -> list[Changed]:
+    """The global generators that steps draw from, and that stand elsewhere."""
+    names = {"numpy": "NumPy's global generator", "random": "Python's global generator"}
+    found = []
+    for key, name in names.items():
+        expected = undisturbed.began[step].generators[key]
+        seen = other.began[step].generators[key]
+        if expected != seen and _drawn_from(undisturbed.began, key):
+            before, now = (Variable("generator", digest, "") for digest in (expected, seen))
+            found.append(Changed(name, "generator", before, now, anew=False))
+    return found
+
+
+def _drawn_from(began: Mapping[int, Began], key: str) -> bool:
+    """Whether steps move a global generator."""
+    return len({seen.generators[key] for seen in began.values()}) > 1
+
+
+def samples_elsewhere(
+    undisturbed: Sequence[Record], other: Sequence[Record], after: int
+) -> bool | None:
+    """Whether another number of ranks had the samples that were next, each once.
+
+    None where that cannot be told: no sample is in both, since each rank draws its own.
+    """
+    expected = _rows(undisturbed, after)
+    seen = _rows(other, after)
+    if not set().union(*expected) & set().union(*seen):
+        return None
+    wanted = [row for rows in expected for row in rows]
+    got = [row for rows in seen for row in rows]
+    size, total = 0, min(len(wanted), len(got))
+    for rows in expected:
+        if size + len(rows) > total:
+            break
+        size += len(rows)
+    # Whole steps of the undisturbed run; of a smaller run, whatever is among what was next.
+    if size == 0:
+        return not Counter(got) - Counter(wanted[: len(expected[0])])
+    return Counter(wanted[:size]) == Counter(got[:size])
+
+
+def _rows(records: Sequence[Record], after: int) -> list[list[str]]:
+    """The samples of all ranks for each step after one."""
+    steps = sorted({step for record in records for step in record.done if step > after})
+    return [
+        [row for record in records if step in record.done for row in record.done[step].samples]
+        for step in steps
+    ]

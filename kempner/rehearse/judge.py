@@ -1,0 +1,265 @@
+"""What came back and what did not, from what a rehearsal has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from kempner.rehearse.compare import (
+    Changed,
+    Difference,
+    changed,
+    differences,
+    lost_evaluations,
+    samples_elsewhere,
+)
+from kempner.rehearse.flow import names_that_matter
+from kempner.rehearse.rehearsal import Played, Seen
+
+ALWAYS = {"weight", "buffer", "names", "optimizer", "scheduler", "generator", "object"}
+"""Kinds of variables that must come back, whatever the program does with them."""
+
+IF_USED = {"value", "container", "tensor"}
+"""Kinds that must come back if training depends on them."""
+
+
+class Verdict(Enum):
+    """How a rehearsal ends."""
+
+    EXACT = "exact"
+    DIFFERS = "not exact"
+    BY_ITSELF = "not repeatable"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a start, and what it had in common with the undisturbed run."""
+
+    words: str
+    fields: Mapping[str, bool | None]
+    """Whether each came back; None where there was none to compare."""
+
+
+@dataclass
+class Findings:
+    """What there is to say about a rehearsal."""
+
+    verdict: Verdict
+    rows: list[Row] = field(default_factory=list)
+    first: list[Difference] = field(default_factory=list)
+    """The first differences of the first start that has any."""
+    changes: list[Changed] = field(default_factory=list)
+    """What did not come back in that start."""
+    at: int = 0
+    """Its first step."""
+    sentences: list[str] = field(default_factory=list)
+    told_only: list[str] = field(default_factory=list)
+    """What did not come back, and only tells people something."""
+
+
+def judge(seen: Seen) -> Findings:
+    """Compare everything."""
+    if seen.undisturbed.failed:
+        return _failure("the program itself", seen.undisturbed)
+    if seen.starts[-1].failed:
+        number = len(seen.starts)
+        last = seen.disturbances[number - 2].words if number > 1 else "nothing"
+        findings = _failure(f"start {number}, of a program that was {last},", seen.starts[-1])
+        findings.rows = [_row(seen, n, frozenset()) for n in range(number - 1)]
+        return findings
+    used = names_that_matter(_sources(seen).values())
+    findings = Findings(Verdict.EXACT)
+    findings.rows = [_row(seen, number, used) for number in range(len(seen.starts))]
+    _find_first(seen, findings, used)
+    _look_elsewhere(seen, findings)
+    _compare_files(seen, findings)
+    return findings
+
+
+def _find_first(seen: Seen, findings: Findings, used: frozenset[str]) -> None:
+    """The first start that differs, and how."""
+    records = seen.undisturbed.records
+    for number, start in enumerate(seen.starts):
+        outcome = differences(records, start.records)
+        outcome += lost_evaluations(records, [p.records for p in seen.starts[: number + 1]])[:0]
+        changes = _changes(seen, number)
+        kept = [c for c in changes if _must_come_back(c, used, bool(outcome))]
+        findings.told_only += [c.name for c in changes if c not in kept and c.kind in IF_USED]
+        wrong_place = _wrong_place(seen, number)
+        if outcome or kept or wrong_place:
+            findings.verdict = Verdict.DIFFERS if number else Verdict.BY_ITSELF
+            findings.first, findings.changes, findings.at = outcome, kept, start.first
+            findings.sentences += [wrong_place] if wrong_place else []
+            return
+    lost = lost_evaluations(records, [start.records for start in seen.starts])
+    if lost:
+        findings.verdict, findings.first = Verdict.DIFFERS, lost
+
+
+def _changes(seen: Seen, number: int) -> list[Changed]:
+    """What is otherwise as a start begins, on any rank; not what is otherwise in each process."""
+    start, records = seen.starts[number], seen.undisturbed.records
+    if start.first == 0:
+        return []
+    noise = set() if number == 0 else _noise(seen)
+    found: dict[str, Changed] = {}
+    for expected, other in zip(records, start.records, strict=True):
+        step = start.first + (1 if number == 0 else 0)
+        for change in changed(expected, other, step):
+            if change.name not in noise:
+                found.setdefault(change.name, change)
+    return list(found.values())
+
+
+def _noise(seen: Seen) -> set[str]:
+    """The variables that differ before anything is disturbed: times, process ids, folders."""
+    found: set[str] = set()
+    for expected, other in zip(seen.undisturbed.records, seen.starts[0].records, strict=True):
+        for step in other.began:
+            found |= {change.name for change in changed(expected, other, step)}
+    return found
+
+
+def _must_come_back(change: Changed, used: frozenset[str], differs: bool) -> bool:
+    if change.kind in ALWAYS:
+        return True
+    if change.kind in IF_USED:
+        return bool(used.intersection(identifiers(change.name)[-1:]))
+    return differs
+
+
+def identifiers(name: str) -> list[str]:
+    """The names in a path such as `task.norms[3]`."""
+    words = name.replace("[", ".[").split(".")
+    return [word for word in words if word.isidentifier()] or [name]
+
+
+def _wrong_place(seen: Seen, number: int) -> str:
+    """A sentence, if a start did not begin where it was to."""
+    if number == 0:
+        return ""
+    before, start = seen.starts[number - 1], seen.starts[number]
+    if start.first == 0:
+        return ""
+    least = before.last + 1
+    if before.part.kills:
+        stops = [s.last + 1 for s in seen.starts[:number] if not s.part.kills]
+        if max(stops, default=1) <= start.first <= least + 1:
+            return ""
+    elif start.first == least:
+        return ""
+    words = seen.disturbances[number - 1].words
+    return f"{words}, it began again with step {start.first} instead of {least}"
+
+
+def _row(seen: Seen, number: int, used: frozenset[str]) -> Row:
+    """What one start had in common with the undisturbed run."""
+    records, start = seen.undisturbed.records, seen.starts[number]
+    wrong = {one.field for one in differences(records, start.records)}
+    compared = bool(seen.undisturbed.records[0].done.keys() & start.records[0].done.keys())
+    fields: dict[str, bool | None] = {
+        name: (name not in wrong) if compared else None
+        for name in ("samples", "losses", "rate", "weights")
+    }
+    fields["generators"] = None if not compared else "generators" not in wrong
+    fields["evaluation"] = _evaluation_of(seen, number)
+    kept = [c for c in _changes(seen, number) if _must_come_back(c, used, bool(wrong))]
+    fields["names"] = not any(c.kind == "names" for c in kept)
+    fields["variables"] = not any(c.kind != "names" for c in kept)
+    if any(c.kind == "generator" for c in kept):
+        fields["generators"] = False
+    if any(c.kind in ("weight", "buffer") for c in kept):
+        fields["weights"] = False
+    before = "" if number == 0 else f"{seen.disturbances[number - 1].words}, then "
+    return Row(f"{before}steps {start.first} to {start.last}", fields)
+
+
+def _evaluation_of(seen: Seen, number: int) -> bool | None:
+    """Whether the evaluations of this start's steps were made as undisturbed."""
+    start, records = seen.starts[number], seen.undisturbed.records
+    steps = {s for s, digests in records[0].evaluations.items() if digests}
+    own = {s for s in steps if start.first <= s <= start.last}
+    if not own:
+        return None
+    lost = lost_evaluations(records, [p.records for p in seen.starts])
+    return not any(one.step in own for one in lost)
+
+
+def _look_elsewhere(seen: Seen, findings: Findings) -> None:
+    """On another number of ranks: the same state, rates and samples."""
+    other, words = seen.elsewhere, f"another number of ranks ({len(seen.undisturbed.records)} -> "
+    if other is None:
+        return
+    words = f"{words}{len(other.records)})"
+    if other.failed:
+        reason = last_words(other)
+        findings.rows.append(Row(f"{words}: refused", {}))
+        findings.sentences.append(f"on {words.removeprefix('on ')} it does not go on: {reason}")
+        return
+    records = seen.undisturbed.records[: len(other.records)]
+    rate = all(
+        done.rates == other.records[0].done[step].rates
+        for step, done in records[0].done.items()
+        if step in other.records[0].done
+    )
+    kinds = {"weight", "optimizer", "scheduler", "names"}
+    state = [c for c in changed(records[0], other.records[0], other.first) if c.kind in kinds]
+    samples = samples_elsewhere(seen.undisturbed.records, other.records, other.first - 1)
+    fields = {"samples": samples, "rate": rate, "weights": not state}
+    findings.rows.append(Row(f"{words}: steps {other.first} to {other.last}", fields))
+    if findings.verdict is Verdict.EXACT and (False in fields.values()):
+        findings.verdict, findings.changes, findings.at = Verdict.DIFFERS, state, other.first
+        wrong = " and ".join(name for name, same in fields.items() if same is False)
+        findings.sentences.append(f"on {words}, {wrong} did not come back")
+
+
+def _compare_files(seen: Seen, findings: Findings) -> None:
+    undisturbed, disturbed = seen.contents
+    if findings.verdict is Verdict.BY_ITSELF:
+        return
+    for path in undisturbed.differing(disturbed):
+        if findings.verdict is Verdict.EXACT:
+            findings.verdict = Verdict.DIFFERS
+        findings.sentences.append(f"{shown(path)} holds something else than undisturbed")
+
+
+def _failure(who: str, played: Played) -> Findings:
+    codes = ", ".join(str(code) for code in sorted(set(played.codes)))
+    sentence = f"{who} ended with code {codes}: {last_words(played)}"
+    return Findings(Verdict.FAILED, sentences=[sentence])
+
+
+def last_words(played: Played) -> str:
+    """The last line that it has printed, or the last of kempner's."""
+    lines = [line for line in played.said() if line.strip()]
+    ours = [line for line in lines if "kempner" in line or "Error" in line]
+    return (ours or lines or ["it printed nothing"])[-1].strip()
+
+
+def _sources(seen: Seen) -> dict[str, str]:
+    """The program's files of Python."""
+    paths = sorted({path for record in seen.undisturbed.records for path in record.sources})
+    return {path: Path(path).read_text("utf-8", "replace") for path in paths}
+
+
+def shown(path: str) -> str:
+    """A path as a person has it: from here, if it is below."""
+    here = Path.cwd()
+    full = Path(path)
+    return str(full.relative_to(here)) if full.is_relative_to(here) else path
+
+
+def sources_by_name(seen: Seen) -> dict[str, str]:
+    """The same, by names for a person."""
+    return {shown(path): text for path, text in _sources(seen).items()}
+
+
+def read_again(seen: Seen) -> Sequence[str]:
+    """Files that the program has written, and that a later start has read."""
+    wrote = {path for record in seen.undisturbed.records for path in record.wrote}
+    starts = [*seen.starts, *([seen.again] if seen.again else [])]
+    read = {path for start in starts for record in start.records for path in record.read}
+    return sorted(wrote & read)

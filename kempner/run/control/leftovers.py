@@ -1,0 +1,79 @@
+"""Ends what an attempt before has left on this machine, before the next one begins.
+
+A supervisor that is killed takes its ranks along, but not what a wrapper has started: the kernel
+signals the wrapper alone. Two programs would then train the same run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import monotonic
+
+import psutil
+
+from kempner.run.control.launch_env import run_of
+from kempner.run.output.logs import logger
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.whom_to_ask import whom_to_ask
+from kempner.run.record.run_dir import RunDirectory
+
+_KILL_TIME = 2.0
+"""Seconds in which a process that was killed is gone, unless it is stuck in the kernel."""
+
+_LOOK = 0.2
+"""Seconds between two looks whether they are gone."""
+
+
+def end_leftovers(run: RunDirectory, grace: float, hurry: Callable[[], bool] = bool) -> None:
+    """End the processes here that a supervisor of this run has started; its owner is this process.
+
+    They are asked first, and have `grace` seconds to save, less once there is a reason to `hurry`.
+    Raises `UsageError` if some cannot be ended.
+    """
+    left = leftovers(run)
+    if not left:
+        return
+    pids = ", ".join(str(process.pid) for process in left)
+    logger().warning(
+        f"ending what an earlier supervisor of this run has left behind: process {pids}"
+    )
+    heads = [process for process in left if _parent(process) not in {p.pid for p in left}]
+    for process, _ in (asked for head in heads for asked in whom_to_ask(head)):
+        with suppress(psutil.Error):
+            process.terminate()
+    end = monotonic() + grace
+    while left and monotonic() < end and not hurry():
+        left = psutil.wait_procs(left, timeout=_LOOK)[1]
+    left = leftovers(run)
+    for process in left:
+        with suppress(psutil.Error):
+            process.kill()
+    stuck = psutil.wait_procs(left, timeout=_KILL_TIME)[1]
+    if stuck:
+        pids = ", ".join(str(process.pid) for process in stuck)
+        raise UsageError(
+            f"process {pids} on this machine is of the run in {run.path} and cannot be ended; "
+            "start again when it is gone"
+        )
+
+
+def leftovers(run: RunDirectory) -> Sequence[psutil.Process]:
+    """The living processes on this machine whose environment names this run."""
+    mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    where = os.path.realpath(run.path)
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            told = run_of(process.environ()) if process.pid not in mine else None
+            if told is not None and os.path.realpath(told) == where:
+                found.append(process)
+    return found
+
+
+def _parent(process: psutil.Process) -> int:
+    try:
+        return process.ppid()
+    except psutil.Error:  # it has just gone
+        return 0

@@ -1,0 +1,107 @@
+"""Which run directory a command gets that names none: one of its own."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.identity import (
+    ACCEPT_CHANGES,
+    OUTPUT_DIR,
+    RunIdentity,
+    Verdict,
+    compare,
+    describe_refusal,
+    read_identity,
+)
+from kempner.run.record.run_dir import RunDirectory
+
+
+@dataclass(frozen=True)
+class ChosenRun:
+    """The directory of a run; `sentence` says why it is not the usual one, where it is not."""
+
+    path: Path
+    sentence: str = ""
+
+
+def choose_run(usual: Path, now: RunIdentity, accepted: Collection[str] = ()) -> ChosenRun:
+    """The run of a command: `usual`, or beside it where that is another command's.
+
+    The one that is chosen is claimed, so that of two commands which start at the
+    same time each gets its own.
+    """
+    before = _standing(usual, now)
+    if before is None:
+        return ChosenRun(usual)
+    differences = compare(before.only_command(), now.only_command(), accepted)
+    refused = [each for each in differences if each.verdict is Verdict.REFUSED]
+    if not refused:
+        return ChosenRun(usual)
+    own = usual.with_name(f"{usual.name}-{command_digest(now)}")
+    _standing(own, now)
+    names = ",".join(dict.fromkeys(each.name for each in refused))
+    changes = "; ".join(each.sentence for each in refused)
+    return ChosenRun(
+        own,
+        f"this run has its own directory, {own}, since {usual} is another one: {changes} "
+        f"({ACCEPT_CHANGES}={names} goes on with that)",
+    )
+
+
+def refuse_other_command(path: Path, now: RunIdentity, accepted: Collection[str] = ()) -> None:
+    """Raise `UsageError` if the run in `path` is that of another command than `now`; it becomes
+    this one's if it is nobody's yet.
+    """
+    if (before := _standing(path, now)) is not None:
+        differences = compare(before.only_command(), now.only_command(), accepted)
+        if refusal := describe_refusal(differences, path, "give it another --run.name"):
+            raise UsageError(refusal)
+
+
+def command_digest(identity: RunIdentity) -> str:
+    """Names a command with its environment."""
+    told = {name: value for name, value in identity.environment.items() if value is not None}
+    said = json.dumps([identity.command or identity.launched, told], sort_keys=True)
+    if (folder := identity.facts.get(OUTPUT_DIR)) is not None:
+        said += f" {folder}"
+    return hashlib.sha256(said.encode()).hexdigest()[:8]
+
+
+def _standing(path: Path, now: RunIdentity) -> RunIdentity | None:
+    """The identity of a run; it becomes `now` where there is none yet, and None is returned."""
+    run = RunDirectory(path)
+    try:
+        if (before := read_identity(run)) is not None:
+            return before
+        claim_identity(run, replace(now, facts=now.only_command().facts))
+    except FileExistsError:
+        return read_identity(run)
+    except OSError:  # whatever it is, it is said when the run is taken
+        return None
+    return None
+
+
+def claim_identity(run: RunDirectory, identity: RunIdentity) -> None:
+    """Write the identity of a run that has none. Raises `FileExistsError` if it has one."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    temporary = run.path / f".{run.identity.name}.{secrets.token_hex(4)}"
+    temporary.write_text(identity.to_json(), encoding="utf-8")
+    try:
+        os.link(temporary, run.identity)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK):
+            raise
+        with run.identity.open("x", encoding="utf-8") as file:  # without links: all but at once
+            file.write(identity.to_json())
+    finally:
+        with suppress(OSError):
+            temporary.unlink()

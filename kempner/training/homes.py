@@ -1,0 +1,170 @@
+"""Where the loops of this process belong: in which run, and in which folder of it.
+
+A process may have several loops, as in cross-validation. The first that names no run directory is
+the run's own; the second has its checkpoints in `loops/2` of it, and so on, in the order of their
+calls: a program that is started again walks through those that are complete, and goes on in the one
+that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kempner.config.sections import SuperviseSection
+from kempner.run.control.launch_env import LaunchTerms
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.attempts import Attempt, Fence, begin_attempt
+from kempner.run.record.identity import RunIdentity
+from kempner.run.record.naming import ChosenRun, choose_run
+from kempner.run.record.run_dir import RunDirectory
+from kempner.training.groups.process_groups import Ranks
+from kempner.training.last_words import LastWords
+from kempner.training.main import Ownership, take_run
+from kempner.training.rank_link.rank_link import RankLink
+from kempner.training.rank_link.shutdown import ShutdownHandler
+
+
+@dataclass(frozen=True)
+class Home:
+    """`run` has the attempts and the ledger, `folder` what the loop is and its checkpoints. A loop
+    that names its folder has no `number`.
+    """
+
+    run: RunDirectory
+    folder: RunDirectory
+    number: int = 0
+
+    @property
+    def place(self) -> str:
+        """What the ledger calls the folder; empty for the run's own."""
+        if self.folder == self.run:
+            return ""
+        return str(self.folder.path.relative_to(self.run.path) if self._within else self.folder)
+
+    @property
+    def _within(self) -> bool:
+        return self.folder.path.is_relative_to(self.run.path)
+
+    def fence(self, ranks: Ranks, attempt: Attempt) -> Fence:
+        """What keeps attempts before this one from committing there.
+
+        A folder that the program names is no part of the supervisor's run: it has attempts of its
+        own. Raises `UsageError`, on all ranks alike, if it cannot be written.
+        """
+        if self._within:
+            return Fence(self.run.attempts, attempt)
+        mine: Attempt | str = ""
+        if ranks.world.rank == 0:
+            try:
+                mine = begin_attempt(self.folder)
+            except UsageError as error:
+                mine = str(error)
+        told = ranks.broadcast(mine)
+        if not isinstance(told, Attempt):
+            raise UsageError(str(told))
+        return Fence(self.folder.attempts, told)
+
+
+class Claim:
+    """The claim of this process on a run, for as many loops as use it at the same time."""
+
+    def __init__(self, ownership: Ownership) -> None:
+        self._ownership = ownership
+        self.attempt = ownership.attempt
+        self.users = 0
+
+    def release(self) -> None:
+        """Let go of the run, if no other loop uses it."""
+        self.users -= 1
+        if self.users == 0:
+            self._ownership.release()
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """The connection of this process, with what depends on it; it outlives a loop."""
+
+    rank_link: RankLink
+    shutdown: ShutdownHandler
+    last_words: LastWords
+    terms: LaunchTerms | None
+
+
+@dataclass
+class Loops:
+    """The loops of this process so far."""
+
+    count: int = 0
+    """Those that named no run directory."""
+    chosen: Path | None = None
+    """The run of those, without a supervisor."""
+    supervised: Supervised | None = None
+    _claims: dict[Path, Claim] = field(default_factory=dict)
+    _completed: dict[Path, object] = field(default_factory=dict)
+
+    def find_home(
+        self,
+        ranks: Ranks,
+        link: RankLink,
+        named: Path | None,
+        program: RunIdentity,
+        accepted: Collection[str],
+    ) -> Home:
+        """Where the next loop belongs; `named` by the user, or by the order of the calls."""
+        if named is not None:
+            folder = RunDirectory(named)
+            apart = link.launch is not None and named.resolve() != link.run.path.resolve()
+            return Home(link.run, folder) if apart else Home(folder, folder)
+        if link.launch is None:
+            self.chosen = self.chosen or _choose(ranks, link.run.path, program, accepted)
+        run = RunDirectory(self.chosen) if link.launch is None and self.chosen else link.run
+        self.count += 1
+        beside = run.path / "loops" / str(self.count)
+        return Home(run, run if self.count == 1 else RunDirectory(beside), self.count)
+
+    def claim(self, ranks: Ranks, link: RankLink, section: SuperviseSection) -> Claim:
+        """The run is this process's: as it is already, or taken now; raises as `take_run`."""
+        where = link.run.path.resolve()
+        found = self._claims.get(where)
+        if found is None or found.users == 0:
+            found = self._claims[where] = Claim(take_run(link.run, ranks, link.launch, section))
+        found.users += 1
+        return found
+
+    def complete(self, home: Home, facts: Mapping[str, object]) -> None:
+        """A loop has made all of its steps."""
+        self._completed[home.folder.path.resolve()] = facts.get("steps")
+
+    def refuse_completed(self, home: Home, facts: Mapping[str, object]) -> None:
+        """Raise `UsageError` if an earlier loop has completed this one's run, and it asks for no
+        more: it would be handed out the other one's result.
+        """
+        where, steps = home.folder.path.resolve(), facts.get("steps")
+        if where in self._completed and self._completed[where] == steps:
+            raise UsageError(
+                f"the run in {home.folder.path} was completed by a loop before this one in the "
+                "same process; give each loop a run_dir of its own, or none"
+            )
+
+
+LOOPS = Loops()
+"""Those of this process."""
+
+
+def forget_loops() -> None:
+    """From now on as in a process that has just begun, for what runs several programs in one."""
+    LOOPS.__init__()  # type: ignore[misc]
+
+
+def _choose(ranks: Ranks, usual: Path, program: RunIdentity, accepted: Collection[str]) -> Path:
+    """As rank 0 finds it."""
+    chosen: ChosenRun | None = None
+    if ranks.world.rank == 0:
+        chosen = choose_run(usual, program, accepted)
+    told = ranks.broadcast(chosen)
+    assert isinstance(told, ChosenRun)  # rank 0 made one
+    if told.sentence:
+        ranks.say(told.sentence)
+    return told.path

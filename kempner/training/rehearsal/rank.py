@@ -1,0 +1,29 @@
+"""Runs a Python program as a rank of a rehearsal: python -m kempner.training.rehearsal.rank FILE...
+
+What the program does before it calls kempner is seen, too.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from kempner.training.rehearsal.switch import recorder
+
+
+def main(arguments: list[str]) -> None:
+    """Be `python ARGUMENTS`."""
+    recorder()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = list(arguments)
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

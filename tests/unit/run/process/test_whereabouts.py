@@ -1,0 +1,88 @@
+"""Where a program stands is read from its stack: its own line, and the collective that it is in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+from patience import scaled
+
+from kempner.run.process.whereabouts import Place, Whereabouts, place_of
+
+TORCH = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+
+
+def compiled(file: str, text: str) -> Callable[..., None]:
+    """A function `f` as that file would have it."""
+    names: dict[str, Callable[..., None]] = {}
+    exec(compile(text, file, "exec"), names)
+    return names["f"]
+
+
+def calls(file: str, line: int) -> Callable[[Callable[[], None]], None]:
+    """A function of that file that calls another one in that line."""
+    return compiled(file, "def f(then):" + "\n" * (line - 1) + "    then()")
+
+
+def raised(by: Callable[[], None]) -> TracebackType | None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        by()
+    return caught.value.__traceback__
+
+
+BARRIER = compiled(TORCH, "def barrier(): 1 / 0\nf = barrier")
+WAIT = compiled(TORCH, "def wait(): 1 / 0\ndef barrier(): wait()\nf = barrier")
+ELSEWHERE = compiled("/env/lib/python3.11/site-packages/numpy/x.py", "def f(): 1 / 0")
+
+
+@pytest.mark.parametrize(
+    ("within", "collective"), [(BARRIER, "barrier"), (WAIT, "barrier"), (ELSEWHERE, "")]
+)
+def test_the_line_of_the_user_and_the_collective_are_told(
+    within: Callable[[], None], collective: str
+) -> None:
+    trace = raised(lambda: calls("/home/me/train.py", 9)(within))
+    assert place_of(trace) == Place("train.py:9", collective)
+
+
+def test_a_collective_that_calls_the_user_is_not_waited_in() -> None:
+    """As a hook of DistributedDataParallel does."""
+    ours = compiled("/home/me/hooks.py", "def f(): 1 / 0")
+    trace = raised(lambda: calls(TORCH, 5)(ours))
+    assert place_of(trace) == Place("hooks.py:1", "")
+
+
+def test_a_thread_that_stands_still_is_told_from_one_that_moves(tmp_path: Path) -> None:
+    waits, looks = threading.Event(), list[Whereabouts]()
+
+    def program() -> None:
+        looks.append(Whereabouts())
+        started.set()
+        waits.wait(scaled(20))
+        moved.set()
+        ends.wait(scaled(20))
+
+    started, moved, ends = threading.Event(), threading.Event(), threading.Event()
+    thread = threading.Thread(target=program)
+    thread.start()
+    assert started.wait(scaled(20))
+    (look,) = looks
+    stands = standing(look)
+    assert Path(__file__).name in look.look().line
+    waits.set()
+    assert moved.wait(scaled(20))
+    assert standing(look) > stands
+    ends.set()
+    thread.join(scaled(20))
+
+
+def standing(look: Whereabouts) -> int:
+    """Its moves, once it does not move any more."""
+    before = -1
+    while before != look.moves:
+        before = look.moves
+        look.look()
+    return before

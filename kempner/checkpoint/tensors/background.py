@@ -234,6 +234,7 @@ class BackgroundSaver:
         """What this rank holds: a number for each tensor."""
         self._registered.check()
         table = capture(self._routes.model, self._routes.optimizer)
+        self._routes.check_names(table)
         specs = tensor_specs(table, self._context.world)
         held = {spec.key: shard_plan.digest([spec]) for spec in specs}
         if contents:

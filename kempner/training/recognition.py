@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from kempner.run.record.identity import (
     read_identity,
     write_identity,
 )
+from kempner.run.record.lease import Holder
 from kempner.run.record.program import files_of_process, identity_of_process
 from kempner.run.record.program_copy import keep_copies
 from kempner.run.record.run_dir import RunDirectory
@@ -72,8 +73,6 @@ class Standing:
         rank 0."""
         keep_copies(run, files_of_process(sys.argv, sys.modules, Path.cwd()))
         now = self.now if self.before is None else self.now.after(self.before)
-        if now == self.before:
-            return
         write = partial(write_identity, self.folder, now)
         try:
             storage_waits().retry(write, path=self.folder.identity)
@@ -96,9 +95,11 @@ def recognise(
     standing = Standing(folder, None, program)
     if ranks.world.rank == 0:
         before = storage_waits().retry(partial(read_identity, folder), path=folder.identity)
-        if before is not None:
-            if launched_as_before:
-                program = replace(program, launched=before.launched)
+        if before is not None and launched_as_before:
+            program = replace(program, launched=before.launched)
+            standing = Standing(folder, None, program)
+        # Without a checkpoint it begins anew, whatever was tried before.
+        if before is not None and any(folder.checkpoints.glob("step-*")):
             found = compare(before, program, accepted)
             standing = Standing(folder, before, program, tuple(found))
     told = ranks.broadcast(standing)
@@ -122,4 +123,5 @@ def this_program(ranks: Ranks, facts: Mapping[str, object]) -> RunIdentity:
         world=ranks.world.size,
         host=platform.node(),
         versions=versions(),
+        claimed_by=asdict(Holder.here(0.0)),
     )

@@ -57,8 +57,8 @@ class RunIdentity:
 
     `command` is the program and its arguments as rank 0 has them, `launched` the command that the
     supervisor was given; `environment` holds the variables that the program reads, and `facts` what
-    its loop is told: all values are JSON's. `files` has a digest of each file of the program. What
-    is empty or None is not known.
+    its loop is told: all values are JSON's. `files` has a digest of each file of the program, and
+    `claimed_by` the process that began. What is empty or None is not known.
     """
 
     command: tuple[str, ...] = ()
@@ -69,6 +69,7 @@ class RunIdentity:
     host: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    claimed_by: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -43,6 +43,11 @@ class RunDirectory:
         return self.path / "ledger.jsonl"
 
     @property
+    def finished(self) -> Path:
+        """Exists if a loop of the user's own was finished before its last step: after which."""
+        return self.path / "finished.json"
+
+    @property
     def gave_up(self) -> Path:
         """Exists if kempner gave up: why, and what to do."""
         return self.path / "GAVE_UP"

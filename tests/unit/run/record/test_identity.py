@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import json
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.events.attempt import AttemptEnded, ProgramAdvanced
 from kempner.run.record.identity import (
     ACCEPT_CHANGES,
     RunIdentity,
@@ -20,6 +22,7 @@ from kempner.run.record.identity import (
     read_identity,
     write_identity,
 )
+from kempner.run.record.lease import Holder
 from kempner.run.record.naming import choose_run, command_digest, refuse_other_command
 from kempner.run.record.run_dir import RunDirectory
 
@@ -175,6 +178,25 @@ def test_each_command_has_one_run_whatever_the_order_of_the_starts(
             refuse_other_command(chosen.path, other)
         refuse_other_command(chosen.path, other, ["command"])
     assert len(set(told.values())) == len(told)
+
+
+@pytest.mark.parametrize("result", ["", "checkpoint", "completed", "stopped", "progress"])
+def test_a_command_that_came_to_nothing_claims_no_run(tmp_path: Path, result: str) -> None:
+    """A mistyped command is corrected, and trains where it would have trained."""
+    run = RunDirectory(tmp_path / "train")
+    gone = asdict(replace(Holder.here(1.0), started=1))
+    write_identity(run, RunIdentity(("train.py", "--lr=0,1"), claimed_by=gone))
+    if result == "checkpoint":
+        (run.checkpoints / "step-00000005").mkdir(parents=True)
+    elif result:
+        ended = AttemptEnded(0 if result == "completed" else 75, "", None, {})
+        event = ProgramAdvanced(None, 700.0) if result == "progress" else ended
+        run.ledger.write_text(json.dumps({"event": event.name, **event.to_fields()}) + "\n")
+    corrected = RunIdentity(("train.py", "--lr=0.1"))
+    chosen = choose_run(run.path, corrected).path
+    assert (chosen == run.path) is not bool(result)
+    assert choose_run(run.path, corrected).path == chosen  # which is its own now
+    assert choose_run(run.path, RunIdentity(("train.py", "3"))).path not in (chosen, run.path)
 
 
 def test_the_command_of_a_supervisor_is_known_to_a_program_that_is_alone(tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ _IN_TORCH = (
 )
 """Samplers that begin anew with each iterator."""
 
+_SAMPLES = 1000
+"""What has more entries has data, and none of the objects that are looked for."""
+
 
 @dataclass
 class Living:
@@ -78,10 +81,9 @@ def within(things: Iterable[object], depth: int = 3) -> dict[int, object]:
 
 
 def _parts(thing: object) -> Iterator[object]:
-    if isinstance(thing, dict):
-        yield from thing.values()
-    elif isinstance(thing, list | tuple):
-        yield from thing
+    if isinstance(thing, dict | list | tuple):
+        if len(thing) <= _SAMPLES:
+            yield from thing.values() if isinstance(thing, dict) else thing
     elif not isinstance(thing, str | bytes | int | float | torch.Tensor | type):
         yield from getattr(thing, "__dict__", {}).values()
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -43,19 +42,16 @@ class Strangers:
     def __init__(self, given: Given) -> None:
         self._given = given
         things = [given.model, *given.state.values(), *given.per_rank.values(), given.data]
-        self._held = {*within([*things, given.optimizer])}
-        self._tensors = {
-            id(tensor)
-            for module in things
-            if isinstance(module, nn.Module)
-            for tensor in module.parameters()
-        }
+        held = within([*things, given.optimizer])
+        plain = (Tensor, dict, list, tuple)
+        self._held = {key: one for key, one in held.items() if not isinstance(one, plain)}
+        modules = [thing for thing in held.values() if isinstance(thing, nn.Module)]
+        self._tensors = {id(tensor) for module in modules for tensor in module.parameters()}
         self._before: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizers: dict[int, tuple[weakref.ref[Optimizer], int, bool]] = {}
-        self._schedulers: dict[int, tuple[weakref.ref[Any], object]] = {}
+        self._counting: dict[int, tuple[weakref.ref[Any], object]] = {}
         self._iterators: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._weights: list[tuple[weakref.ref[Tensor], int, weakref.ref[nn.Module]]] = []
-        self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._scanned: str | None = None
 
     def begin(self, living: Living) -> None:
@@ -94,15 +90,11 @@ class Strangers:
             optimizer = reference()
             if lasts and optimizer is not None and self._matters(optimizer):
                 yield _unregistered(optimizer, "steps")
-        schedulers = [(reference(), mark) for reference, mark in self._schedulers.values()]
-        moved = [one for one, mark in schedulers if one is not None and _mark(one) != mark]
-        # Those that another one steps have no name.
-        for scheduler in sorted(moved, key=lambda one: variable_of(one) is None):
+        counting = [(reference(), mark) for reference, mark in self._counting.values()]
+        moved = [one for one, mark in counting if one is not None and _mark(one) != mark]
+        inner = {id(part) for one in moved for part in getattr(one, "_schedulers", ())}
+        for scheduler in sorted(moved, key=lambda one: id(one) in inner):
             yield _unregistered(scheduler, "steps")
-        for scaler_reference in self._scalers:
-            scaler = scaler_reference()
-            if scaler is not None and scaler._scale is not None:
-                yield _unregistered(scaler, "scales")
         if self._scanned is not None:
             yield self._scanned
         for tensor_reference, version, module_reference in self._weights:
@@ -112,15 +104,15 @@ class Strangers:
 
     def _add(self, living: Living, begun: bool) -> None:
         held = self._given.optimizers
+        counting: list[Any] = [scaler for scaler in living.scalers if scaler.is_enabled()]
         for scheduler in living.schedulers:
             optimizer = getattr(scheduler, "optimizer", None)
-            known = id(scheduler) in self._schedulers or id(scheduler) in self._held
-            if not known and any(is_optimizer_of(one, optimizer) for one in held):
-                mark = _mark(scheduler) if begun else 0
-                self._schedulers[id(scheduler)] = (weakref.ref(scheduler), mark)
-        for scaler in living.scalers:
-            if id(scaler) not in self._held and scaler.is_enabled():
-                self._scalers.append(weakref.ref(scaler))
+            if any(is_optimizer_of(one, optimizer) for one in held):
+                counting.append(scheduler)
+        for thing in counting:
+            if id(thing) not in self._held and id(thing) not in self._counting:
+                mark = _mark(thing) if begun else 0
+                self._counting[id(thing)] = (weakref.ref(thing), mark)
         for iterator in living.iterators:
             if id(iterator) not in self._iterators and self._is_watched(iterator):
                 entry = (weakref.ref(iterator), iterator._num_yielded)
@@ -162,11 +154,11 @@ def _unregistered(thing: object, does: str) -> str:
     )
 
 
-def _mark(scheduler: Any) -> object:
-    """What changes when it steps."""
-    if (epoch := getattr(scheduler, "last_epoch", None)) is not None:
+def _mark(counting: Any) -> object:
+    """What of a scheduler or a scaler of gradients changes when it is used."""
+    if (epoch := getattr(counting, "last_epoch", None)) is not None:
         return epoch
-    return repr(scheduler.state_dict())
+    return repr(counting.state_dict())
 
 
 def _largest_with(module: nn.Module, held: Collection[int]) -> nn.Module:

@@ -35,6 +35,8 @@ from kempner.training.compute.seeds import program_seed
 from kempner.training.recognition import describe_optimizer
 from kempner.training.session import Entry, Session
 from kempner.training.survivor import Plan, Survivor
+from kempner.training.watch.strangers import Given
+from kempner.training.watch.watch import Watch
 
 
 @overload
@@ -138,8 +140,10 @@ def survive(
         batches = _open_batches(session, data, todo, noise)
         if batches is not None:
             everything = batches.held_with(everything)
+        watch = Watch(everything, Given(model, optimizer, **given, data=data))
+        everything = watch.held_with(everything)
         checkpoints = _open_checkpoints(session, everything, optimizer, keep_last, noise)
-        return Survivor(Plan(steps, save_every, noise), session, checkpoints, batches)
+        return Survivor(Plan(steps, save_every, noise), session, checkpoints, batches, watch)
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,7 @@ class OwnLoop:
 
     def save(self, agreed: VoteResult) -> None:
         """Save the state as of this step."""
+        self.session.note_trackers()
         if self._recorder is not None:
             self._recorder.saved(self.train_state.step)
         with self.session.progress.during(Phase.SAVE):

@@ -289,9 +289,9 @@ class _Instruction(NamedTuple):
 def _is_left_by_hand(frame: FrameType | None) -> bool:
     """Whether a loop's iterator is dropped in `frame` by `break` or `return`.
 
-    Those compile to an instruction that drops it, and so does `del`. An exception drops it in whichever instruction
-    has raised. Where that is a generator which is closed, as in a progress bar around the steps,
-    what has dropped the generator counts.
+    Those compile to an instruction that drops it, and so does `del`. An exception drops it in
+    whichever instruction has raised. Where that is in a generator which is closed, as in a progress
+    bar around the steps, what has dropped the generator counts.
     """
     while frame is not None:
         at = _instruction(frame)

@@ -67,7 +67,7 @@ class Survivor(Generic[Step]):
     ) -> None:
         self._plan, self._session, self._batches = plan, session, batches
         self.checkpoints, self._watch = checkpoints, watch
-        self._loop = OwnLoop(session, checkpoints, checkpoints.restore())
+        self._loop = OwnLoop(session, checkpoints, checkpoints.restore(session.accepted))
         watch.restored()
         self._done_before = self._loop.train_state.step
         self._finished = session.ranks.broadcast(self._read_mark()) == self._done_before

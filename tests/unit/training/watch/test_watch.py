@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from harness import ROOT
 from patience import scaled
 
 FIRST_SAVE = 4

@@ -176,7 +176,7 @@ class TrainerRun:
             loss=trainer._tr_loss,
             total_loss=trainer._total_loss_scalar,
             logged=trainer._globalstep_last_logged,
-            first_step=trainer._initial_global_step,
+            first_step=getattr(trainer, "_initial_global_step", 0),  # transformers 5.4 has none
             seconds=seconds + (earlier.seconds if earlier else 0.0),
             kept=tuple(sorted(self._outputs.kept)),
             callbacks=callback_states(trainer),

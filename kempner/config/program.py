@@ -43,6 +43,10 @@ class ProgramSection(Section):
     """An attempt of a program whose steps are not known that ran for so many seconds before it
     failed has made progress: the restarts before it count no more."""
 
+    one_tracker_run: bool = True
+    """Have Weights & Biases, MLflow and Comet show one run for all starts, by variables that they
+    read; what is exported, or the program says itself, goes first."""
+
     @model_validator(mode="after")
     def _has_a_step(self) -> Self:
         if self.progress_pattern is None:

@@ -16,13 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers import __version__ as transformers_version
-from transformers.trainer_utils import has_length
+
+try:
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+    from transformers import __version__ as transformers_version
+    from transformers.trainer_utils import has_length
+except ModuleNotFoundError as error:
+    from kempner.integrations.extras import without_extra
+
+    raise without_extra(error, "transformers") from None
 
 from kempner.integrations.trainer.limits import refuse_inexact
 from kempner.integrations.trainer.progress import restore_callbacks
 from kempner.integrations.trainer.run import StepEnd, TrainerRun
+from kempner.run.control.rehearsal import place_of
 from kempner.run.process.exit_codes import UsageError
 from kempner.training.session import Entry, run_beside
 
@@ -68,6 +81,7 @@ class Surviving(Trainer):
                 raise UsageError("train() was called before; make another trainer to train again")
             refuse_inexact(self)
             session = entry.meet(self.args.device, _pace(self.args), _facts(self))
+            self.args.output_dir = str(place_of(str(self.args.output_dir)))
             run = TrainerRun(self, session)
             found = run.restore()
         self._kempner, self.ignore_keys_for_eval = run, ignore_keys_for_eval

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from kempner.cluster.machine.process_start import process_began
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import LaunchTerms
+from kempner.run.control.trackers import open_trackers
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.signals import SignalInbox
 from kempner.run.record.history import RunHistory
@@ -61,6 +62,6 @@ class SupervisorContext:
         if self.program.ours:
             return None
         network = self.config.distributed.model_dump_json(exclude_unset=True)
-        return LaunchTerms(
-            self.run.path, section.supervisor_timeout, section.stop_grace, patience, network
-        )
+        times = section.supervisor_timeout, section.stop_grace, patience
+        trackers = open_trackers(self.run.trackers) if self.config.program.one_tracker_run else ""
+        return LaunchTerms(self.run.path, *times, network, trackers)

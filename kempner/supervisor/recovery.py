@@ -23,7 +23,7 @@ from kempner.supervisor.context import SupervisorContext
 from kempner.supervisor.give_up import give_up
 from kempner.supervisor.launchers.base import CannotRestart
 from kempner.supervisor.nodes.health_check import NO_ANSWER
-from kempner.supervisor.policy.outcome import Decision, is_lost
+from kempner.supervisor.policy.outcome import Decision, RankExit, is_lost
 from kempner.supervisor.policy.restart import (
     FAILURES,
     HEALED_BY_A_RESTART,
@@ -36,6 +36,9 @@ from kempner.supervisor.policy.restart import (
 from kempner.supervisor.policy.storage_restart import decide_storage_restart, find_outage
 from kempner.supervisor.preflight import nodes_to_exclude
 from kempner.supervisor.salvage import dismiss_if_in_vain
+
+BEGINS_WITHIN = 30.0
+"""Seconds within which a program that fails before it has said a word has not begun."""
 
 LONG = 60.0
 """Seconds after which a program of whose steps nothing is known counts as one that has worked."""
@@ -222,4 +225,14 @@ def _failure(context: SupervisorContext, follower: AttemptFollower, decision: De
         raised=raised,
         node_lost=decision.environment or (culprit is not None and is_lost(culprit)),
         code=int(decision.code),
+        unstarted=_unstarted(follower, culprit),
     )
+
+
+def _unstarted(follower: AttemptFollower, culprit: RankExit | None) -> int | None:
+    """The exit status of a program of the user's own that ended by itself, before it had said a
+    word, so soon that it cannot have begun: an import fails, say."""
+    if culprit is None or not follower.of_stranger or follower.steps_done:
+        return None
+    by_itself = culprit.status is not None and culprit.status > 0
+    return culprit.status if by_itself and follower.seconds_run() < BEGINS_WITHIN else None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kempner.run.control.program.heartbeat_file import HEARTBEAT_FILE
 from kempner.run.control.protocol import Secret
+from kempner.run.control.trackers import TRACKERS, Trackers
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.run_dir import RunDirectory
 
@@ -60,7 +61,8 @@ class Control:
 class LaunchTerms:
     """What a rank must know that is not told by a configuration: the run's directory, after how
     many seconds without a heartbeat it exits, how many it has after a stop request, and how many it
-    waits for storage. `network` is the configuration's section `distributed` in JSON.
+    waits for storage. `network` is the configuration's section `distributed` in JSON, `trackers`
+    the text of `Trackers`, empty if kempner is not to tell them which run it is.
     """
 
     run: Path
@@ -68,6 +70,7 @@ class LaunchTerms:
     stop_grace: float
     patience: float
     network: str = "{}"
+    trackers: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,14 +132,19 @@ class Launch:
             _GRACE: str(self.terms.stop_grace),
             _PATIENCE: str(self.terms.patience),
             _NETWORK: self.terms.network,
+            **({TRACKERS: self.terms.trackers} if self.terms.trackers else {}),
         }
 
-    def heartbeat(self, rank: int) -> dict[str, str]:
-        """What a rank of a program of the user's own gets besides: its heartbeat file."""
+    def of_rank(self, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+        """What to add to the environment of a rank of a program of the user's own: its heartbeat
+        file, and how trackers are to know it."""
         if self.terms is None:
             return {}
         run = RunDirectory(self.terms.run.absolute())
-        return {HEARTBEAT_FILE: str(run.heartbeat(self.attempt.number, rank))}
+        heartbeat = {HEARTBEAT_FILE: str(run.heartbeat(self.attempt.number, rank))}
+        if not self.terms.trackers:
+            return heartbeat
+        return heartbeat | Trackers.parse(self.terms.trackers).variables(rank, environ)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch | None:
@@ -173,7 +181,8 @@ def _namespace() -> str:
 
 def _terms(environ: Mapping[str, str]) -> LaunchTerms:
     silence, grace, patience = (float(environ[name]) for name in (_SILENCE, _GRACE, _PATIENCE))
-    return LaunchTerms(Path(environ[_RUN]), silence, grace, patience, environ[_NETWORK])
+    network, trackers = environ[_NETWORK], environ.get(TRACKERS, "")
+    return LaunchTerms(Path(environ[_RUN]), silence, grace, patience, network, trackers)
 
 
 def run_of(environ: Mapping[str, str]) -> Path | None:

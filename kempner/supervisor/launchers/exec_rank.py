@@ -31,7 +31,7 @@ def become(command: Sequence[str]) -> ExitCode:
         world = discover(os.environ)
         os.environ |= world.environment()
         if launch is not None:
-            os.environ |= launch.heartbeat(world.rank)
+            os.environ |= launch.of_rank(world.rank, os.environ)
         enter_network()
         os.execvp(command[0], list(command))
     except (OSError, ValueError) as error:

@@ -85,7 +85,7 @@ class LocalLauncher(BareLauncher):
             self._slots.keep_only(())
         for rank in range(self.size):
             output = self._run.output(launch.attempt.number, rank) if rank else None
-            environ = {**common, **self._place(rank, port), **launch.heartbeat(rank)}
+            environ = {**common, **self._place(rank, port), **launch.of_rank(rank, common)}
             if launch.in_memory:
                 self._slots.lend(rank, environ)
             child = ChildRank(rank, environ, output)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 
-from kempner.cluster.network.interfaces import Interface, choose
-from kempner.cluster.network.netinfo import read_interfaces, route_address
+from kempner.cluster.network.interfaces import Interface
+from kempner.cluster.network.netinfo import read_interfaces
+from kempner.cluster.rank_network import network_of_rank
 from kempner.cluster.world import World, discover
 from kempner.config.site.network import DistributedSection
 from kempner.run.control.launch_env import Launch
@@ -43,15 +44,9 @@ def variables(
     added = section.environment(environ)
     if world.size == 1:
         return added
-    master = environ.get("MASTER_ADDR")
+    master = environ.get("MASTER_ADDR", "")
     try:
-        choice = choose(
-            interfaces,
-            on_one_node=world.on_one_node,
-            configured=section.interface,
-            environ=environ,
-            route_address=route_address(master) if master else "",
-        )
+        choice = network_of_rank(environ, world, section.interface, master, interfaces)
     except ValueError as error:
         if "GLOO_SOCKET_IFNAME" not in environ:
             raise

@@ -104,11 +104,12 @@ def decide_outcome(
 
 def after_training(decision: Decision, exits: Sequence[RankExit]) -> Decision:
     """What an attempt came to whose training is complete: what fails after that is the program's,
-    and no restart brings more steps. A lost node is another matter."""
+    and no restart brings more steps. What comes from outside is another matter: another loop may
+    have been about to begin."""
     if decision.code in (ExitCode.COMPLETED, ExitCode.STOPPED):
         return decision
     first = next((e for e in exits if failed(e) and not e.ended_by_us), None)
-    if first is not None and is_lost(first):
+    if first is not None and _from_outside(first):
         return decision
     reason, culprit = decision.reason, decision.culprit
     if decision.code is not ExitCode.HUNG and first is not None:

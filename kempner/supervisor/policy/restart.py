@@ -38,7 +38,8 @@ class Failure:
     """An attempt that failed, because of one rank. `step` is the one that it was in, or had done
     where it was in none, `committed` the last that was saved (None: none yet), `raised` what that
     rank raised, if it said so, `code` what the attempt came to. `node_lost` says that a node or the
-    network is at fault: that has a budget of its own.
+    network is at fault: that has a budget of its own. `unstarted` is the exit status of a program
+    that ended within seconds, before it had said a word.
     """
 
     step: int
@@ -46,9 +47,12 @@ class Failure:
     raised: str = ""
     node_lost: bool = False
     code: int = ExitCode.CRASHED
+    unstarted: int | None = None
 
     def is_like(self, other: Failure) -> bool:
-        """Whether it is the same step that fails the same way."""
+        """Whether it is the same step that fails the same way, or the same start."""
+        if self.unstarted is not None and self.unstarted == other.unstarted:
+            return True
         return bool(self.raised) and (self.step, self.raised) == (other.step, other.raised)
 
 
@@ -117,7 +121,8 @@ def failures(history: RunHistory) -> list[Failure]:
             found.clear()  # a person has looked, and starts again; or it got further than before
         elif event.code != ExitCode.STORAGE_UNAVAILABLE:
             raised, lost = event.raised, event.node_lost
-            found.append(Failure(event.step, event.committed, raised, lost, event.code))
+            failure = Failure(event.step, event.committed, raised, lost, event.code)
+            found.append(replace(failure, unstarted=event.unstarted))
     return found
 
 

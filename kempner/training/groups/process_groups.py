@@ -16,10 +16,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.cluster.machine.visible_gpus import own_part
-from kempner.cluster.network.interfaces import Choice, choose
+from kempner.cluster.network.interfaces import Choice
 from kempner.cluster.network.master import ExportedMaster, exported_master, given_port
-from kempner.cluster.network.netinfo import read_interfaces, route_address
 from kempner.cluster.network.ports import job_salt
+from kempner.cluster.rank_network import network_of_rank
 from kempner.cluster.slurm.scontrol import hostnames
 from kempner.cluster.world import World
 from kempner.config.sections import Config
@@ -31,7 +31,9 @@ from kempner.run.process.exit_codes import UsageError
 from kempner.training.groups.rendezvous import agree_on_network, meet
 
 _FAREWELL = timedelta(seconds=30)
-_FOR_EVER = timedelta(days=365)
+_LONGEST_EVALUATION = timedelta(days=7)
+"""Other ranks wait for it in the vote, if one rank makes it alone; what hangs is found by others.
+"""
 
 
 @dataclass(frozen=True)
@@ -170,9 +172,7 @@ def connect(world: World, config: Config) -> Ranks:
     return ranks
 
 
-def adopt(
-    world: World, device: torch.device, section: DistributedSection, supervised: bool = False
-) -> Ranks:
+def adopt(world: World, device: torch.device, section: DistributedSection) -> Ranks:
     """The connections of a rank whose program has met the others itself, or is alone.
 
     Raises `UsageError` if it has not, or the network cannot be used as configured.
@@ -184,12 +184,12 @@ def adopt(
                 "torch.distributed.init_process_group first"
             )
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    os.environ |= section.environment(os.environ)  # no launcher of kempner's may have done so
     if world.size > 1:  # the program's own groups may be NCCL's, and Gloo has not been told yet
         _bind(world, section, os.environ.get("MASTER_ADDR", ""))
     timeout = timedelta(seconds=section.timeout)
-    # One rank may evaluate for hours between two votes: what is a hang, the supervisor judges.
-    votes_within = _FOR_EVER if supervised else timeout
-    return _group(world, device, timeout, None, MeshDegrees(shard=world.size), votes_within)
+    degrees = MeshDegrees(shard=world.size)
+    return _group(world, device, timeout, None, degrees, max(timeout, _LONGEST_EVALUATION))
 
 
 def _group(
@@ -275,13 +275,7 @@ def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
 def _bind(world: World, section: DistributedSection, address: str) -> Choice:
     """Have process groups use this node's interface from now on; `address` is the master's."""
     try:
-        choice = choose(
-            read_interfaces(),
-            on_one_node=world.on_one_node,
-            configured=section.interface,
-            environ=os.environ,
-            route_address=route_address(address),
-        )
+        choice = network_of_rank(os.environ, world, section.interface, address)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if choice.warning:

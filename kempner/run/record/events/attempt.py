@@ -74,6 +74,9 @@ class AttemptFailed(LedgerEvent):
         False
     )
     code: Annotated[int, "exit code that the attempt comes to"] = 1
+    unstarted: Annotated[
+        int | None, "exit status of a program that ended within seconds, before it said anything"
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class NodeAgent:
         for local, cpus in enumerate(shares(os.sched_getaffinity(0), order.count)):
             world = World(order.first + local, order.size, local, order.count, "agent")
             environ = {**common, **world.environment(), **_as_task(world)}
-            environ |= _heartbeat(environ, world.rank)
+            environ |= _of_rank(environ, world.rank)
             if IN_MEMORY in common:
                 lent[world.rank] = self._slots.own.lend(world.rank, environ, bool(buddy))
             self._children.start(ChildRank(world.rank, environ, None, cpus), self._program, post)
@@ -232,9 +232,9 @@ def _oom_kills() -> int:
         return 0
 
 
-def _heartbeat(environ: Mapping[str, str], rank: int) -> dict[str, str]:
+def _of_rank(environ: Mapping[str, str], rank: int) -> dict[str, str]:
     launch = Launch.from_environment(environ)
-    return {} if launch is None else launch.heartbeat(rank)
+    return {} if launch is None else launch.of_rank(rank, environ)
 
 
 def _as_task(world: World) -> dict[str, str]:

@@ -129,7 +129,8 @@ def test_only_a_quick_second_ctrl_c_insists(
         ),
         (ends(1, 1), ExitCode.AFTER_TRAINING, "after its loop: rank 0 exited with code 1"),
         (ends(SEGV, KILL, ours=(1,)), ExitCode.AFTER_TRAINING, "rank 0 was killed by SIGSEGV"),
-        # A node that is lost may be another one the next time.
+        # Another node, or more memory, may be all that it takes.
+        (ends(KILL, 76), ExitCode.CRASHED, "rank 0 was killed by SIGKILL"),
         (ends(None, 76), ExitCode.CRASHED, "rank 0 disappeared"),
     ],
 )

@@ -49,6 +49,11 @@ def test_only_what_a_restart_may_mend_is_started_again(code: ExitCode, again: bo
         (Failure(7, 5, "KeyError"), [Failure(7, 5, "OSError")], True, "restarting"),
         (Failure(7, 5), [Failure(7, 5)], True, "restarting"),  # killed twice: by whom?
         (Failure(0, None, "E"), [Failure(0, None, "E")], False, "before the first step every time"),
+        (Failure(0, None, unstarted=1), [], True, "restarting"),
+        (Failure(0, None, unstarted=1), [Failure(0, None, unstarted=1)], False, "every time"),
+        (Failure(0, None, unstarted=1), [Failure(0, None, unstarted=2)], True, "restarting"),
+        (Failure(0, None), [Failure(0, None, unstarted=1)], True, "restarting"),
+        (Failure(0, 5, unstarted=1), [Failure(0, 4, unstarted=1)], True, "from step 5"),
         (Failure(7, 5), [Failure(7, 5, node_lost=True)] * 3, True, "restarting"),
         (Failure(7, 5, node_lost=True), [Failure(7, 5)] * 3, True, "restarting"),
         (Failure(7, 5, node_lost=True), [Failure(7, 5, node_lost=True), Failure(7, 5)] * 2, False,

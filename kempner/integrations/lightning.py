@@ -36,6 +36,7 @@ from kempner.integrations.lightning_files import ModelFiles
 from kempner.integrations.lightning_loop import BATCH, FitProgress
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.training.compute.seeds import program_seed
 from kempner.training.own_loop import OwnLoop
 from kempner.training.session import Entry, Session
 from kempner.training.vote.vote import VoteResult
@@ -249,7 +250,7 @@ class _Fit:
             return seed
         if saved is not None:
             return int(saved.get("seed", _SEED_BEFORE))
-        told = self.session.ranks.broadcast(torch.initial_seed())
+        told = self.session.ranks.broadcast(program_seed())
         assert isinstance(told, int)
         return told
 

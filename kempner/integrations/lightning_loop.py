@@ -21,11 +21,13 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 
+from kempner.data.serve.draws import seed_all
 from kempner.data.serve.sampler import ResumableDataLoader
-from kempner.integrations.lightning_data import HeldLoader, hold, seed_generators
+from kempner.integrations.lightning_data import HeldLoader, hold
 from kempner.integrations.lightning_files import ModelFiles
 from kempner.integrations.lightning_metrics import restore_metrics, saved_metrics
 from kempner.run.process.exit_codes import UsageError
+from kempner.training.compute.seeds import seed_for, set_rng
 
 BATCH, TAIL, NEXT = 0, 1, 2
 """What draws random numbers: a batch, its tail, and what follows up to the next batch."""
@@ -79,8 +81,9 @@ class FitProgress:
 
     def seed_generators(self, stage: int) -> None:
         """Seed what draws random numbers in this stage of the current batch."""
-        number = self._trainer.fit_loop.total_batch_idx
-        seed_generators(self.seed, number, stage, self._rank)
+        place = self.seed, self._trainer.fit_loop.total_batch_idx, stage, self._rank
+        set_rng(*place)  # CUDA's, too; and it knows that this is no seed of the program's
+        seed_all(seed_for(*place))
 
     def state(self, tail_due: bool) -> dict[str, Any]:
         """What a checkpoint must hold beside Lightning's own, on this rank."""
@@ -129,7 +132,8 @@ class FitProgress:
         if mode != RunningStage.TRAINING:
             return lightnings(loader, shuffle=shuffle, mode=mode)
         inject = partial(lightnings, shuffle=shuffle, mode=mode)
-        return hold(loader, self.seed, self._rank, inject, self._fetched_ahead)
+        place = self._rank, self._world
+        return hold(loader, self.seed, place, inject, self._fetched_ahead)
 
     def _fetched_ahead(self) -> int:
         return len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))

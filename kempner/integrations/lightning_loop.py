@@ -37,8 +37,8 @@ class FitProgress:
     """Drives the loops of one `trainer.fit`, from the beginning or from a checkpoint.
 
     `saved` is what `state` gave to that checkpoint; an empty mapping for one of an earlier kempner,
-    None for a new run. `after_batch` is called between each batch and its tail, `when_complete`
-    where a checkpoint has nothing left to do.
+    None for a new run. `after_batch` is called between each batch and its tail, and told whether an
+    evaluation comes then; `when_complete` where a checkpoint has nothing left to do.
     """
 
     def __init__(
@@ -55,12 +55,14 @@ class FitProgress:
         self._undo = contextlib.ExitStack()
         self._lightning_tail: Callable[[Any], None] = trainer.fit_loop.epoch_loop.on_advance_end
 
-    def attach(self, after_batch: Callable[[], None], when_complete: Callable[[], None]) -> None:
+    def attach(
+        self, after_batch: Callable[[bool], None], when_complete: Callable[[], None]
+    ) -> None:
         """Have Lightning call these, and take its training data from loaders that hold a place."""
         fit, connector = self._trainer.fit_loop, self._trainer._data_connector
 
         def on_advance_end(fetcher: Any) -> None:
-            after_batch()
+            after_batch(self._evaluation_due(fetcher))
             self._make_tail(fetcher)
 
         self._replace(fit.epoch_loop, "on_advance_end", on_advance_end)
@@ -115,6 +117,13 @@ class FitProgress:
         if len(loaders) == 1 and (loader := _resumable(loaders[0])) is not None:
             loader.set_epoch(_epochs_done(self._trainer.fit_loop))
             self._set_length(loader.left())
+
+    def _evaluation_due(self, fetcher: Any) -> bool:
+        if (
+            getattr(self._trainer, "_val_check_time_interval", None) is not None
+        ):  # each rank has its own clock
+            return False
+        return self._trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
 
     def _make_tail(self, fetcher: Any) -> None:
         self.seed_generators(TAIL)

@@ -1,9 +1,1 @@
 """Training programs of other libraries under kempner; each module needs the extra of its name."""
-
-
-def without_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
-    """What to raise where an integration cannot import its library: `error`, with what to do."""
-    if (error.name or "").partition(".")[0] not in (extra, "accelerate"):
-        return error  # the library is there, and lacks another
-    advice = f"kempner.integrations.{extra} needs {error.name}: pip install 'kempner[{extra}]'"
-    return ModuleNotFoundError(advice, name=error.name)

@@ -27,7 +27,7 @@ try:
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ModuleNotFoundError as error:
-    from kempner.integrations import without_extra
+    from kempner.integrations.extras import without_extra
 
     raise without_extra(error, "lightning") from None
 

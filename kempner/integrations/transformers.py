@@ -28,7 +28,7 @@ try:
     from transformers import __version__ as transformers_version
     from transformers.trainer_utils import has_length
 except ModuleNotFoundError as error:
-    from kempner.integrations import without_extra
+    from kempner.integrations.extras import without_extra
 
     raise without_extra(error, "transformers") from None
 

@@ -22,7 +22,7 @@ from kempner.run.record import gave_up
 from kempner.run.record.attempts import read_current
 from kempner.run.record.lease import is_owned
 from kempner.run.record.naming import choose_run
-from kempner.run.record.program import identity_of_words
+from kempner.run.record.program.command import identity_of_words
 from kempner.run.record.run_dir import RunDirectory, name_of_command
 
 

@@ -7,6 +7,7 @@ standing.keep(run)  # the next start is compared with this one
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+
+from torch.optim import Optimizer
 
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DataError
@@ -29,8 +32,8 @@ from kempner.run.record.identity import (
     write_identity,
 )
 from kempner.run.record.lease import Holder
-from kempner.run.record.program import files_of_process, identity_of_process
-from kempner.run.record.program_copy import keep_copies
+from kempner.run.record.program.command import files_of_process, identity_of_process
+from kempner.run.record.program.copies import keep_copies
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.build import versions
 from kempner.training.groups.process_groups import Ranks
@@ -112,6 +115,23 @@ def recognise(
     return told
 
 
+def describe_optimizer(optimizer: Optimizer) -> dict[str, object]:
+    """What an optimizer is, for the facts of a run: its class, and the settings of its groups in
+    whatever order."""
+    groups = [
+        {name: value for name, value in group.items() if _is_setting(value)}
+        | {"parameters": sum(parameter.numel() for parameter in group["params"])}
+        for group in optimizer.param_groups
+    ]
+    ordered = sorted(groups, key=lambda group: json.dumps(group, sort_keys=True))
+    return {"class": type(optimizer).__name__, "groups": ordered}
+
+
+def _is_setting(value: object) -> bool:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(part, int | float | str | None) for part in parts)
+
+
 def this_program(ranks: Ranks, facts: Mapping[str, object]) -> RunIdentity:
     """What this process runs, with the `facts` of its loop; on rank 0 with its files."""
     told = {name: plain(value) for name, value in facts.items()}
@@ -120,8 +140,6 @@ def this_program(ranks: Ranks, facts: Mapping[str, object]) -> RunIdentity:
     return replace(
         identity_of_process(sys.argv, sys.modules, os.environ, Path.cwd()),
         facts=told,
-        world=ranks.world.size,
-        host=platform.node(),
-        versions=versions(),
+        surroundings={"ranks": ranks.world.size, "host": platform.node(), **versions()},
         claimed_by=asdict(Holder.here(0.0)),
     )

@@ -36,7 +36,7 @@ from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed
 from kempner.run.record.history import RunHistory
 from kempner.run.record.identity import OUTPUT_DIR, RunIdentity, accepted_names
-from kempner.run.record.program import relative
+from kempner.run.record.program.command import relative
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import Durations
 from kempner.training.build import host_facts, read_history, versions

@@ -32,8 +32,11 @@ from kempner.data.serve.places import supply_of
 from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.training.batches import NAME, Batches
 from kempner.training.compute.seeds import program_seed
+from kempner.training.recognition import describe_optimizer
 from kempner.training.session import Entry, Session
 from kempner.training.survivor import Plan, Survivor
+from kempner.training.watch.strangers import Given
+from kempner.training.watch.watch import Watch
 
 
 @overload
@@ -132,13 +135,15 @@ def survive(
         given = {"state": state or {}, "per_rank": per_rank or {}}
         _keep_name_free(data, given)
         everything = gather(model, optimizer, given["state"], given["per_rank"])
-        session = entry.meet(device, *_facts(todo, model, data, given))
+        session = entry.meet(device, *_facts(todo, model, optimizer, data, given))
         noise = _agreed_seed(session, seed)
         batches = _open_batches(session, data, todo, noise)
         if batches is not None:
             everything = batches.held_with(everything)
+        watch = Watch(everything, Given(model, optimizer, **given, data=data))
+        everything = watch.held_with(everything)
         checkpoints = _open_checkpoints(session, everything, optimizer, keep_last, noise)
-        return Survivor(Plan(steps, save_every, noise), session, checkpoints, batches)
+        return Survivor(Plan(steps, save_every, noise), session, checkpoints, batches, watch)
 
 
 @dataclass(frozen=True)
@@ -170,11 +175,15 @@ class Todo:
 
 
 def _facts(
-    todo: Todo, model: nn.Module, data: Any, given: Mapping[str, Mapping[str, object]]
+    todo: Todo,
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Any,
+    given: Mapping[str, Mapping[str, object]],
 ) -> tuple[dict[str, object], dict[str, object]]:
     """What all ranks must agree on; and what the run is, as later starts are compared with it."""
     names = [name for name, _ in model.named_parameters()]
-    facts: dict[str, object] = {"steps": todo.steps}
+    facts: dict[str, object] = {"steps": todo.steps, "optimizer": describe_optimizer(optimizer)}
     facts["seed"] = program_seed() if todo.seed is None else int(todo.seed)
     if data is not None:
         facts |= {"data": _describe(data), "accumulate": todo.accumulate or 1}

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kempner.checkpoint.format.train_state import TrainState
@@ -36,6 +37,7 @@ from kempner.training.own_loop import OwnLoop, describe_idleness
 from kempner.training.policy.final_save import time_to_spare
 from kempner.training.session import Session, at_prompt
 from kempner.training.vote.vote import VoteResult
+from kempner.training.watch.watch import Watch
 
 Step = TypeVar("Step", covariant=True)
 
@@ -61,10 +63,12 @@ class Survivor(Generic[Step]):
         session: Session,
         checkpoints: CheckpointManager,
         batches: Batches | None,
+        watch: Watch,
     ) -> None:
         self._plan, self._session, self._batches = plan, session, batches
-        self.checkpoints = checkpoints
-        self._loop = OwnLoop(session, checkpoints, checkpoints.restore())
+        self.checkpoints, self._watch = checkpoints, watch
+        self._loop = OwnLoop(session, checkpoints, checkpoints.restore(session.accepted))
+        watch.restored()
         self._done_before = self._loop.train_state.step
         self._finished = session.ranks.broadcast(self._read_mark()) == self._done_before
         self._begun = False
@@ -137,6 +141,8 @@ class Survivor(Generic[Step]):
         """The steps that are left; then how the loop ended."""
         loop, steps = self._loop, self._plan.steps
         loop.begin()
+        if self._watch.begin(self._plan.seed, self._session.ranks.world.rank == 0):
+            self._session.say("NumPy and random draw other numbers: the number of ranks differs")
         agreed, unchecked = VoteResult(), True
         while loop.train_state.step < steps and not (agreed.stop or self._finished):
             step = loop.train_state.step + 1
@@ -145,12 +151,16 @@ class Survivor(Generic[Step]):
             yield given
             self._end()
             agreed = loop.end_step(step)
+            on_interval = step % self._plan.save_every == 0
+            last = step == steps or self._finished
+            due = not last and loop.save_is_due(agreed, on_interval)
+            look = self._watch.end_step(on_interval)
             if unchecked:  # the optimizer has its state now
                 self.checkpoints.check_state()
                 unchecked = False
-            on_interval = step % self._plan.save_every == 0
-            last = step == steps or self._finished
-            if not last and loop.save_is_due(agreed, on_interval):
+            elif look:
+                self.checkpoints.check_registered()
+            if due:
                 loop.save(agreed)
         if self._finished and loop.train_state.step < steps and not agreed.stop:
             agreed = loop.part(loop.train_state.step)
@@ -163,14 +173,16 @@ class Survivor(Generic[Step]):
             with self._session.progress.held_up_by_data():
                 given = step, self._batches.take()
         self._session.seed_step(self._plan.seed, step)
+        self._watch.begin_step()
         self._trained = 0
         return given
 
     def _end(self) -> None:
         self._loop.idle = 0 if self._trained else self._loop.idle + 1
 
-    def _before_optimizer(self, *_: object) -> None:
+    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         self._trained += 1
+        self._watch.stepped(optimizer)
         self.checkpoints.release_staging()
 
     def _complete(self, agreed: VoteResult) -> ExitCode:

@@ -74,6 +74,15 @@ class BackgroundSaver:
         agree(self._context, lambda: self._look(contents and not alone))
         self.checked = self.checked or contents
 
+    def check_registered(self) -> None:
+        """Raise `UsageError`, on all ranks alike, if a program changes what is not registered."""
+
+        def look() -> dict[str, int]:
+            self._registered.look()
+            return {}
+
+        agree(self._context, look)
+
     def hold(self, train_state: TrainState, verdict: Verdict) -> None:
         """Start to keep the state as of `train_state` in memory, if it has room for that."""
         if self._slots.memory is None:
@@ -191,6 +200,7 @@ class BackgroundSaver:
     def _pack(self) -> dict[str, bytes]:
         """The files of what the program has registered, as it is now."""
         registered, rank, files = self._registered, self._context.rank, {}
+        registered.look()
         if registered.shared and rank == 0:
             files[SHARED_OBJECTS] = pack(registered.shared, "state")
         if registered.per_rank:
@@ -224,6 +234,7 @@ class BackgroundSaver:
         """What this rank holds: a number for each tensor."""
         self._registered.check()
         table = capture(self._routes.model, self._routes.optimizer)
+        self._routes.check_names(table)
         specs = tensor_specs(table, self._context.world)
         held = {spec.key: shard_plan.digest([spec]) for spec in specs}
         if contents:

@@ -152,10 +152,11 @@ def test_a_loop_of_several_goes_on_where_it_was(project: Path, supervised: bool,
 
 
 SLOW = """
-import time, torch
+import os, time, torch
 from kempner import survive
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+print("process", os.getpid(), flush=True)
 for step in survive(model, optimizer, steps=10**6, save_every=10**6):
     optimizer.zero_grad()
     model(torch.ones(4)).sum().backward()
@@ -175,8 +176,7 @@ def test_what_a_killed_supervisor_has_left_saves_and_is_gone_before_the_next_sta
     out = tmp_path / "out"
     first = start(tmp_path, supervise)
     wait_until(lambda: out.exists() and "step 20\n" in out.read_text(), "20 steps")
-    ranks = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"][-1:] == ["slow.py"]]
-    (left,) = [p for p in ranks if p.cwd() == str(tmp_path)]
+    left = psutil.Process(int(re.findall(r"process (\d+)", out.read_text())[0]))
     first.kill()
     first.wait()
     assert left.is_running()

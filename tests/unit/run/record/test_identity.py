@@ -41,9 +41,9 @@ IDENTITIES = st.builds(
     launched=WORDS,
     environment=st.dictionaries(NAMES, st.one_of(st.none(), st.text("01", max_size=2))),
     facts=FACTS,
-    world=st.integers(1, 4),
-    host=st.sampled_from(["a", "b"]),
-    versions=st.dictionaries(st.sampled_from(["torch", "python"]), st.sampled_from("12")),
+    surroundings=st.dictionaries(
+        st.sampled_from(["ranks", "host", "torch"]), st.one_of(st.integers(1, 3), st.text("ab"))
+    ),
     files=st.dictionaries(st.sampled_from(["train.py", "model.py"]), st.sampled_from("xy")),
 )
 REFUSED = {"command", "launched", "environment", "facts"}
@@ -129,10 +129,14 @@ def test_the_parts_of_a_fact_that_differ_are_named() -> None:
 
 
 def test_the_files_are_those_of_the_beginning_and_the_rest_is_that_of_the_last_start() -> None:
-    first = RunIdentity(("t.py",), world=2, facts={"steps": 20}, files={"t.py": "1"})
-    second = RunIdentity(("t.py",), world=1, facts={"steps": 40}, files={"t.py": "2", "m.py": "1"})
+    first = RunIdentity(
+        ("t.py",), surroundings={"ranks": 2}, facts={"steps": 20}, files={"t.py": "1"}
+    )
+    second = RunIdentity(
+        ("t.py",), surroundings={"ranks": 1}, facts={"steps": 40}, files={"t.py": "2", "m.py": "1"}
+    )
     kept = second.after(first)
-    assert verdicts(first, second) == dict.fromkeys(["steps", "world", "files"], Verdict.TOLD)
+    assert verdicts(first, second) == dict.fromkeys(["steps", "ranks", "files"], Verdict.TOLD)
     assert compare(kept, replace(second, files=first.files)) == []
     assert verdicts(kept, second) == {"files": Verdict.TOLD}
     assert kept.files == {"t.py": "1", "m.py": "1"}

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from kempner.run.output.logs import logger
-from kempner.run.record.program_files import read_small
+from kempner.run.record.program.files import read_small
 from kempner.run.record.run_dir import RunDirectory
 
 _WITHIN = 10.0

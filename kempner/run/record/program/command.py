@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from kempner.run.record.identity import RunIdentity
-from kempner.run.record.program_files import (
+from kempner.run.record.program.files import (
     digests,
     loaded_sources,
     named_files,

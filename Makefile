@@ -13,7 +13,7 @@ LOCKED_PYTHONS := 3.11.0 3.11.2 3.12.0 3.13.0 3.14.0
 TOGETHER := --dist=loadfile --no-loadscope-reorder --durations=8
 CLUSTERS := $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 NEWER_SLURMS := 24.11 26.05
-PARTS := tests/unit $(sort $(wildcard tests/d*/*/) $(wildcard tests/slurm/*/))
+PARTS := tests/unit tests/matrix $(sort $(wildcard tests/d*/*/) $(wildcard tests/slurm/*/))
 
 .PHONY: install demo lock resolve test check long pytest pytest-slurm pytest-others newer-slurms \
 	planted walk lint docs clean

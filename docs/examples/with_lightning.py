@@ -1,13 +1,10 @@
 """Lightning under kempner: kempner supervise --nproc 2 -- python with_lightning.py"""
 
-import os
-
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from kempner import ResumableBatchSampler, ResumableDataLoader
 from kempner.integrations.lightning import KempnerEnvironment, Survive
 
 
@@ -29,21 +26,19 @@ class Curve(LightningModule):
 def main() -> None:
     seed_everything(1)
     points = TensorDataset(torch.linspace(0, 1, 960).unsqueeze(1))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    place = KempnerEnvironment()
     trainer = Trainer(
         max_epochs=3,
         accelerator="auto" if torch.cuda.is_available() else "cpu",
-        devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
-        plugins=[KempnerEnvironment()],
+        plugins=[place],
+        devices=place.devices,
+        num_nodes=place.num_nodes,
+        strategy=place.strategy,
         callbacks=[Survive(save_every=20)],
-        use_distributed_sampler=False,
-        enable_checkpointing=False,
         logger=False,
     )
-    sampler = ResumableBatchSampler(points, batch_size=8, seed=1)
     module = Curve()
-    trainer.fit(module, ResumableDataLoader(points, sampler, num_workers=2))
+    trainer.fit(module, DataLoader(points, batch_size=8, shuffle=True, num_workers=2))
     if trainer.is_global_zero:
         torch.save(module.state_dict(), "curve.pt")
 

@@ -85,6 +85,10 @@ class CheckpointManager:
         """
         self._saver.check(contents=True)
 
+    def check_registered(self) -> None:
+        """Raise `UsageError`, on all ranks alike, if a program changes what is not registered."""
+        self._saver.check_registered()
+
     def restore(self, accept: Collection[str] = ()) -> TrainState | None:
         """Load the newest checkpoint that verifies; None if the run has none.
 

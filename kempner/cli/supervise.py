@@ -28,7 +28,7 @@ from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import inbox
 from kempner.run.record.identity import accepted_names
 from kempner.run.record.naming import choose_run, refuse_other_command
-from kempner.run.record.program import identity_of_words
+from kempner.run.record.program.command import identity_of_words
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory, name_of_command
 
 if TYPE_CHECKING:

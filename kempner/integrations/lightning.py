@@ -17,10 +17,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
+
+try:
+    import lightning
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ModuleNotFoundError as error:
+    from kempner.integrations.extras import without_extra
+
+    raise without_extra(error, "lightning") from None
 
 from kempner.checkpoint.folders import FolderCheckpoints
 from kempner.checkpoint.store.retention import Keep
@@ -57,13 +63,28 @@ class KempnerEnvironment(TorchElasticEnvironment):
     """Tells Lightning that kempner has started the ranks, and leaves signals and requeues to it.
 
     In a Slurm job Lightning would otherwise requeue the job itself. Without a launcher there is one
-    rank.
+    rank. `devices`, `num_nodes` and `strategy` are what a `Trainer` or `Fabric` must be given.
     """
 
     def __init__(self) -> None:
         _check_version()
         super().__init__()
         self._world = discover(os.environ)
+
+    @property
+    def devices(self) -> int:
+        """Ranks of this node."""
+        return self._world.local_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that have ranks."""
+        return self._world.size // self._world.local_size
+
+    @property
+    def strategy(self) -> str:
+        """`ddp`, where there is more than one rank."""
+        return "ddp" if self._world.size > 1 else "auto"
 
     @staticmethod
     def detect() -> bool:
@@ -83,13 +104,11 @@ class KempnerEnvironment(TorchElasticEnvironment):
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raise `UsageError` unless Lightning is to have the ranks that were started."""
-        here = self._world.local_size
-        nodes = self._world.size // here
         if num_devices * num_nodes != self._world.size:
             raise UsageError(
                 f"{self._world.size} ranks were started, and Lightning has devices={num_devices}, "
-                f"num_nodes={num_nodes}: give the Trainer devices={here}, num_nodes={nodes}, "
-                'strategy="ddp"'
+                f"num_nodes={num_nodes}: give it devices={self.devices}, "
+                f'num_nodes={self.num_nodes}, strategy="{self.strategy}"'
             )
 
 

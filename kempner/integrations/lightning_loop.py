@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
@@ -148,6 +149,8 @@ class FitProgress:
         fit, loaders = self._trainer.fit_loop, self._loaders()
         # Without any the checkpoint is of an earlier kempner: then Lightning's own are there.
         states = (self._saved or {}).get("loaders", fit._combined_loader_states_to_load)
+        for loader in loaders:  # or a sampler would draw the order of the first epoch
+            _set_sampler_epoch(loader, _epochs_done(fit))
         fit._combined_loader_states_to_load = []
         if not self._saved and not states:  # an earlier kempner held no place of these
             for loader in filter(_resumable, loaders):

@@ -16,15 +16,28 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers import __version__ as transformers_version
+
+try:
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+    from transformers import __version__ as transformers_version
+    from transformers.trainer_utils import has_length
+except ModuleNotFoundError as error:
+    from kempner.integrations.extras import without_extra
+
+    raise without_extra(error, "transformers") from None
 
 from kempner.integrations.trainer.limits import refuse_inexact
 from kempner.integrations.trainer.progress import restore_callbacks
 from kempner.integrations.trainer.run import StepEnd, TrainerRun
-from kempner.run.control.protocol import Phase
+from kempner.run.control.rehearsal import place_of
 from kempner.run.process.exit_codes import ExitCode, UsageError
-from kempner.training.session import Entry
+from kempner.training.session import Entry, run_beside
 
 
 @cache
@@ -43,7 +56,9 @@ class Surviving(Trainer):
     cannot be resumed exactly are refused (`limits.py`). A search for hyper-parameters is left to
     the Trainer.
 
-    `run_dir` is a class attribute: the run directory, if it is not the supervisor's.
+    The run belongs to `output_dir`: with another one it is another run. `run_dir` is a class
+    attribute: the run directory, if it is to be another one than the supervisor's or
+    `runs/<script>`.
     """
 
     run_dir: str | Path | None = None
@@ -59,13 +74,14 @@ class Surviving(Trainer):
     ) -> Any:
         if trial is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **options)
-        entry = Entry("train", self.run_dir)
+        entry = Entry("train", self.run_dir or run_beside(str(self.args.output_dir)))
         with entry.guard():
             _check_version()
             if self._kempner is not None:
                 raise UsageError("train() was called before; make another trainer to train again")
             refuse_inexact(self)
-            session = entry.meet(self.args.device, _facts(self.args))
+            session = entry.meet(self.args.device, _pace(self.args), _facts(self))
+            self.args.output_dir = str(place_of(str(self.args.output_dir)))
             run = TrainerRun(self, session)
             found = run.restore()
         self._kempner, self.ignore_keys_for_eval = run, ignore_keys_for_eval
@@ -113,7 +129,7 @@ class Surviving(Trainer):
         if self._kempner is None or self._kempner.generators is None:
             super()._load_rng_state(checkpoint)
         else:
-            self._kempner.generators.load()
+            self._kempner.load_generators()
 
     def load_generators(self, folder: str) -> None:
         """Load the generators of random numbers as the Trainer does, from a folder of its own."""
@@ -154,7 +170,7 @@ class Surviving(Trainer):
     def evaluate(self, *args: Any, **options: Any) -> Any:
         if self._kempner is None:
             return super().evaluate(*args, **options)
-        with self._kempner.session.progress.during(Phase.EVAL):
+        with self._kempner.session.evaluation():
             return super().evaluate(*args, **options)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
@@ -237,7 +253,23 @@ def _check_version() -> None:
         )
 
 
-def _facts(args: TrainingArguments) -> dict[str, object]:
+def _pace(args: TrainingArguments) -> dict[str, object]:
     """What must be the same on all ranks, or they would not stop or save together."""
     names = ("max_steps", "num_train_epochs", "save_strategy", "save_steps", "seed", "data_seed")
     return {name: getattr(args, name) for name in names}
+
+
+def _facts(trainer: Trainer) -> dict[str, object]:
+    """What the result depends on; of the length of the run only a number of steps."""
+    args, samples = trainer.args, trainer.train_dataset
+    optimizer = {"name": str(args.optim), "lr": args.learning_rate, "decay": args.weight_decay}
+    facts: dict[str, object] = {
+        "model": type(trainer.model).__name__,
+        "optimizer": optimizer,
+        "schedule": str(args.lr_scheduler_type),
+        "seed": args.seed,
+        "data_seed": args.data_seed,
+    }
+    if args.max_steps > 0:
+        facts["steps"] = args.max_steps
+    return facts | ({"samples": len(samples)} if has_length(samples) else {})

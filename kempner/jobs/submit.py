@@ -21,6 +21,8 @@ from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.run.record import gave_up
 from kempner.run.record.attempts import read_current
 from kempner.run.record.lease import is_owned
+from kempner.run.record.naming import choose_run
+from kempner.run.record.program.command import identity_of_words
 from kempner.run.record.run_dir import RunDirectory, name_of_command
 
 
@@ -118,7 +120,9 @@ def _words(
         raise UsageError("the command is empty: give a configuration, or a list of words")
     config = load(path, given)
     if config.run.name is None:
-        given.append(f"--run.name={name_of_command(command, 'submit(..., name=NAME)')}")
+        usual = Path(config.run.dir) / name_of_command(command, "submit(..., name=NAME)")
+        chosen = choose_run(usual, identity_of_words(command, os.environ, Path.cwd()))
+        given.append(f"--run.name={chosen.path.name}")
         config = load(path, given)
     run = RunDirectory(Path(config.run.dir).absolute() / str(config.run.name))
     words = given if path is None else [str(path), *given]

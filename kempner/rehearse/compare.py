@@ -92,16 +92,6 @@ def changed(undisturbed: Record, other: Record, step: int) -> list[Changed]:
     return found + _generators(undisturbed, other, step)
 
 
-def late_names(undisturbed: Record) -> list[str]:
-    """Tensors of modules that were not there when the first step began."""
-    if not undisturbed.began:
-        return []
-    first = undisturbed.began[undisturbed.first].variables
-    last = undisturbed.began[max(undisturbed.began)].variables
-    kinds = ("weight", "buffer")
-    return [name for name, seen in last.items() if seen.kind in kinds and name not in first]
-
-
 def _generators(undisturbed: Record, other: Record, step: int) -> list[Changed]:
     """The global generators that steps draw from, and that stand elsewhere."""
     names = {"numpy": "NumPy's global generator", "random": "Python's global generator"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 _TELLS = {
     *("print", "debug", "info", "warning", "error", "exception", "log", "write", "writelines"),
@@ -25,6 +25,8 @@ _PURE = {
 }
 """Calls that hand on what they get, to their result or to what they belong to."""
 
+_CONTAINERS = {"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"}
+
 _MATTERS = "training"
 """Where a value goes that may change what is trained."""
 
@@ -33,6 +35,7 @@ def names_that_matter(sources: Iterable[str]) -> frozenset[str]:
     """The names of variables and attributes on which training may depend."""
     flows: dict[str, set[str]] = defaultdict(set)
     trees = [ast.parse(source) for source in sources]
+    containers = {name for tree in trees for name in _containers(tree)}
     for tree in trees:
         for parent in ast.walk(tree):
             for child in ast.iter_child_nodes(parent):
@@ -40,6 +43,11 @@ def names_that_matter(sources: Iterable[str]) -> frozenset[str]:
         for node in ast.walk(tree):
             if (name := _loaded(node)) is not None:
                 flows[name] |= _targets(node)
+    # What is put into something that the program has not made itself is read elsewhere.
+    foreign = {f"{name}[]" for name in flows if name not in containers}
+    for targets in flows.values():
+        for target in [target for target in targets if target.endswith("[]")]:
+            targets.add(_MATTERS if target in foreign else target.removesuffix("[]"))
     matters = {name for name, targets in flows.items() if _MATTERS in targets}
     while more := {n for n, targets in flows.items() if n not in matters and targets & matters}:
         matters |= more
@@ -117,9 +125,21 @@ def _assigned(parent: ast.AST) -> set[str]:
     for target in targets:
         entries = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
         for entry in entries:
-            name = _name_of(entry.value if isinstance(entry, ast.Starred) else entry)
-            names.add(name or _MATTERS)
+            entry = entry.value if isinstance(entry, ast.Starred) else entry
+            inside = "[]" if isinstance(entry, ast.Subscript) else ""
+            names.add(f"{_name_of(entry)}{inside}" if _name_of(entry) else _MATTERS)
     return names
+
+
+def _containers(tree: ast.AST) -> Iterator[str]:
+    """The names of containers that the program makes itself."""
+    made = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            called = _name_of(node.value.func) if isinstance(node.value, ast.Call) else ""
+            if isinstance(node.value, made) or called in _CONTAINERS:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                yield from filter(None, map(_name_of, targets))
 
 
 def _name_of(node: ast.AST | None) -> str:

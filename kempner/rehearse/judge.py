@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -65,11 +65,7 @@ def judge(seen: Seen) -> Findings:
     if seen.undisturbed.failed:
         return _failure("the program itself", seen.undisturbed)
     if seen.starts[-1].failed:
-        number = len(seen.starts)
-        last = seen.disturbances[number - 2].words if number > 1 else "nothing"
-        findings = _failure(f"start {number}, of a program that was {last},", seen.starts[-1])
-        findings.rows = [_row(seen, n, frozenset()) for n in range(number - 1)]
-        return findings
+        return _failed_later(seen)
     used = names_that_matter(_sources(seen).values())
     findings = Findings(Verdict.EXACT)
     findings.rows = [_row(seen, number, used) for number in range(len(seen.starts))]
@@ -79,13 +75,28 @@ def judge(seen: Seen) -> Findings:
     return findings
 
 
+def _failed_later(seen: Seen) -> Findings:
+    """A start failed: what was found before it, and how it ended."""
+    number, failed = len(seen.starts), seen.starts[-1]
+    who = f"start {number}"
+    if number > 1:
+        who += f", of a program that was {seen.disturbances[number - 2].words},"
+    failure = _failure(who, failed)
+    if number == 1:
+        return failure
+    findings = judge(replace(seen, starts=seen.starts[:-1]))
+    if findings.verdict is Verdict.EXACT:
+        findings.verdict = Verdict.FAILED
+    findings.sentences = failure.sentences + findings.sentences
+    return findings
+
+
 def _find_first(seen: Seen, findings: Findings, used: frozenset[str]) -> None:
     """The first start that differs, and how."""
     records = seen.undisturbed.records
     for number, start in enumerate(seen.starts):
         outcome = differences(records, start.records)
-        outcome += lost_evaluations(records, [p.records for p in seen.starts[: number + 1]])[:0]
-        changes = _changes(seen, number)
+        changes = _changes(seen, number) if number or outcome else []
         kept = [c for c in changes if _must_come_back(c, used, bool(outcome))]
         findings.told_only += [c.name for c in changes if c not in kept and c.kind in IF_USED]
         wrong_place = _wrong_place(seen, number)

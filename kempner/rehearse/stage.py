@@ -112,7 +112,7 @@ class Stage:
         if arguments is not None:
             ours = [sys.executable, "-m", RANK, *arguments]
             with suppress(CannotForkError):
-                return self._servers[other_order].fork(ours, environ, output.fileno(), ours=False)
+                return self._servers[other_order].fork(ours, environ, output.fileno(), ours=True)
             command = ours
         return subprocess.Popen(
             command,

@@ -6,6 +6,7 @@ import atexit
 import sys
 import threading
 from types import TracebackType
+from typing import NoReturn
 
 from kempner.run.output.console import leave, say
 from kempner.run.process.exit_codes import ExitCode, RunError
@@ -34,6 +35,11 @@ class LastWords:
             self._thread, self._earlier_thread_hook = threading.get_ident(), threading.excepthook
             threading.excepthook = self._thread_hook
         atexit.register(self._say)
+
+    def end_with(self, error: RunError) -> NoReturn:
+        """End this process where Python would not pass the exception on."""
+        self._told(error)
+        leave(error.code)
 
     def _say(self) -> None:
         if self.code is not None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.config.sections import CheckpointSection
 from kempner.run.control.protocol import Phase
-from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.record.events.base import LedgerEvent
 from kempner.training.rehearsal.switch import recorder
@@ -28,7 +28,10 @@ from kempner.training.vote.final_save import (
     refuse_to_go_on_unsaved,
     vote_to_go_on,
 )
-from kempner.training.vote.vote import Ballot, Vote, VoteGroup, VoteResult
+from kempner.training.vote.vote import Ballot, Steps, StepVote, Vote, VoteGroup, VoteResult
+
+IDLE_AT_MOST = 8
+"""Steps in a row in which no optimizer has stepped. `GradScaler` skips some when it begins."""
 
 
 class OwnLoop:
@@ -45,6 +48,10 @@ class OwnLoop:
         self.vote_group = VoteGroup(session.ranks.votes)
         self.train_state = train_state or TrainState()
         """How many steps are done."""
+        self.idle = 0
+        """In how many steps, up to the last, no optimizer has stepped on this rank."""
+        self.left_after: int | None = None
+        """The step after which this rank has left the loop of its own accord."""
         self._ballot: Ballot | None = None
         self._recorder = recorder()
 
@@ -75,7 +82,31 @@ class OwnLoop:
             self._recorder.end_step(step)
         limits = CheckpointSection().max_failures, storage_waits().patience
         refuse_to_go_on_unsaved(self.checkpoints, agreed, *limits)
+        if agreed.parting is not None:
+            raise UsageError(str(agreed.parting))
+        if agreed.idle >= IDLE_AT_MOST:
+            raise UsageError(describe_idleness(agreed.idle))
         return agreed
+
+    def part(self, step: int) -> VoteResult:
+        """This rank has left the loop with `step` steps done; what all ranks say to that.
+
+        Raises `UsageError` unless all have left after the same step.
+        """
+        if self._ballot is not None:  # that of the step in which it has left
+            self._ballot.close()
+            self._ballot = None
+        self.train_state = replace(self.train_state, step=step, cursor=step)
+        self.left_after = step
+        agreed = self.ask()
+        if agreed.parting is not None and not agreed.parting.together:
+            raise UsageError(str(agreed.parting))
+        return agreed
+
+    def ask(self) -> VoteResult:
+        """A vote between two steps."""
+        with self.session.progress.waiting("the vote"):
+            return self.vote_group.open(self.vote()).close()
 
     def save_is_due(self, agreed: VoteResult, on_interval: bool) -> bool:
         """Whether to save now: as the loop itself would, but for saves that have failed."""
@@ -90,19 +121,32 @@ class OwnLoop:
         with self.session.progress.during(Phase.SAVE):
             self.checkpoints.save(self.train_state, agreed.failed_saves)
 
-    def leave(self, agreed: VoteResult) -> ExitCode:
-        """Commit what can be, and part from the other ranks; how the loop has ended."""
+    def leave(self, agreed: VoteResult, steps: int | None = None) -> ExitCode:
+        """Commit what can be, and part from the other ranks; how the loop has ended.
+
+        `steps` is how many there are, where the program has left before the last.
+        """
         self.session.progress.phase = Phase.SAVE
         if self._recorder is not None:
             self._recorder.left()
-        code, words = finish(self, agreed)
-        self.session.end(code, words)
+        code, words = finish(self, agreed, steps)
+        self.session.end(code, words, code is ExitCode.COMPLETED and steps is None)
         return code
 
     def vote(self) -> Vote:
         """This rank's vote at this moment."""
-        return vote_to_go_on(self.shutdown, self.checkpoints)
+        vote = vote_to_go_on(self.shutdown, self.checkpoints)
+        return StepVote(**vars(vote), own=Steps(self.idle, self.left_after))
 
     def record(self, event: LedgerEvent) -> None:
         """Record an event in the run's ledger."""
         self.session.record(event)
+
+
+def describe_idleness(steps: int) -> str:
+    """Why steps in which nothing was trained are not counted."""
+    said = "the first step" if steps == 1 else f"{steps} steps in a row"
+    return (
+        f"no optimizer has stepped in {said}: a step of survive(...) is one of the optimizer; "
+        "train in the loop, and for several batches a step give survive(accumulate=...)"
+    )

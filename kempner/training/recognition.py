@@ -1,20 +1,22 @@
 """Whether a program that starts is the one that its run belongs to; rank 0 looks, all hear of it.
 
-program = this_program(ranks, facts)
-standing = recognise(folder, ranks, program, accepted)  # refused, or told what differs
-standing.refuse_if_complete(step)                       # when the newest checkpoint is loaded
-standing.keep()                                         # the next start is compared with this
+standing = recognise(folder, ranks, this_program(ranks, facts), ...)  # refused or told
+standing.refuse_if_complete(step)  # when the newest checkpoint is loaded
+standing.keep(run)  # the next start is compared with this one
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+
+from torch.optim import Optimizer
 
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DataError
@@ -29,7 +31,9 @@ from kempner.run.record.identity import (
     read_identity,
     write_identity,
 )
-from kempner.run.record.program import identity_of_process
+from kempner.run.record.lease import Holder
+from kempner.run.record.program.command import files_of_process, identity_of_process
+from kempner.run.record.program.copies import keep_copies
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.build import versions
 from kempner.training.groups.process_groups import Ranks
@@ -67,11 +71,11 @@ class Standing:
                 f"program's result: {changes}; ask for more steps, or {_ANOTHER_RUN}"
             )
 
-    def keep(self) -> None:
-        """Have the next start be compared with this one; by rank 0."""
+    def keep(self, run: RunDirectory) -> None:
+        """Have the next start be compared with this one, and the run keep copies of the program; by
+        rank 0."""
+        keep_copies(run, files_of_process(sys.argv, sys.modules, Path.cwd()))
         now = self.now if self.before is None else self.now.after(self.before)
-        if now == self.before:
-            return
         write = partial(write_identity, self.folder, now)
         try:
             storage_waits().retry(write, path=self.folder.identity)
@@ -94,9 +98,11 @@ def recognise(
     standing = Standing(folder, None, program)
     if ranks.world.rank == 0:
         before = storage_waits().retry(partial(read_identity, folder), path=folder.identity)
-        if before is not None:
-            if launched_as_before:
-                program = replace(program, launched=before.launched)
+        if before is not None and launched_as_before:
+            program = replace(program, launched=before.launched)
+            standing = Standing(folder, None, program)
+        # Without a checkpoint it begins anew, whatever was tried before.
+        if before is not None and any(folder.checkpoints.glob("step-*")):
             found = compare(before, program, accepted)
             standing = Standing(folder, before, program, tuple(found))
     told = ranks.broadcast(standing)
@@ -109,6 +115,23 @@ def recognise(
     return told
 
 
+def describe_optimizer(optimizer: Optimizer) -> dict[str, object]:
+    """What an optimizer is, for the facts of a run: its class, and the settings of its groups in
+    whatever order."""
+    groups = [
+        {name: value for name, value in group.items() if _is_setting(value)}
+        | {"parameters": sum(parameter.numel() for parameter in group["params"])}
+        for group in optimizer.param_groups
+    ]
+    ordered = sorted(groups, key=lambda group: json.dumps(group, sort_keys=True))
+    return {"class": type(optimizer).__name__, "groups": ordered}
+
+
+def _is_setting(value: object) -> bool:
+    parts = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(part, int | float | str | None) for part in parts)
+
+
 def this_program(ranks: Ranks, facts: Mapping[str, object]) -> RunIdentity:
     """What this process runs, with the `facts` of its loop; on rank 0 with its files."""
     told = {name: plain(value) for name, value in facts.items()}
@@ -117,7 +140,6 @@ def this_program(ranks: Ranks, facts: Mapping[str, object]) -> RunIdentity:
     return replace(
         identity_of_process(sys.argv, sys.modules, os.environ, Path.cwd()),
         facts=told,
-        world=ranks.world.size,
-        host=platform.node(),
-        versions=versions(),
+        surroundings={"ranks": ranks.world.size, "host": platform.node(), **versions()},
+        claimed_by=asdict(Holder.here(0.0)),
     )

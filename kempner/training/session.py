@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -26,7 +27,7 @@ from kempner.run.control.trackers import begin_next_loop, note_mlflow_run
 from kempner.run.output import logs
 from kempner.run.output.console import protect
 from kempner.run.output.logs import logger, open_log
-from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.worker_process import heed_for_children
 from kempner.run.record.attempts import Fence
@@ -35,7 +36,7 @@ from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed
 from kempner.run.record.history import RunHistory
 from kempner.run.record.identity import OUTPUT_DIR, RunIdentity, accepted_names
-from kempner.run.record.program import relative
+from kempner.run.record.program.command import relative
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import Durations
 from kempner.training.build import host_facts, read_history, versions
@@ -100,7 +101,9 @@ class Entry:
         """Call the supervisor, if there is one."""
         launch = Launch.from_environment(os.environ)
         terms = launch.terms if launch is not None else None
-        usual = terms.run if terms is not None else self._named or _usual(name, sys.argv[0])
+        usual = (
+            terms.run if terms is not None else self._named or place_of(_usual(name, sys.argv[0]))
+        )
         link = join(RunDirectory(usual), _as_told(terms), self._shutdown)
         entered = Supervised(link, self._shutdown, LastWords(link), terms)
         if launch is not None:
@@ -142,14 +145,15 @@ class Entry:
         home = LOOPS.find_home(ranks, self.rank_link, self._named, program, self._accepted)
         link = self.rank_link = replace(self.rank_link, run=home.run)
         claim = LOOPS.claim(ranks, link, _as_told(self._entered.terms))
-        fence = home.fence(ranks, claim.attempt)
-        session = Session(link, claim, fence, home, ranks, self._shutdown, self._entered.last_words)
+        session = Session(link, claim, home, ranks, self._shutdown, self._entered.last_words)
         self._session = session
+        session.fence = home.fence(ranks, claim.attempt)
         storage_waits().tell_to(partial(link.tell_of_wait, claim.attempt))
         open_log(link.run.log(claim.attempt.number, ranks.world.rank), attempt=claim.attempt.number)
         if not at_prompt():
             LOOPS.refuse_completed(home, program.facts)
         looked_at = link.launch is not None and home.folder == home.run
+        session.accepted = self._accepted
         session.standing = recognise(home.folder, ranks, program, self._accepted, looked_at)
         return session
 
@@ -160,7 +164,7 @@ class Entry:
         raise_open_file_limit()
         network = terms.network if terms else "{}"
         section = DistributedSection.model_validate_json(network)
-        ranks = adopt(link.world, device, section, supervised=link.launch is not None)
+        ranks = adopt(link.world, device, section)
         shutdown.join_group(terms.stop_grace if terms else None, link.tell_of_signal)
         patience = terms.patience if terms else ResilienceSection().patience
         storage_waits().configure(patience, shutdown.should_shutdown)
@@ -179,17 +183,19 @@ class Session:
         self,
         rank_link: RankLink,
         claim: Claim,
-        fence: Fence,
         home: Home,
         ranks: Ranks,
         shutdown: ShutdownHandler,
         last_words: LastWords,
     ) -> None:
-        self._rank_link, self._claim, self._fence, self._home = rank_link, claim, fence, home
+        self._rank_link, self._claim, self._home = rank_link, claim, home
+        self.fence = Fence(home.run.attempts, claim.attempt)
         self._last_words, self._released = last_words, False
         self.ranks, self.shutdown = ranks, shutdown
         self.standing = Standing(home.folder, None, RunIdentity())
         """What the run was before, and is now."""
+        self.accepted: Collection[str] = ()
+        """Names of differences that the user accepts, for `CheckpointManager.restore` as well."""
 
     @property
     def recorded_facts(self) -> Mapping[str, object]:
@@ -222,7 +228,7 @@ class Session:
         return CheckpointContext(
             path=self._home.folder.checkpoints,
             identity=identity,
-            fence=self._fence,
+            fence=self.fence,
             group=ranks.saves,
             record=self.record,
             waiting=self.progress.waiting,
@@ -237,7 +243,7 @@ class Session:
         """
         self.standing.refuse_if_complete(step)
         if self.ranks.world.rank == 0:
-            self.standing.keep()
+            self.standing.keep(self._home.run)
         self.progress.step = step
         self.progress.enter(Phase.COMPILE)
         if step:
@@ -264,10 +270,13 @@ class Session:
         if self.ranks.world.rank == 0 and launch is not None and launch.terms is not None:
             note_mlflow_run(RunDirectory(launch.terms.run).trackers)
 
-    def end(self, code: ExitCode, words: str) -> None:
-        """Part from the other ranks; the supervisor hears of `code` when this process exits."""
+    def end(self, code: ExitCode, words: str, complete: bool) -> None:
+        """Part from the other ranks; the supervisor hears of `code` when this process exits.
+
+        `complete` is whether nothing is left to do.
+        """
         self.say(f"{words}{self._which}")
-        if code is ExitCode.COMPLETED:
+        if complete:
             LOOPS.complete(self._home, self.standing.now.facts)
         self.progress.phase = Phase.EXIT
         self.ranks.final_barrier()
@@ -292,6 +301,15 @@ class Session:
         if not self._released:
             self._released = True
             self._claim.release()
+
+    def end_with(self, error: RunError) -> NoReturn:
+        """End this process with its sentence and its code, at once."""
+        self._last_words.end_with(error)
+
+    @property
+    def run(self) -> RunDirectory:
+        """Where its files are."""
+        return self._home.folder
 
     def trap_signals(self) -> None:
         """From now on the stop signals come here."""

@@ -1,34 +1,78 @@
 """`survive`: lets your own training loop stop, save and resume.
 
-    for step in survive(model, optimizer, steps=1000, save_every=50):
+    for step, batch in survive(model, optimizer, data=loader, steps=1000, save_every=50):
         ...
 
-Iterating resumes from the newest checkpoint, votes in every step, saves, and stops all ranks after
-the same step. Under `kempner supervise -- COMMAND` the ranks also report to the supervisor.
+Iterating resumes from the newest checkpoint, at its place in the data, votes in every step, saves,
+and stops all ranks after the same step. Under `kempner supervise -- COMMAND` the ranks also report
+to the supervisor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
+from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import read
+from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.registered.everything import Everything, gather
 from kempner.checkpoint.store.retention import Keep
+from kempner.checkpoint.store.selection import choose
 from kempner.config.sections import CheckpointSection
-from kempner.run.process.exit_codes import ExitCode, UsageError
-from kempner.run.process.stop_reason import StopReason
-from kempner.training.own_loop import OwnLoop
-from kempner.training.session import Entry, Session, at_prompt
-from kempner.training.vote.vote import VoteResult
+from kempner.data.serve.draws import key
+from kempner.data.serve.places import supply_of
+from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.training.batches import NAME, Batches
+from kempner.training.compute.seeds import program_seed
+from kempner.training.recognition import describe_optimizer
+from kempner.training.session import Entry, Session
+from kempner.training.survivor import Plan, Survivor
+from kempner.training.watch.strangers import Given
+from kempner.training.watch.watch import Watch
+
+
+@overload
+def survive(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    steps: int,
+    save_every: int,
+    data: None = None,
+    accumulate: None = None,
+    keep_last: int = ...,
+    seed: int | None = ...,
+    run_dir: str | Path | None = ...,
+    state: Mapping[str, object] | None = ...,
+    per_rank: Mapping[str, object] | None = ...,
+    accept_changes: Collection[str] = ...,
+) -> Survivor[int]: ...
+
+
+@overload
+def survive(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    steps: int,
+    save_every: int,
+    data: Any,
+    accumulate: int | None = ...,
+    keep_last: int = ...,
+    seed: int | None = ...,
+    run_dir: str | Path | None = ...,
+    state: Mapping[str, object] | None = ...,
+    per_rank: Mapping[str, object] | None = ...,
+    accept_changes: Collection[str] = ...,
+) -> Survivor[tuple[int, Any]]: ...
 
 
 def survive(
@@ -37,18 +81,29 @@ def survive(
     *,
     steps: int,
     save_every: int,
+    data: Any = None,
+    accumulate: int | None = None,
     keep_last: int = CheckpointSection().keep_last,
-    seed: int = 0,
+    seed: int | None = None,
     run_dir: str | Path | None = None,
     state: Mapping[str, object] | None = None,
     per_rank: Mapping[str, object] | None = None,
-) -> Survivor:
-    """Iterate over this instead of `range(1, steps + 1)`: it yields the steps not done yet.
+    accept_changes: Collection[str] = (),
+) -> Survivor[Any]:
+    """Iterate over this instead of `range(1, steps + 1)`: it yields the steps not done yet, each
+    with a batch of `data` where that is given.
 
     Call it once on every rank, after `init_process_group`, when `model` and `optimizer` are final;
     both are loaded from the newest checkpoint, if there is one. A checkpoint is saved every
     `save_every` steps, and the last `keep_last` are kept. Each step begins with torch's generators
-    seeded by `seed`, the step and the rank, so that a resumed step draws the same numbers.
+    seeded by `seed`, the step and the rank, so that a resumed step draws the same numbers. By
+    default that is the seed which rank 0 has given to `torch.manual_seed`; the run keeps it.
+
+    `data` is a `DataLoader`, torchdata's `StatefulDataLoader`, a stream that has a state, or a
+    loader that accelerate or Fabric has made of one. After its last batch it begins anew, in
+    another order if it shuffles. A resumed run goes on with the next sample, with any number of
+    workers and, for a data set with a length, of ranks. With `accumulate`, a step has a list of so
+    many batches.
 
     `state` is what else comes back with a checkpoint, by name: modules and optimizers, which may be
     sharded; whatever has `state_dict` and `load_state_dict`, such as a scheduler; a dict, a list, a
@@ -57,10 +112,12 @@ def survive(
     apart; such a run goes on with as many ranks only.
 
     `run_dir` is the run directory; by default the supervisor's, or else `runs/<script>`.
+    `accept_changes` names what may differ from the start before, as a refusal tells it.
 
-    After a stop the state is committed, and iterating raises `SystemExit` with 75. Raises
-    `UsageError` (also if the ranks are called with different `steps`, `save_every` or `seed`),
-    `DataError` or `CheckpointWriteError` with a sentence, which is printed without a traceback.
+    After a stop the state is committed, and iterating raises `SystemExit` with 75. A `break` or
+    `return` commits, too; the run goes on at the next start, unless `finish` was called. Raises
+    `UsageError` (also if the ranks are called with different arguments or data), `DataError` or
+    `CheckpointWriteError` with a sentence, which is printed without a traceback.
 
     From this call to the end of the loop, however it ends, the stop signals come here; then they do
     again what they did before. In another thread than the main one Python traps no signals, and
@@ -70,90 +127,120 @@ def survive(
     Ctrl-C the state is committed, and iterating raises `KeyboardInterrupt`; a second one within two
     seconds raises it at once. `run_dir` has no default there.
     """
-    todo = Todo(steps, save_every, seed, keep_last)
-    entry = Entry("survive", run_dir)
+    todo = Todo(steps, save_every, keep_last, seed, accumulate)
+    entry = Entry("survive", run_dir, accept_changes)
     with entry.guard():
-        todo.check()
+        todo.check(has_data=data is not None)
         device = _device_of(model, optimizer)
-        everything = gather(model, optimizer, state or {}, per_rank or {})
-        facts: dict[str, object] = {"steps": steps, "save_every": save_every, "seed": seed}
-        facts |= {"state": sorted(state or {}), "per_rank": sorted(per_rank or {})}
-        session = entry.meet(device, facts)
-        return Survivor(todo, session, _open_checkpoints(session, everything, optimizer, todo))
+        given = {"state": state or {}, "per_rank": per_rank or {}}
+        _keep_name_free(data, given)
+        everything = gather(model, optimizer, given["state"], given["per_rank"])
+        session = entry.meet(device, *_facts(todo, model, optimizer, data, given))
+        noise = _agreed_seed(session, seed)
+        batches = _open_batches(session, data, todo, noise)
+        if batches is not None:
+            everything = batches.held_with(everything)
+        watch = Watch(everything, Given(model, optimizer, **given, data=data))
+        everything = watch.held_with(everything)
+        checkpoints = _open_checkpoints(session, everything, optimizer, keep_last, noise)
+        return Survivor(Plan(steps, save_every, noise), session, checkpoints, batches, watch)
 
 
 @dataclass(frozen=True)
 class Todo:
-    """What a loop is to do: so many `steps`, with a save every `save_every` of them, of which the
-    last `keep_last` stay.
-    """
+    """What a loop is to do, as it was asked for."""
 
     steps: int
     save_every: int
-    seed: int
     keep_last: int
+    seed: int | None = None
+    accumulate: int | None = None
 
-    def check(self) -> None:
+    def check(self, has_data: bool) -> None:
         """Raise `UsageError` if it cannot be done."""
-        least = {"steps": 1, "save_every": 1, "keep_last": 2, "seed": None}
+        least = {"steps": 1, "save_every": 1, "keep_last": 2, "seed": None, "accumulate": 1}
         for name, smallest in least.items():
             given = getattr(self, name)
+            if given is None and name in ("seed", "accumulate"):
+                continue
             if isinstance(given, bool) or not isinstance(given, Integral):
                 raise UsageError(f"survive({name}={given!r}): write a whole number")
             if smallest is not None and given < smallest:
                 raise UsageError(f"survive({name}={given}): it must be at least {smallest}")
+        if self.accumulate is not None and not has_data:
+            raise UsageError(
+                f"survive(accumulate={self.accumulate}): it has no data; give it the loader as "
+                "data=..., or make several batches yourself in each step"
+            )
 
 
-class Survivor:
-    """The steps of a loop, to be iterated over once, on every rank."""
+def _facts(
+    todo: Todo,
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Any,
+    given: Mapping[str, Mapping[str, object]],
+) -> tuple[dict[str, object], dict[str, object]]:
+    """What all ranks must agree on; and what the run is, as later starts are compared with it."""
+    names = [name for name, _ in model.named_parameters()]
+    facts: dict[str, object] = {"steps": todo.steps, "optimizer": describe_optimizer(optimizer)}
+    facts["seed"] = program_seed() if todo.seed is None else int(todo.seed)
+    if data is not None:
+        facts |= {"data": _describe(data), "accumulate": todo.accumulate or 1}
+    agree_on: dict[str, object] = {
+        "steps": todo.steps,
+        "save_every": todo.save_every,
+        "seed": todo.seed,
+    }
+    agree_on |= {name: sorted(objects) for name, objects in given.items()}
+    agree_on |= {"data": facts.get("data"), "accumulate": todo.accumulate}
+    agree_on["the model's parameters"] = f"{len(names)}, {key(*names):x}"
+    return agree_on, facts
 
-    def __init__(self, todo: Todo, session: Session, checkpoints: CheckpointManager) -> None:
-        self._todo, self._session, self._begun = todo, session, False
-        self.checkpoints = checkpoints
-        self._loop = OwnLoop(session, checkpoints, checkpoints.restore())
-        # Of every optimizer: another one may step other parts of the model.
-        self._hook = register_optimizer_step_pre_hook(lambda *_: checkpoints.release_staging())
 
-    @property
-    def train_state(self) -> TrainState:
-        """How many steps are done."""
-        return self._loop.train_state
+def _describe(data: Any) -> str:
+    """What kind of data it is, and how long."""
+    dataset = getattr(data, "dataset", data)
+    try:
+        return f"{type(dataset).__name__} of {len(dataset)}"
+    except TypeError:
+        return type(dataset).__name__
 
-    def __iter__(self) -> Iterator[int]:
-        if self._begun:
-            raise UsageError("survive(...) was iterated over before; call it again to go on")
-        self._begun = True
-        if at_prompt():
-            self._session.trap_signals()
-        code: ExitCode | None = None
-        try:
-            code = yield from self._steps()
-        finally:
-            self.checkpoints.release_staging()  # nothing waits for that once the hook is gone
-            self._hook.remove()
-            self._session.give_back(code)
-        if code is not ExitCode.COMPLETED:
-            if at_prompt() and self._session.shutdown.reason() is StopReason.INTERRUPT:
-                raise KeyboardInterrupt
-            raise SystemExit(int(code))
 
-    def _steps(self) -> Generator[int, None, ExitCode]:
-        """The steps that are left; then how the loop ended."""
-        loop, steps = self._loop, self._todo.steps
-        loop.begin()
-        agreed, unchecked = VoteResult(), True
-        while loop.train_state.step < steps and not agreed.stop:
-            step = loop.train_state.step + 1
-            loop.begin_step()
-            self._session.seed_step(self._todo.seed, step)
-            yield step
-            agreed = loop.end_step(step)
-            if unchecked:  # the optimizer has its state now
-                self.checkpoints.check_state()
-                unchecked = False
-            if step < steps and loop.save_is_due(agreed, step % self._todo.save_every == 0):
-                loop.save(agreed)
-        return loop.leave(agreed)
+def _keep_name_free(data: Any, given: Mapping[str, Mapping[str, object]]) -> None:
+    for argument, objects in given.items():
+        if data is not None and NAME in objects:
+            raise UsageError(
+                f"survive({argument}=...): the place in the data comes back by itself; leave "
+                f"{NAME!r} out of {argument}, or give it another name"
+            )
+
+
+def _agreed_seed(session: Session, given: int | None) -> int:
+    """Rank 0's, of the run's start where the program names none."""
+    mine = given if session.ranks.world.rank or given is not None else _seed_of_run(session)
+    seed = session.ranks.broadcast(program_seed() if mine is None else int(mine))
+    assert isinstance(seed, int)  # rank 0 has told one
+    return seed
+
+
+def _seed_of_run(session: Session) -> int | None:
+    """With which it began; None if there is nothing of it yet."""
+    folder = CheckpointFolder(session.run.checkpoints)
+    step = choose(folder.committed(), folder.latest()) if folder.path.exists() else None
+    try:
+        return None if step is None else read(folder.step(step), worked=True).identity.seed
+    except DataError:  # the restore tells of it, and sets it aside
+        return None
+
+
+def _open_batches(session: Session, data: Any, todo: Todo, seed: int) -> Batches | None:
+    if data is None:
+        return None
+    world = session.ranks.world
+    supply = supply_of(data, seed, (world.rank, world.size))
+    session.ranks.agree_on(supply.facts)
+    return Batches(supply, todo.accumulate)
 
 
 def _device_of(model: nn.Module, optimizer: Optimizer) -> torch.device:
@@ -169,13 +256,13 @@ def _device_of(model: nn.Module, optimizer: Optimizer) -> torch.device:
 
 
 def _open_checkpoints(
-    session: Session, everything: Everything, optimizer: Optimizer, todo: Todo
+    session: Session, everything: Everything, optimizer: Optimizer, keep_last: int, seed: int
 ) -> CheckpointManager:
     return CheckpointManager(
-        session.context(type(optimizer).__name__.lower(), todo.seed),
+        session.context(type(optimizer).__name__.lower(), seed),
         everything.model,
         everything.optimizer,
-        keep=Keep(todo.keep_last),
+        keep=Keep(keep_last),
         durations=session.durations,
         registered=everything.registered,
     )

@@ -27,6 +27,8 @@ class Program:
     """Whether it may go on with another number of ranks: what it computes depends on no rank."""
     heeds: bool = True
     """Whether a SIGTERM has it commit its step."""
+    family: str = ""
+    """Of the kind: one of each is always drawn."""
     refused: Mapping[str, str] = field(default_factory=dict, hash=False)
     """For `how` of a cell, the words of the sentence that refuses it: docs/integrations.md."""
 
@@ -119,15 +121,17 @@ def _places(program: Program, ranks: int, how: str) -> Iterator[tuple[str, str]]
 
 
 def draw(cells: Sequence[Cell], seed: str, number: int) -> set[Cell]:
-    """So many cells by `seed`, of every kind of program about as many. Of a program that is drawn
-    there is one of each way to strike: they share its undisturbed run."""
+    """So many cells by `seed`, of every kind and family of programs about as many. Of a program
+    that is drawn there is one of each way to strike: they share its undisturbed run."""
     drawn = random.Random(seed)
-    by_kind: dict[str, list[list[Cell]]] = {}
+    by_kind: dict[tuple[str, str], list[list[Cell]]] = {}
     by_run = groupby(cells, key=lambda cell: (cell.program.name, cell.ranks))
     groups = [list(group) for _, group in by_run]
     for group in drawn.sample(groups, k=len(groups)):
         one_of_each = {cell.how: cell for cell in drawn.sample(group, k=len(group))}
-        by_kind.setdefault(group[0].program.kind, []).append(list(one_of_each.values()))
+        program = group[0].program
+        of_kind = by_kind.setdefault((program.kind, program.family), [])
+        of_kind.append(list(one_of_each.values()))
     found: list[Cell] = []
     while len(found) < number and any(by_kind.values()):
         for of_kind in by_kind.values():

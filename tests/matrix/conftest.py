@@ -7,14 +7,13 @@ plays one, drawn or not.
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 from drilling import ALL
-from harness import ROOT
 
 from matrix.cells import cells_of, draw
+from matrix.commit import commit
 from matrix.kinds import FILES
 from matrix.play import Player
 
@@ -34,13 +33,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for cell in cells
         ],
     )
-
-
-def commit() -> str:
-    """By which cells are drawn; the same where there is no repository."""
-    command = ["git", "rev-parse", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 @pytest.fixture

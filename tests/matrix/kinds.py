@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 from matrix.cells import Program
 
-FEATURES = """
-adamw sgd twooptimizers adversary lbfgs scaler clipnorm clipvalue groups accumulate schedule steps
-plateau shuffle inorder ragged workers persistent stateful stream kempner dropout numpynoise
-pythonnoise augmenteddata perrank randomevaluation average best early custom replay batchnorm frozen
-tied compiled sharded byhand nodata
-"""
-"""Of the plain loop: the classes of `programs/plain.py`, in small letters."""
+FEATURES = {
+    "optimizer": "adamw sgd twooptimizers adversary lbfgs scaler clipnorm clipvalue accumulate",
+    "schedule": "schedule steps plateau groups",
+    "data": "shuffle inorder ragged workers persistent stateful stream kempner augmenteddata",
+    "random": "dropout numpynoise pythonnoise randomevaluation",
+    "state": "best early custom replay perrank",
+    "model": "average batchnorm frozen tied compiled sharded byhand nodata",
+}
+"""Of the plain loop, by family: the classes of `programs/plain.py` and `optimizers.py`, in small
+letters."""
 
 RANKS_DIFFER = {
     "dropout": "each rank drops other values",
@@ -81,6 +84,15 @@ LIGHTNING = (
     Program("with_lightning.py", "Lightning", "workers", evaluate_every=5),
     Program("with_lightning.py", "Lightning", "dropout", evaluate_every=5, worlds=False),
     Program("with_lightning.py", "Lightning", "clip", evaluate_every=5),
+    Program("with_lightning.py", "Lightning", "logged", 15, evaluate_every=5, worlds=False),
+    Program("with_lightning.py", "Lightning", "metric", 15, evaluate_every=5, worlds=False),
+    Program("with_lightning.py", "Lightning", "weighted", evaluate_every=5, worlds=False),
+    Program("with_lightning.py", "Lightning", "augmented", evaluate_every=5, worlds=False),
+    Program("with_lightning.py", "Lightning", "stateful", evaluate_every=5, worlds=False),
+    Program("with_lightning.py", "Lightning", "stream", evaluate_every=5, ranks=(1,)),
+    Program("with_lightning.py", "Lightning", "manual", save_every=2, evaluate_every=5),
+    Program("with_lightning.py", "Lightning", "uneven", 15, evaluate_every=5, worlds=False),
+    Program("with_lightning.py", "Lightning", "defaults", 15, evaluate_every=5),
 )
 SHELLS = tuple(
     Program(
@@ -132,8 +144,10 @@ PLAIN = tuple(
         micro=2 if feature == "accumulate" else 1,
         ranks={"sharded": (2,)}.get(feature, (1, 2)),
         worlds=feature not in RANKS_DIFFER,
+        family=family,
     )
-    for feature in FEATURES.split()
+    for family, features in FEATURES.items()
+    for feature in features.split()
 )
 
 

@@ -25,7 +25,7 @@ TROUBLE = "KEMPNER_MATRIX_TROUBLE"
 """As `programs/record.py` reads it."""
 
 MUTANT = "KEMPNER_MATRIX_MUTANT"
-"""The mistake that is planted into kempner, by its name in `matrix.mutants`."""
+"""The mistake that is planted into kempner, by its name in `programs/mutants.py`."""
 
 
 @cache
@@ -54,9 +54,9 @@ class Player:
     def play(self, cell: Cell, folder: Path) -> list[str]:
         """What differs from the undisturbed run; nothing, if all is well."""
         undisturbed = self.undisturbed(cell.program, cell.ranks)
-        first = self._start(cell.program, cell.ranks, folder, cell)
+        first = self.start(cell.program, cell.ranks, folder, cell)
         self._check_trouble(cell, first)
-        second = self._start(cell.program, cell.goes_on_with, folder)
+        second = self.start(cell.program, cell.goes_on_with, folder)
         if refused := cell.program.refused.get(cell.how):
             assert set(second.codes) == {int(ExitCode.USAGE)}, second.printed
             assert refused in " ".join(second.printed.split()), second.printed
@@ -72,7 +72,7 @@ class Player:
         """What the program notes when nothing happens. Made once for all its cells."""
 
         def make(folder: Path) -> None:
-            start = self._start(program, ranks, folder)
+            start = self.start(program, ranks, folder)
             assert set(start.codes) == {0}, start.printed
 
         whole = made_once(self.shared / f"undisturbed-{program.name}-{ranks}", make)
@@ -88,7 +88,7 @@ class Player:
             allowed = {int(ExitCode.STOPPED)} | ({0} if at_the_end else set())
             assert set(first.codes) <= allowed, (first.codes, first.printed)
 
-    def _start(
+    def start(
         self, program: Program, ranks: int, folder: Path, trouble: Cell | None = None
     ) -> Start:
         """Start all ranks in `folder`, and wait for their end; trouble comes to the last one."""
@@ -98,7 +98,7 @@ class Player:
         kind = "kill" if trouble and trouble.how == "kill" else "stop"
         place = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
         place |= {"MASTER_PORT": free_port("127.0.0.1", str(folder)), "TORCHELASTIC_RUN_ID": "none"}
-        common = {**os.environ, "OMP_NUM_THREADS": "1", MUTANT: self.mutant}
+        common = {**os.environ, "OMP_NUM_THREADS": "1", MUTANT: self.mutant if number else ""}
         command = [str(PROGRAMS / program.script), program.kind, program.variant]
         started = []
         with open(log, "ab") as output:

@@ -24,27 +24,33 @@ class Held:
     """How an object gives its state, and takes it back.
 
     What is `automatic` is held without being registered, and a checkpoint may lack it. `anew` is
-    called instead of `take` where another number of ranks goes on, with the step and the rank.
+    called instead of `take` where another number of ranks goes on: with the state of rank 0 (None
+    if it has none), the step and the rank.
     """
 
     give: Callable[[], Any]
     take: Callable[[Any], object]
     automatic: bool = False
-    anew: Callable[[int, int], object] | None = None
+    anew: Callable[[Any, int, int], object] | None = None
 
 
 @dataclass(frozen=True)
 class Registered:
-    """Objects by their names: one state for all ranks (rank 0's), and one for each rank."""
+    """Objects by their names: one state for all ranks (rank 0's), and one for each rank.
+
+    `look` raises `UsageError` where a program changes what is not among them.
+    """
 
     shared: Mapping[str, Held]
     per_rank: Mapping[str, Held]
+    look: Callable[[], None] = lambda: None
 
     def __bool__(self) -> bool:
         return bool(self.shared or self.per_rank)
 
     def check(self) -> None:
         """Raise `UsageError` if a checkpoint cannot hold the state as it is now."""
+        self.look()
         for argument, objects in (("state", self.shared), ("per_rank", self.per_rank)):
             for name, held in objects.items():
                 encode(held.give(), f"survive({argument}=...)[{name!r}]")

@@ -54,9 +54,9 @@ def compare_identities(saved: Identity, now: Identity, accept: Collection[str]) 
         ),
         ("seed", "train.seed", saved.seed, now.seed),
     ):
-        if was is None:
+        if was is None and is_now is not None:
             remarks.append(f"the checkpoint was imported: assuming that its {what} is this run's")
-        if was is None or was == is_now:
+        if was is None or is_now is None or was == is_now:
             continue
         if what in accept:
             remarks.append(f"continuing with another {what} than the checkpoint's, as requested")

@@ -16,7 +16,6 @@ from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format import shard_plan
 from kempner.checkpoint.format.names import SHARED_OBJECTS, in_progress_name, objects_file
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.io.base_files import BaseFiles
 from kempner.checkpoint.io.file_writer import yield_to_training
 from kempner.checkpoint.registered.composite import plainly_named
 from kempner.checkpoint.registered.objects import NOTHING, Registered, pack
@@ -60,7 +59,6 @@ class BackgroundSaver:
         self._unprepared: Optimizer | None = optimizer if on_gpu else None
         self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=yield_to_training)
         self._staged: StagedState | None = None
-        self._base_files = BaseFiles(context.folder)
         self._saves = 0
         self.checked = False
         """Whether the contents have been checked; the same on all ranks."""
@@ -75,6 +73,15 @@ class BackgroundSaver:
             self._shared.share()
         agree(self._context, lambda: self._look(contents and not alone))
         self.checked = self.checked or contents
+
+    def check_registered(self) -> None:
+        """Raise `UsageError`, on all ranks alike, if a program changes what is not registered."""
+
+        def look() -> dict[str, int]:
+            self._registered.look()
+            return {}
+
+        agree(self._context, look)
 
     def hold(self, train_state: TrainState, verdict: Verdict) -> None:
         """Start to keep the state as of `train_state` in memory, if it has room for that."""
@@ -98,7 +105,7 @@ class BackgroundSaver:
         started = time.monotonic()
         staged, objects = self._stage(train_state)
         path = context.folder.path / name
-        job = SaveJob(context, train_state, path, staged, started, objects, self._base_files)
+        job = SaveJob(context, train_state, path, staged, started, objects, self._routes.base_files)
         if staged.slot is not None:
             staged.slot.busy = True
         return RunningSave(job, self._writer.submit(self._run, job))
@@ -193,6 +200,7 @@ class BackgroundSaver:
     def _pack(self) -> dict[str, bytes]:
         """The files of what the program has registered, as it is now."""
         registered, rank, files = self._registered, self._context.rank, {}
+        registered.look()
         if registered.shared and rank == 0:
             files[SHARED_OBJECTS] = pack(registered.shared, "state")
         if registered.per_rank:
@@ -226,6 +234,7 @@ class BackgroundSaver:
         """What this rank holds: a number for each tensor."""
         self._registered.check()
         table = capture(self._routes.model, self._routes.optimizer)
+        self._routes.check_names(table)
         specs = tensor_specs(table, self._context.world)
         held = {spec.key: shard_plan.digest([spec]) for spec in specs}
         if contents:

@@ -228,9 +228,11 @@ class StateRestorer(Restorer):
                 f"survive(per_rank=...) was saved by {saved_by} ranks ({path}), and now there are "
                 f"{world}, among whom it cannot be divided: start as many ranks again"
             )
-        for held in per_rank.values():
+        first = read_checked(path, manifest, objects_file(0))
+        states = unpack(first, per_rank, "per_rank", str(path))
+        for name, held in per_rank.items():
             if held.anew is not None:
-                held.anew(manifest.train_state.step, rank)
+                held.anew(states.get(name), manifest.train_state.step, rank)
 
 
 def _not_seen(path: Path) -> NotSharedError:

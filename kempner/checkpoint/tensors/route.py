@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,9 +14,10 @@ from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format import compact_index, shard_plan
 from kempner.checkpoint.format.manifest import FileEntry, whole_sum
 from kempner.checkpoint.format.names import METADATA
+from kempner.checkpoint.io.base_files import BaseFiles
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor_specs
 from kempner.checkpoint.tensors.staging import StagedCopy, Stager
-from kempner.checkpoint.tensors.state import Binding, local_part
+from kempner.checkpoint.tensors.state import Binding, check_names, local_part
 from kempner.checkpoint.tensors.step_slots import StepSlots
 
 
@@ -156,12 +157,14 @@ class Routes:
     ) -> None:
         self.device = next(iter(model.parameters())).device
         self.model, self.optimizer, self.slots = model, optimizer, slots
+        self.base_files = BaseFiles(context.folder)
         self._context = context
         self._layout: FileLayout | None = None
         self._image: FileBuffer | None = None
         self._base: FileBuffer | None = None
         self._at_once: frozenset[str] = frozenset()
         self._binding: Binding | None = None
+        self._begun: frozenset[str] | None = None
         self._routes: dict[FileBuffer, Route] = {}
 
     def find(self) -> Route:
@@ -186,7 +189,9 @@ class Routes:
         binding, layout = self._binding, self._layout
         if binding is None or not binding.intact():
             self.forget()
-            binding = self._binding = Binding(self.model, self.optimizer)
+            binding = Binding(self.model, self.optimizer)
+            self.check_names(binding.table)
+            self._binding = binding
             specs = tensor_specs(binding.table, self._context.world, binding.frozen)
             if layout is None or layout.specs != specs:
                 layout = FileLayout.of(specs, self._context.group)
@@ -195,6 +200,12 @@ class Routes:
         assert layout is not None  # there is one for every binding
         self._layout = layout
         return binding, layout
+
+    def check_names(self, table: Mapping[str, Tensor]) -> None:
+        """Raise `UsageError` if the model has other tensors than at the first call."""
+        if self._begun is None:
+            self._begun = frozenset(key for key in table if key.startswith("model."))
+        check_names(table, self._begun)
 
     def empty(self) -> FileLayout:
         """The layout of a file without anything, for a state that no file can hold."""

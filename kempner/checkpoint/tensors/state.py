@@ -8,7 +8,7 @@ are not among them: they follow from the configuration and the step.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -147,14 +147,21 @@ class Binding:
         """What `capture` returned."""
         self._optimizer = optimizer
         self._states = list(optimizer.state.values())
-        modules = (module._parameters for module in model.modules())
+        modules: list[Mapping[str, object]] = [module._parameters for module in model.modules()]
+        modules += [module._buffers for module in model.modules()]
         holders: list[Mapping[str, object]] = [*modules, *optimizer.state.values()]
         self._sizes = [(holder, len(holder)) for holder in holders]
+        self._empty = [(h, name) for h in modules for name, value in h.items() if value is None]
+        unsaved = {
+            (id(module._buffers), name)
+            for module in model.modules()
+            for name in module._non_persistent_buffers_set
+        }
         self._held = [
             (holder, name, tensor, _memory(tensor), _memory(tensor).data_ptr())
             for holder in holders
             for name, tensor in holder.items()
-            if isinstance(tensor, Tensor)
+            if isinstance(tensor, Tensor) and (id(holder), name) not in unsaved
         ]
         self._numbers = [
             (state, entry, type(value), self.table[_entry_key(name, entry, value)])
@@ -204,6 +211,8 @@ class Binding:
         if any(now is not then for now, then in zip(states, self._states, strict=True)):
             return False
         if any(len(holder) != size for holder, size in self._sizes):
+            return False
+        if any(holder.get(name) is not None for holder, name in self._empty):
             return False
         if any(type(state.get(entry)) is not kind for state, entry, kind, _ in self._numbers):
             return False
@@ -261,6 +270,18 @@ def adopt_numbers(model: nn.Module, optimizer: Optimizer, table: Mapping[str, Te
         for entry, value in entries.items():
             if type(value) in _NUMBER_DTYPES:
                 entries[entry] = table[_entry_key(name, entry, value)].item()
+
+
+def check_names(table: Mapping[str, Tensor], begun: Collection[str]) -> None:
+    """Raise `UsageError` if the model has other parameters and buffers than it `begun` with."""
+    now = {key for key in table if not key.startswith(_OPTIMIZER)}
+    if differing := sorted(now.symmetric_difference(begun)):
+        key = differing[0]
+        how = "appeared after the start" if key in now else "is gone since the start"
+        raise UsageError(
+            f"{key} {how}, and a resumed run, which begins without that change, could not load a "
+            "checkpoint of it: create or remove parameters, buffers and adapters before survive()"
+        )
 
 
 def by_plain_names(contents: Contents, model: nn.Module) -> Contents:

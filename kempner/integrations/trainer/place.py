@@ -7,7 +7,7 @@ next so many of it. Accelerate deals them out to the ranks; what comes first is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from accelerate.data_loader import (  # type: ignore[import-untyped]
 )
 from torch.utils.data import IterableDataset, RandomSampler, Sampler
 
+from kempner.integrations.trainer.draws import Draws
 from kempner.run.process.exit_codes import UsageError
 
 
@@ -26,7 +27,8 @@ class Place:
     """`samples` of epoch `epoch` are done, over all ranks; a step takes `per_step` of them.
 
     `ranks` is how many there were, and `order` the state of the generator from which this epoch's
-    order is drawn, where it must be known.
+    order is drawn, where it must be known. `draws` are the generators before the micro batch was
+    fetched that comes next, where it was fetched in this process.
     """
 
     epoch: int = 0
@@ -34,6 +36,7 @@ class Place:
     per_step: int = 0
     ranks: int = 1
     order: torch.Tensor | None = None
+    draws: dict[str, Any] | None = None
 
     @classmethod
     def of_step(cls, step: int, ranks: int, grid: Grid, ranks_now: int) -> Place:
@@ -119,6 +122,9 @@ class PlacedSampler(Sampler[int]):
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
+        self.draws = Draws()
+        self.batch = 0
+        """The samples of a micro batch of the world, where this process fetches them; else 0."""
         self._drawn_from: torch.Tensor | None = None
         self._left_out = range(0)
         self._order: torch.Tensor | None = None
@@ -143,9 +149,16 @@ class PlacedSampler(Sampler[int]):
         if order is not None:
             self._set_generator(order)
         self._drawn_from = torch.get_rng_state() if self._own is None else self._own.get_state()
+        self.draws.begin()
+        given = 0
         for at, index in enumerate(self.inner):
             if at not in left_out:
+                given += 1
+                if self.batch and given % self.batch == 0:
+                    self.draws.fetch(given // self.batch)
                 yield index
+        if self.batch:
+            self.draws.fetch(given // self.batch + 1)  # what is left, or nothing
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -199,9 +212,12 @@ class DataPlace:
         batch = getattr(loader, "total_batch_size", None) or loader.batch_size or 1
         drop_last = bool(getattr(loader, "_drop_last", loader.drop_last))
         self.grid = Grid(samples, batch, self._accumulation, micro_batches, drop_last)
+        if self._sampler is not None and loader.num_workers == 0:
+            self._sampler.batch = batch
 
-    def continue_at(self, place: Place) -> Leg:
-        """Go on from `place`; what is left of its epoch.
+    def continue_at(self, place: Place, resume: Callable[[], None]) -> Leg:
+        """Go on from `place`; what is left of its epoch. `resume` brings the generators of random
+        numbers back, where it is called after the micro batch that had been fetched ahead.
 
         Raises `UsageError`, on all ranks alike, if this loader finds it on as many ranks only.
         """
@@ -215,6 +231,8 @@ class DataPlace:
         self._made = self._leg.done
         if self._sampler is not None:
             self._sampler.continue_at(place, self._leg.done * self.grid.batch)
+            if place.draws is not None and place.samples > 0 and not moved:
+                self._sampler.draws.continue_after(self._leg.done, place.draws, resume)
         return self._leg
 
     def begin_epoch(self, epoch: int) -> Leg:
@@ -244,8 +262,11 @@ class DataPlace:
         epoch, samples = self._epoch + 1, 0
         if not epoch_is_over:
             epoch, samples = self._epoch, self._leg.samples(self._made, self.grid)
-        order = None if self._sampler is None else self._sampler.order(begun=samples > 0)
-        return Place(epoch, samples, self.grid.per_step, self.ranks, order)
+        place = Place(epoch, samples, self.grid.per_step, self.ranks)
+        if self._sampler is None:
+            return place
+        order = self._sampler.order(begun=samples > 0)
+        return replace(place, order=order, draws=self._sampler.draws.before_fetch)
 
 
 def _is_bound_to_ranks(loader: Any, sampler: Any) -> bool:

@@ -63,30 +63,37 @@ class Before:
 
 
 class Generators:
-    """The generators of random numbers at the resume, which the Trainer loads when data flow."""
+    """The generators of random numbers, as they were when the checkpoint was written.
+
+    Those of another number of ranks are seeded anew, by the step.
+    """
 
     def __init__(self, trainer: Any, before: Before) -> None:
         self._trainer, self._before = trainer, before
-        self._moved = before.ranks != before.ranks_now
         self._kept: TemporaryDirectory[str] | None = None
+        self._resumed = False
 
     def load(self) -> None:
-        """As they were when the checkpoint was written, or `keep` was called.
-
-        Those of another number of ranks are seeded anew, by the step.
-        """
+        """Load them, or those that `keep` has kept."""
+        before = self._before
         if self._kept is not None:
             self._trainer.load_generators(self._kept.name)
-        elif self._moved:
-            set_seed(self._trainer.args.seed + self._before.step)
+        elif before.ranks != before.ranks_now:
+            set_seed(self._trainer.args.seed + before.step)
         else:
-            self._trainer.load_generators(str(self._before.source))
+            self._trainer.load_generators(str(before.source))
 
     def keep(self) -> None:
-        """As they are now is what the next `load` brings back."""
+        """As they are now they are to be loaded from here on."""
         kept = TemporaryDirectory(prefix="kempner-generators-")
         self._trainer._save_rng_state(kept.name)
         self._kept = kept
+
+    def resume(self) -> None:
+        """Load them, the first time that the next step asks for it."""
+        if not self._resumed:
+            self.load()
+            self._resumed = True
 
 
 def bring_back(trainer: Any, before: Before, generators: Generators) -> None:

@@ -103,7 +103,12 @@ class TrainerRun:
         if self.before is not None:
             place = self.before.place(grid)
             self._say_what_changed(place)
-        return place.epoch, self.data.continue_at(place).done
+        return place.epoch, self.data.continue_at(place, self.load_generators).done
+
+    def load_generators(self) -> None:
+        """Training goes on: its random numbers are those that come next; once."""
+        if self.generators is not None:
+            self.generators.resume()
 
     def bring_back(self) -> Any:
         """Training is about to begin: the Trainer is where it was; its control after that."""

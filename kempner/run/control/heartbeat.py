@@ -63,8 +63,6 @@ class Progress:
 
     def __init__(self, own_program: bool = False) -> None:
         self.phase = Phase.START
-        self.before = 0
-        """Steps of the loops before this one, where a program has several: they count on."""
         self.reached: dict[str, float] = {}
         """Seconds from the start of this process's line to each phase that was entered."""
         self._started = time.monotonic()
@@ -73,7 +71,8 @@ class Progress:
         self._waiting_for = ""
         self._whereabouts = Whereabouts() if own_program else None
         # One value, replaced as a whole: the thread that reads it must not see half of a step.
-        self._done = (0, 0.0, 0.0)
+        # The last is the steps of the loops before this one, where a program has several.
+        self._done = (0, 0.0, 0.0, 0)
 
     @property
     def step(self) -> int:
@@ -83,7 +82,8 @@ class Progress:
     @step.setter
     def step(self, step: int) -> None:
         worked = time.monotonic() - self._started - self._elsewhere - self._waited
-        self._done = (self.before + step, worked, self._waited)
+        before = self._done[3]
+        self._done = (before + step, worked, self._waited, before)
 
     def made(self, step: int) -> None:
         """A step was made; the first one ends the phase in which kernels are compiled."""
@@ -93,7 +93,8 @@ class Progress:
 
     def begin_another(self) -> None:
         """Another loop of the same program begins, with its step 1."""
-        self.before = self.step
+        step, worked, waited, _ = self._done
+        self._done = (step, worked, waited, step)
 
     def enter(self, phase: Phase) -> None:
         """From now on it is that phase, on the way to training."""
@@ -145,7 +146,7 @@ class Progress:
 
     def report(self) -> Report:
         """All of it, at this moment; may be called from any thread."""
-        step, worked, waited = self._done
+        step, worked, waited, _ = self._done
         storage, place = storage_waits(), self.place()
         return Report(
             step,

@@ -57,18 +57,18 @@ class RunIdentity:
 
     `command` is the program and its arguments as rank 0 has them, `launched` the command that the
     supervisor was given; `environment` holds the variables that the program reads, and `facts` what
-    its loop is told: all values are JSON's. `files` has a digest of each file of the program. What
-    is empty or None is not known.
+    its loop is told; `surroundings` are its ranks, the host of rank 0 and versions: all values are
+    JSON's. `files` has a digest of each file of the program, and
+    `claimed_by` the process that began. What is empty or None is not known.
     """
 
     command: tuple[str, ...] = ()
     launched: tuple[str, ...] = ()
     environment: Mapping[str, str | None] = field(default_factory=dict)
     facts: Mapping[str, object] = field(default_factory=dict)
-    world: int | None = None
-    host: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    surroundings: Mapping[str, object] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    claimed_by: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -208,17 +208,10 @@ def _of_facts(before: RunIdentity, now: RunIdentity) -> Iterator[Difference]:
 
 
 def _of_surroundings(before: RunIdentity, now: RunIdentity) -> Iterator[Difference]:
-    if before.world and now.world and before.world != now.world:
-        shown = f"the ranks were {before.world}, now they are {now.world}"
-        yield Difference("world", before.world, now.world, Verdict.TOLD, shown)
-    if before.host and now.host and before.host != now.host:
-        shown = f"rank 0 was on {before.host}, now it is on {now.host}"
-        yield Difference("host", before.host, now.host, Verdict.TOLD, shown)
-    for name in sorted(before.versions.keys() & now.versions.keys()):
-        old, new = before.versions[name], now.versions[name]
+    for name in sorted(before.surroundings.keys() & now.surroundings.keys()):
+        old, new = plain(before.surroundings[name]), plain(now.surroundings[name])
         if old != new:
-            shown = f"{name} was {old}, now it is {new}"
-            yield Difference(f"versions.{name}", old, new, Verdict.TOLD, shown)
+            yield Difference(name, old, new, Verdict.TOLD, _changes(name, old, new))
     both = before.files.keys() & now.files.keys()
     changed = sorted(name for name in both if before.files[name] != now.files[name])
     if changed:

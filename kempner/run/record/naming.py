@@ -9,10 +9,13 @@ import os
 import secrets
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.record.events.attempt import AttemptEnded, ProgramAdvanced
+from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.history import RunHistory
 from kempner.run.record.identity import (
     ACCEPT_CHANGES,
     OUTPUT_DIR,
@@ -22,6 +25,7 @@ from kempner.run.record.identity import (
     describe_refusal,
     read_identity,
 )
+from kempner.run.record.lease import RELEASED, Holder, holder_lives, look
 from kempner.run.record.run_dir import RunDirectory
 
 
@@ -76,18 +80,61 @@ def command_digest(identity: RunIdentity) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:8]
 
 
+def has_results(run: RunDirectory) -> bool:
+    """Whether anything came out of a run, which must not become another one's. Raises `OSError`."""
+    if any(run.checkpoints.glob("step-*")):
+        return True
+    history = RunHistory.read(run.ledger)
+    ended = any(
+        end.code in (ExitCode.COMPLETED, ExitCode.STOPPED) for end in history.events(AttemptEnded)
+    )
+    return ended or bool(history.events(CheckpointCommitted, ProgramAdvanced))
+
+
 def _standing(path: Path, now: RunIdentity) -> RunIdentity | None:
-    """The identity of a run; it becomes `now` where there is none yet, and None is returned."""
+    """The identity of a run; it becomes `now` where there is none yet, and None is returned.
+
+    That of a command which has begun, and ended before anything came out of it, is none.
+    """
     run = RunDirectory(path)
+    now = replace(now, facts=now.only_command().facts, claimed_by=asdict(Holder.here(0.0)))
     try:
-        if (before := read_identity(run)) is not None:
+        before = read_identity(run)
+        if before is not None and (_is_claimed(run, before) or not _let_go(run, before)):
             return before
-        claim_identity(run, replace(now, facts=now.only_command().facts))
+        claim_identity(run, now)
     except FileExistsError:
         return read_identity(run)
     except OSError:  # whatever it is, it is said when the run is taken
         return None
     return None
+
+
+def _is_claimed(run: RunDirectory, identity: RunIdentity) -> bool:
+    """Whether a run has results, or a process that may be about to make some."""
+    if has_results(run):
+        return True
+    owner = look(run.supervisors) if run.supervisors.is_dir() else None
+    released = owner is not None and owner.beat == RELEASED
+    holders = [] if owner is None or released else [owner.holder]
+    with suppress(TypeError):  # of another version, or not known
+        holders.append(Holder(**identity.claimed_by))  # type: ignore[arg-type]  # as it was written
+    here = Holder.here(0.0).machine
+    return any(
+        holder_lives(holder) if holder is not None and holder.machine == here else not released
+        for holder in holders
+    )
+
+
+def _let_go(run: RunDirectory, identity: RunIdentity) -> bool:
+    """Remove an identity that claims nothing; whether it was still there."""
+    taken = run.path / f".{run.identity.name}.{secrets.token_hex(4)}"
+    run.identity.rename(taken)
+    if RunIdentity.from_json(taken.read_text(encoding="utf-8")) == identity:
+        taken.unlink()
+        return True
+    taken.rename(run.identity)  # somebody has claimed it in the meantime
+    return False
 
 
 def claim_identity(run: RunDirectory, identity: RunIdentity) -> None:

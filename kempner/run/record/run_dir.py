@@ -28,6 +28,11 @@ class RunDirectory:
         """What the run is: its command, its program and its facts."""
         return self.path / "identity.json"
 
+    @property
+    def program(self) -> Path:
+        """Copies of the program's files that git tracks, one for each content; for the owner."""
+        return self.path / "program"
+
     def changed_config(self, attempt: int) -> Path:
         """The configuration of an attempt, where it differs from the first one's."""
         return self.attempt(attempt) / "config.toml"
@@ -36,6 +41,11 @@ class RunDirectory:
     def ledger(self) -> Path:
         """Append-only events, one JSON object a line."""
         return self.path / "ledger.jsonl"
+
+    @property
+    def finished(self) -> Path:
+        """Exists if a loop of the user's own was finished before its last step: after which."""
+        return self.path / "finished.json"
 
     @property
     def gave_up(self) -> Path:

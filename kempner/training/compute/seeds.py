@@ -7,6 +7,28 @@ import hashlib
 import torch
 
 
+class _Program:
+    """What the program has seeded torch's generator with, which steps seed anew."""
+
+    own: int | None = None
+    replaced_by: int | None = None
+
+    def seed(self) -> int:
+        """The last seed that was not a step's."""
+        now = torch.default_generator.initial_seed()
+        if self.own is None or now != self.replaced_by:
+            self.own = now
+        return self.own
+
+
+_program = _Program()
+
+
+def program_seed() -> int:
+    """What the program gave to `torch.manual_seed`; torch's default if nothing."""
+    return _program.seed()
+
+
 def seed_for(seed: int, step: int, micro_step: int, rank: int) -> int:
     """A 63-bit seed: the first bytes of BLAKE2b over the four numbers."""
     text = f"kempner.rng.v1:{seed}:{step}:{micro_step}:{rank}"
@@ -16,7 +38,8 @@ def seed_for(seed: int, step: int, micro_step: int, rank: int) -> int:
 
 def set_rng(seed: int, step: int, micro_step: int, rank: int) -> None:
     """Seed torch's global generators (CPU and CUDA), from which dropout draws."""
-    number = seed_for(seed, step, micro_step, rank)
+    _program.seed()
+    number = _program.replaced_by = seed_for(seed, step, micro_step, rank)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(number)
     elif torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]

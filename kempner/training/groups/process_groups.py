@@ -31,7 +31,9 @@ from kempner.run.process.exit_codes import UsageError
 from kempner.training.groups.rendezvous import agree_on_network, meet
 
 _FAREWELL = timedelta(seconds=30)
-_FOR_EVER = timedelta(days=365)
+_LONGEST_EVALUATION = timedelta(days=7)
+"""Other ranks wait for it in the vote, if one rank makes it alone; what hangs is found by others.
+"""
 
 
 @dataclass(frozen=True)
@@ -170,9 +172,7 @@ def connect(world: World, config: Config) -> Ranks:
     return ranks
 
 
-def adopt(
-    world: World, device: torch.device, section: DistributedSection, supervised: bool = False
-) -> Ranks:
+def adopt(world: World, device: torch.device, section: DistributedSection) -> Ranks:
     """The connections of a rank whose program has met the others itself, or is alone.
 
     Raises `UsageError` if it has not, or the network cannot be used as configured.
@@ -188,9 +188,8 @@ def adopt(
     if world.size > 1:  # the program's own groups may be NCCL's, and Gloo has not been told yet
         _bind(world, section, os.environ.get("MASTER_ADDR", ""))
     timeout = timedelta(seconds=section.timeout)
-    # One rank may evaluate for hours between two votes: what is a hang, the supervisor judges.
-    votes_within = _FOR_EVER if supervised else timeout
-    return _group(world, device, timeout, None, MeshDegrees(shard=world.size), votes_within)
+    degrees = MeshDegrees(shard=world.size)
+    return _group(world, device, timeout, None, degrees, max(timeout, _LONGEST_EVALUATION))
 
 
 def _group(

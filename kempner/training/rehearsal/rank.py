@@ -5,15 +5,20 @@ What the program does before it calls kempner is seen, too.
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 
+from kempner.run.process.signals import STOP_SIGNALS, signal_at_end_of
 from kempner.training.rehearsal.switch import recorder
 
 
 def main(arguments: list[str]) -> None:
     """Be `python ARGUMENTS`."""
+    signal_at_end_of(os.getppid(), signal.SIGKILL)  # no rank outlives the rehearsal
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     recorder()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]

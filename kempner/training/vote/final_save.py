@@ -13,7 +13,7 @@ from kempner.run.process.exit_codes import CheckpointWriteError, ExitCode
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.stop import Completed, Stopped
+from kempner.run.record.events.stop import Completed, Left, Stopped
 from kempner.run.record.save_times import Durations
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.policy.final_save import (
@@ -97,9 +97,12 @@ class StoppableLoop(Protocol):
         """What this rank wants at this moment."""
 
 
-def finish(run: StoppableLoop, agreed: VoteResult) -> tuple[ExitCode, str]:
+def finish(
+    run: StoppableLoop, agreed: VoteResult, steps: int | None = None
+) -> tuple[ExitCode, str]:
     """Commit, and say how it ended in log and ledger; the exit code, and the same in words.
 
+    `steps` is how many there are, where a program has left its loop before the last of them.
     Raises `CheckpointWriteError` if the state cannot be committed.
     """
     step = run.train_state.step
@@ -115,6 +118,12 @@ def finish(run: StoppableLoop, agreed: VoteResult) -> tuple[ExitCode, str]:
     if last.lost and run.ranks.world.rank == 0:
         logger().warning(f"stopped after step {step}: {tell_loss(last)}")
     if not (agreed.stop or last.lost):
+        if steps is not None:
+            _say_how_it_ends(run, Left(step, steps))
+            return ExitCode.COMPLETED, (
+                f"left after step {step} of {steps}: start it again to go on, or call "
+                "steps.finish() before, where this is the end"
+            )
         _say_how_it_ends(run, Completed(step))
         return ExitCode.COMPLETED, f"completed {step} steps"
     reason = max(agreed.stop, known_by_now)
@@ -138,7 +147,7 @@ def vote_to_go_on(shutdown: ShutdownHandler, checkpoints: Saver) -> Vote:
     )
 
 
-def _say_how_it_ends(run: StoppableLoop, event: Completed | Stopped) -> None:
+def _say_how_it_ends(run: StoppableLoop, event: Completed | Left | Stopped) -> None:
     """In the log of every rank, and once in the ledger."""
     logger().info(event.name, **event.to_fields())
     run.record(event)

@@ -15,7 +15,58 @@ import torch.distributed as dist
 
 from kempner.run.process.stop_reason import StopReason
 
-_NO_HURRY = -(1 << 62)
+_NO_HURRY = _NEVER = -(1 << 62)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a loop of the user's own goes on a rank.
+
+    `idle` is in how many steps, up to the last, no optimizer has stepped; `left_after` the step
+    after which the rank has left the loop of its own accord: it makes no other.
+    """
+
+    idle: int = 0
+    left_after: int | None = None
+
+    def encode(self, rank: int) -> list[int]:
+        """As integers of which the greatest counts."""
+        number = rank + 1
+        if self.left_after is None:
+            return [-self.idle, 0, number, -1, _NEVER]
+        return [-self.idle, number, 0, self.left_after, -self.left_after]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Ranks have left the loop, the first of them after step `first` and the last after `last`.
+
+    `left` is one of them, `stayed` one that has not, if there is any.
+    """
+
+    left: int
+    stayed: int | None
+    first: int
+    last: int
+
+    @classmethod
+    def decode(cls, left: int, stayed: int, last: int, first: int) -> Self | None:
+        """From the greatest integers of all ranks; None if no rank has left."""
+        return cls(left - 1, stayed - 1 if stayed else None, -first, last) if left else None
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks have left, after the same step."""
+        return self.stayed is None and self.first == self.last
+
+    def __str__(self) -> str:
+        if self.stayed is None:
+            said = f"some ranks have left the loop after step {self.first}, and others after step "
+            said += f"{self.last}"
+        else:
+            said = f"rank {self.left} has left the loop after step {self.last}, and rank "
+            said += f"{self.stayed} has not"
+        return f"{said}: leave it on all ranks after the same step, by what all of them know"
 
 
 @dataclass(frozen=True)
@@ -40,27 +91,49 @@ class Vote:
     seconds_left: float | None = None
     superseded: bool = False
 
-    def encode(self) -> list[int]:
-        """As integers; the greatest of each wins, so fewer milliseconds left give a greater one."""
+    @property
+    def steps(self) -> Steps:
+        """How the steps go on this rank; kempner's own loop neither idles nor leaves."""
+        return Steps()
+
+    def encode(self, rank: int) -> list[int]:
+        """Of `rank`, as integers of which the greatest wins: fewer milliseconds left give more."""
         hurry = _NO_HURRY if self.seconds_left is None else -round(1000 * self.seconds_left)
         unsaved = -_NO_HURRY if math.isinf(self.unsaved_for) else round(1000 * self.unsaved_for)
         flags = (self.stop, self.void, not self.void, self.diverged, self.superseded)
-        return [*map(int, (*flags, self.save_again)), self.failed_saves, unsaved, hurry]
+        counts = (self.failed_saves, unsaved, hurry)
+        return [*map(int, (*flags, self.save_again)), *counts, *self.steps.encode(rank)]
+
+
+@dataclass(frozen=True)
+class StepVote(Vote):
+    """The vote of a rank in a loop of the user's own."""
+
+    own: Steps = Steps()
+
+    @property
+    def steps(self) -> Steps:
+        """How the steps go on this rank."""
+        return self.own
 
 
 @dataclass(frozen=True)
 class VoteResult(Vote):
     """What all ranks do: for each entry the most urgent value that any rank voted for.
 
-    `all_void` is whether no rank at all has data for the step.
+    `all_void` is whether no rank at all has data for the step. `idle` is the least of any rank,
+    `parting` who has left the loop, if any rank has.
     """
 
     all_void: bool = False
+    idle: int = 0
+    parting: Parting | None = None
 
     @classmethod
     def decode(cls, votes: list[int]) -> Self:
         """From the greatest integers that any rank's `encode` gave."""
-        stop, void, loaded, diverged, superseded, save_again, failed_saves, unsaved, hurry = votes
+        stop, void, loaded, diverged, superseded, save_again, *votes = votes
+        failed_saves, unsaved, hurry, active, *leaving = votes
         return cls(
             stop=StopReason(stop),
             void=bool(void),
@@ -71,6 +144,8 @@ class VoteResult(Vote):
             seconds_left=None if hurry == _NO_HURRY else -hurry / 1000,
             superseded=bool(superseded),
             all_void=not loaded,
+            idle=-active,
+            parting=Parting.decode(*leaving),
         )
 
 
@@ -94,10 +169,10 @@ class VoteGroup:
     """The ranks, as voters on their own group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self._rank = group, dist.get_rank(group)
 
     def open(self, vote: Vote) -> Ballot:
         """Cast this rank's vote; every rank opens the same ballots in the same order."""
-        votes = torch.tensor(vote.encode(), dtype=torch.int64)
+        votes = torch.tensor(vote.encode(self._rank), dtype=torch.int64)
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return Ballot(votes, work)

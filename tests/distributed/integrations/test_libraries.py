@@ -11,7 +11,7 @@ import os
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -57,13 +57,17 @@ class Program:
         folder.mkdir(parents=True)
         codes: list[int] = []
         while not codes or (codes[-1] == ExitCode.STOPPED and len(codes) < 8):
-            log = folder / f"start-{len(codes)}.out"
-            command = [*KEMPNER, "supervise", f"--nproc={self.ranks}", *self.options, "--"]
-            command += [sys.executable, str(OWN / self.script)]
-            with open(log, "wb") as out:
-                process = warm.start(command, self.environment(troubles), out, folder)
-            codes.append(Job(process, log).wait(120))
+            codes.append(self.start(folder, troubles))
         return codes
+
+    def start(self, folder: Path, troubles: str = "") -> int:
+        """Start it once in `folder`; its exit code."""
+        log = folder / f"start-{len(list(folder.glob('start-*.out')))}.out"
+        command = [*KEMPNER, "supervise", f"--nproc={self.ranks}", *self.options, "--"]
+        command += [sys.executable, str(OWN / self.script)]
+        with open(log, "wb") as out:
+            process = warm.start(command, self.environment(troubles), out, folder)
+        return Job(process, log).wait(120)
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,26 @@ def test_three_stops_and_a_kill_change_no_bit_and_no_sample(
     made_again = {step for step, n in struck.made.items() if len(n) > plain.micro_batches[step]}
     assert len(made_again) <= 5 + 1  # those since the last commit
     assert seen == Counter(dict.fromkeys(range(96), 3))
+
+
+@pytest.mark.parametrize(("before", "after", "stop"), [(2, 1, "stop@5"), (1, 2, "stop@6")])
+def test_another_number_of_ranks_repeats_no_sample_and_misses_none(
+    before: int, after: int, stop: str, tmp_path: Path
+) -> None:
+    """Though a step takes another number of samples then, from within an epoch on."""
+    program, folder = trainer("Trainer", workers=2, accumulation=1), tmp_path / "run"
+    folder.mkdir()
+    assert replace(program, ranks=before).start(folder, stop) == ExitCode.STOPPED, outputs(folder)
+    assert replace(program, ranks=after).start(folder) == 0, outputs(folder)
+    of_ranks = [Notes.read(folder, rank).made for rank in range(2)]
+    epochs, epoch = 0, list[int]()
+    for step in range(1, len(of_ranks[0]) + 1):
+        taken = [ids for made in of_ranks for ids, _ in made.get(step, [])]
+        epoch += [sample for ids in taken for sample in ids]
+        if set(epoch) == set(range(96)):
+            assert len(set(epoch[:96])) == 96  # what is left fills its last step
+            epochs, epoch = epochs + 1, []
+    assert (epochs, epoch) == (3, [])
 
 
 def test_torchtitan_stops_and_restarts_as_exactly_as_it_resumes(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ KINDS = {
     "quadratic": "a module that nobody shards",
     "lbfgs": "LBFGS",
     "ema": "averaged weights (`AveragedModel`)",
-    "schedule": "a scheduler, with the learning rate",
+    "schedule": "a scheduler",
     "plateau": "`ReduceLROnPlateau`",
     "scaler": "`GradScaler`",
     "counter": "any object with `state_dict`",

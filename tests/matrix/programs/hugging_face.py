@@ -140,9 +140,13 @@ def settings(kind: str, variant: str) -> dict[str, Any]:
     }
 
 
-def trainer(variant: str) -> Trainer:
+def samples_of_ids() -> Dataset:
     ids = tokenizer()(text(EPOCH * BATCH))["input_ids"]
-    samples = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    return Dataset.from_dict({"input_ids": ids, "labels": ids})
+
+
+def trainer(variant: str) -> Trainer:
+    samples = samples_of_ids()
     callbacks = [EarlyStoppingCallback(2, 10.0)] if variant == "early" else []
     return surviving(Noting)(
         model=network(variant),
@@ -165,8 +169,7 @@ def sft(variant: str) -> Trainer:
 
 
 def lora(variant: str) -> Trainer:
-    ids = tokenizer()(text(EPOCH * BATCH))["input_ids"]
-    samples = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    samples = samples_of_ids()
     adapted = get_peft_model(network(variant), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     return surviving(Noting)(
         model=adapted,

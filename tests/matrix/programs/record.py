@@ -23,6 +23,14 @@ TROUBLE = "KEMPNER_MATRIX_TROUBLE"
 """The variable that says what comes where, as `stop@7`, `kill@7.1`, `stop@evaluation 6`; and in
 which rank."""
 
+MUTANT = "KEMPNER_MATRIX_MUTANT"
+"""The variable that names the mistake that is planted into kempner here, if one is."""
+
+if mutant := os.environ.get(MUTANT):
+    from mutants import MUTANTS
+
+    MUTANTS[mutant]()
+
 _micro: dict[int, int] = {}
 """How many micro batches of a step are noted."""
 
@@ -34,38 +42,38 @@ def step(number: int, loss: Tensor | float, samples: Iterable[int], rates: Itera
     """
     micro = _micro[number] = _micro.get(number, -1) + 1
     place = f"{number}.{micro}"
-    _note("samples", place, list(map(int, samples)))
-    _note("rates", place, [float(rate).hex() for rate in rates])
-    _note("loss", place, _bits(loss))
-    _strike(place)
+    fact("samples", place, list(map(int, samples)))
+    fact("rates", place, [float(rate).hex() for rate in rates])
+    fact("loss", place, _bits(loss))
+    strike(place)
     if micro == 0:
-        _strike(str(number))
+        strike(str(number))
 
 
 def drawn(number: int, name: str, value: float) -> None:
     """A random number that the program has drawn in a step."""
-    _note(name, str(number), float(value).hex())
+    fact(name, str(number), float(value).hex())
 
 
 def evaluating(number: int) -> None:
     """An evaluation after a step has begun; to be called within it: here trouble may come."""
-    _strike(f"evaluation {number}")
+    strike(f"evaluation {number}")
 
 
 def evaluation(number: int, value: Tensor | float) -> None:
     """The result of the evaluation after a step."""
-    _note("evaluation", str(number), _bits(value))
+    fact("evaluation", str(number), _bits(value))
 
 
 def end(steps: int, model: nn.Module, **facts: object) -> None:
     """The program has come to its end: after how many steps, with which weights, and what else it
     has found, such as the best step."""
     weights = dict(model.state_dict())
-    _note("steps", "end", steps)
-    _note("weights", "end", digest(weights))
-    _note("size", "end", sum(float(w.abs().sum()) for w in _floats(weights)).hex())
+    fact("steps", "end", steps)
+    fact("weights", "end", digest(weights))
+    fact("size", "end", sum(float(w.abs().sum()) for w in _floats(weights)).hex())
     for name, value in facts.items():
-        _note(name, "end", value)
+        fact(name, "end", value)
 
 
 def digest(weights: Mapping[str, Any]) -> str:
@@ -93,12 +101,14 @@ def _bits(value: Tensor | float) -> str:
     return float(value.detach() if isinstance(value, Tensor) else value).hex()
 
 
-def _note(fact: str, place: str, value: object) -> None:
+def fact(name: str, place: str, value: object) -> None:
+    """Note a fact."""
     with open(f"notes-{RANK}.jsonl", "a") as notes:
-        notes.write(json.dumps({"fact": fact, "place": place, "value": value}) + "\n")
+        notes.write(json.dumps({"fact": name, "place": place, "value": value}) + "\n")
 
 
-def _strike(place: str) -> None:
+def strike(place: str) -> None:
+    """Let trouble come if it is to come here."""
     kind, _, where = os.environ.get(TROUBLE, "").partition("@")
     if where == place:
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGTERM)

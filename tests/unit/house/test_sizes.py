@@ -14,13 +14,13 @@ TREES = ("kempner", "tests", "benchmarks", "scripts")
 LINES = 600
 """The longest a module may be: it is a subject, and not split to please a count."""
 
-MODULES = 16
+MODULES = 18
 """The most modules in one folder, `__init__` not counted."""
 
-ATTRIBUTES = 12
+ATTRIBUTES = 13
 """The most attributes that a class may have."""
 
-PARAMETERS = 8
+PARAMETERS = 10
 """The most parameters that its constructor may take."""
 
 CONFIGURATION = {"Shape": "the model's section of the configuration, with all that follows from it"}
@@ -57,10 +57,10 @@ def test_no_class_is_too_large() -> None:
 def test_a_class_that_is_too_large_would_be_seen() -> None:
     fields = "".join(f"    a{n}: int\n" for n in range(9))
     record = f"@dataclass(frozen=True)\nclass Record:\n{fields}"
-    sets = "".join(f"        self.a{n} = n\n" for n in range(13))
+    sets = "".join(f"        self.a{n} = n\n" for n in range(14))
     holder = f"class Holder:\n    def __init__(self, n):\n{sets}"
     (_, *of_record), (_, *of_holder) = _classes(ast.parse(record + holder))
-    assert (of_record, of_holder) == ([9, 9], [13, 1])
+    assert (of_record, of_holder) == ([9, 9], [14, 1])
 
 
 def _classes(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, int, int]]:

@@ -24,7 +24,7 @@ from kempner.training.policy.final_save import (
     tell_loss,
 )
 from kempner.training.vote.final_save import refuse_to_go_on_unsaved
-from kempner.training.vote.vote import Vote, VoteResult
+from kempner.training.vote.vote import Parting, Steps, StepVote, Vote, VoteResult
 
 NOW = SaveSituation(
     step=37,
@@ -173,10 +173,19 @@ def test_the_ledger_gives_the_durations_back() -> None:
             VoteResult(failed_saves=3, unsaved_for=1.5, save_again=True),
         ),
         ([Vote(unsaved_for=math.inf), Vote(unsaved_for=9.0)], VoteResult(unsaved_for=math.inf)),
+        ([StepVote(own=Steps(idle=5)), StepVote(own=Steps(2))], VoteResult(idle=2)),
+        (
+            [Vote(), StepVote(own=Steps(left_after=4)), Vote()],
+            VoteResult(parting=Parting(left=1, stayed=2, first=4, last=4)),
+        ),
+        (
+            [StepVote(own=Steps(left_after=0)), StepVote(own=Steps(left_after=3))],
+            VoteResult(parting=Parting(left=1, stayed=None, first=0, last=3)),
+        ),
     ],
 )
 def test_the_most_pressing_vote_counts(votes: list[Vote], result: VoteResult) -> None:
-    encoded = [vote.encode() for vote in votes]
+    encoded = [vote.encode(rank) for rank, vote in enumerate(votes)]
     assert VoteResult.decode([max(each) for each in zip(*encoded, strict=True)]) == result
 
 

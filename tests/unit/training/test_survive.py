@@ -26,6 +26,7 @@ def loop(**changes):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = dict(steps=3, save_every=2, run_dir=f"run-{len(os.listdir())}") | changes
     for step in survive(model, optimizer, **options):
+        optimizer.step()
         yield step
 
 def installed():
@@ -107,7 +108,7 @@ hook_home = sys.modules["torch.optim.optimizer"]
 hooks = len(hook_home._global_optimizer_pre_hooks)
 survivor = survive(model, optimizer, steps=2, save_every=2, run_dir="last")
 assert installed() == before, "before the loop"
-print(list(survivor))
+print([step for step in survivor if optimizer.step() is None])
 assert len(hook_home._global_optimizer_pre_hooks) == hooks
 for again in (lambda: list(survivor), lambda: survive(model, optimizer, steps=2, save_every=2)):
     try:
@@ -145,6 +146,8 @@ def test_after_the_loop_the_signals_do_what_they_did_before(tmp_path: Path) -> N
     lines = [line for line in done.stdout.splitlines() if "stopped after" not in line]
     assert lines == [
         "completed 3 steps",
+        "left after step 1 of 3: start it again to go on, or call steps.finish() before, where "
+        "this is the end",
         "survive(save_every=0): it must be at least 1",
         "mine again",
         "interrupted",
@@ -206,12 +209,19 @@ def test_a_wrong_call_is_refused_in_one_sentence_before_anything_else(tmp_path: 
         ({"steps": -1}, "survive(steps=-1): it must be at least 1"),
         ({"keep_last": 1}, "survive(keep_last=1): it must be at least 2"),
         ({"steps": 1e3}, "survive(steps=1000.0): write a whole number"),
-        ({"seed": None}, "survive(seed=None): write a whole number"),
+        ({"seed": 0.5}, "survive(seed=0.5): write a whole number"),
+        ({"accumulate": 0}, "survive(accumulate=0): it must be at least 1"),
+        (
+            {"accumulate": 2},
+            "survive(accumulate=2): it has no data; give it the loader as data=..., or make "
+            "several batches yourself in each step",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_sentence(
     given: dict[str, Any], sentence: str
 ) -> None:
+    todo = Todo(**{"steps": 3, "save_every": 2, "seed": 0, "keep_last": 3} | given)
     with pytest.raises(UsageError) as refused:
-        Todo(**{"steps": 3, "save_every": 2, "seed": 0, "keep_last": 3} | given).check()
+        todo.check(has_data=False)
     assert str(refused.value) == sentence

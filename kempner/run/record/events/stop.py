@@ -47,3 +47,15 @@ class Completed(LedgerEvent):
 
     name: ClassVar[str] = "completed"
     step: Annotated[int, "last step that was made"]
+
+
+@dataclass(frozen=True)
+class Left(LedgerEvent):
+    """By rank 0: when the program leaves its loop before the last step, of its own accord.
+
+    The run is not complete: it goes on when the program is started again.
+    """
+
+    name: ClassVar[str] = "left"
+    step: Annotated[int, "last step that was made"]
+    steps: Annotated[int, "how many there are"]

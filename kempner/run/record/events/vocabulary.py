@@ -24,6 +24,7 @@ SUBJECTS: Mapping[str, tuple[type[LedgerEvent], ...]] = {
         stop.Signalled,
         stop.Stopped,
         stop.Completed,
+        stop.Left,
     ),
     "The Slurm job and its nodes": (
         job.Requeued,

@@ -1,20 +1,21 @@
 """Trains by transformers' Trainer alone, and under kempner with a stop or a kill in each step.
 
-Prints a line of JSON for each cell: what differs from the Trainer alone. A kill is an exception
-that nothing catches: it writes as little as SIGKILL does.
+Prints what differs from the Trainer alone. A kill is an exception that nothing catches: it writes
+as little as SIGKILL does.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import random
 import shutil
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     EarlyStoppingCallback,
@@ -26,6 +27,7 @@ from transformers import (
 )
 
 from kempner.integrations.transformers import surviving
+from kempner.training.homes import forget_loops
 
 LENGTH, VOCABULARY = 6, 32
 
@@ -33,20 +35,20 @@ EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 2}
 EVERY_EPOCH = {"eval_strategy": "epoch", "save_strategy": "epoch"}
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "evaluates every third step, saves every second, logs every fourth": {
+    "intervals": {
         "eval_strategy": "steps",
         "eval_steps": 3,
         "save_steps": 2,
         "logging_steps": 4,
     },
-    "best of the epochs": {**EVERY_EPOCH, "load_best_model_at_end": True, "save_total_limit": 1},
-    "saves the best": {
+    "epochs": {**EVERY_EPOCH, "load_best_model_at_end": True, "save_total_limit": 1},
+    "best": {
         **EVERY_STEP,
         "save_strategy": "best",
         "metric_for_best_model": "eval_loss",
         "load_best_model_at_end": True,
     },
-    "stops early": {
+    "early": {
         **EVERY_STEP,
         "save_steps": 2,
         "load_best_model_at_end": True,
@@ -54,7 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_train_epochs": 9,
         "learning_rate": 3e-1,
     },
-    "stops early by epochs": {
+    "early_epochs": {
         **EVERY_EPOCH,
         "load_best_model_at_end": True,
         "patience": 1,
@@ -67,18 +69,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "lr_scheduler_type": "reduce_lr_on_plateau",
         "lr_scheduler_kwargs": {"factor": 0.5, "patience": 0, "threshold": 0.2},
     },
-    "ends within an epoch": {**EVERY_EPOCH, "max_steps": 7, "gradient_accumulation_steps": 2},
-    "saves nothing": {"save_strategy": "no", "logging_strategy": "epoch", "num_train_epochs": 2},
-    "other order of samples": {
+    "max_steps": {**EVERY_EPOCH, "max_steps": 7, "gradient_accumulation_steps": 2},
+    "unsaved": {"save_strategy": "no", "logging_strategy": "epoch", "num_train_epochs": 2},
+    "by_length": {
         "train_sampling_strategy": "group_by_length",
         "eval_strategy": "steps",
         "eval_on_start": True,
         "eval_steps": 4,
         "save_steps": 3,
     },
-    "sampler of the library": {"accelerator_config": {"use_seedable_sampler": False}},
+    "own_sampler": {"accelerator_config": {"use_seedable_sampler": False}},
+    "augmented": {**EVERY_STEP, "save_steps": 3, "gradient_accumulation_steps": 2, "noise": True},
 }
-"""What each sets beside what all have; `patience` is that of an `EarlyStoppingCallback`."""
+"""What each sets beside what all have; `patience` is that of an `EarlyStoppingCallback`, and with
+`noise` a token of each sample is drawn when it is read.
+"""
 
 
 class Killed(BaseException):
@@ -88,15 +93,16 @@ class Killed(BaseException):
 class Noting(Trainer):
     """Notes what it trains on, before trouble comes."""
 
-    def __init__(self, *args: Any, trouble: str = "", notes: dict[int, Any], **options: Any):
+    def __init__(self, *args: Any, trouble: str = "", notes: dict[str, Any], **options: Any):
         super().__init__(*args, **options)
         self.trouble, self.notes = trouble, notes
 
     def training_step(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
         step = self.state.global_step + 1
         loss = super().training_step(model, inputs, *more, **options)
-        at = round(self.state.epoch * 1000), step
-        self.notes.setdefault(str(at), []).append([inputs["input_ids"][:, 0].tolist(), float(loss)])
+        self.notes.setdefault(f"step {step}", []).append(
+            [inputs["input_ids"][:, 0].tolist(), float(loss)]
+        )
         kind, _, when = self.trouble.partition("@")
         if when == str(step):
             if kind == "kill":
@@ -113,9 +119,25 @@ def samples(number: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Samples whose last tokens are drawn from all generators that there are."""
+
+    def __init__(self, inner: list[dict[str, torch.Tensor]]) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        ids = self.inner[number]["input_ids"].clone()
+        drawn = [random.randrange(VOCABULARY), int(np.random.randint(VOCABULARY))]
+        ids[-3:] = torch.tensor([*drawn, int(torch.randint(VOCABULARY, ()))])
+        return {"input_ids": ids, "labels": ids}
+
+
 def made(variant: str, folder: Path, kind: type[Trainer], **more: Any) -> Any:
     options = dict(VARIANTS[variant])
-    patience = options.pop("patience", None)
+    patience, noise = options.pop("patience", None), options.pop("noise", False)
     callbacks = [] if patience is None else [EarlyStoppingCallback(patience)]
     common: dict[str, Any] = {
         "num_train_epochs": 3,
@@ -141,11 +163,14 @@ def made(variant: str, folder: Path, kind: type[Trainer], **more: Any) -> Any:
         )
     )
     arguments = TrainingArguments(str(folder / "outputs"), **common | options)
-    data = {"train_dataset": samples(18), "eval_dataset": samples(7)}
+    data = {
+        "train_dataset": Noisy(samples(18)) if noise else samples(18),
+        "eval_dataset": samples(7),
+    }
     return kind(model, arguments, callbacks=callbacks, **data, **more)
 
 
-def told(trainer: Any, notes: dict[int, Any]) -> dict[str, Any]:
+def told(trainer: Any, notes: dict[str, Any]) -> dict[str, Any]:
     """All that is to be the same."""
     history = [
         {key: value for key, value in line.items() if not key.endswith(("runtime", "_second"))}
@@ -170,6 +195,7 @@ def disturbed(variant: str, folder: Path, trouble: str) -> dict[str, Any]:
     notes: dict[str, Any] = {}
     for _ in range(3):
         mine: dict[str, Any] = {}
+        forget_loops()  # a start is a process of its own
         trainer = made(variant, folder, kind, trouble=trouble, notes=mine)
         try:
             trainer.train()
@@ -185,26 +211,41 @@ def disturbed(variant: str, folder: Path, trouble: str) -> dict[str, Any]:
     raise AssertionError("it does not end")
 
 
-def main(folder: Path) -> None:
-    for variant in VARIANTS:
-        notes: dict[str, Any] = {}
-        plain = made(variant, folder / "alone", Noting, notes=notes)
-        plain.train()
-        alone = told(plain, notes)
+def alone(variant: str, folder: Path) -> dict[str, Any]:
+    """What the Trainer does without kempner."""
+    notes: dict[str, Any] = {}
+    plain = made(variant, folder, Noting, notes=notes)
+    plain.train()
+    return told(plain, notes)
+
+
+def troubles(variant: str, steps: int, all_of_them: bool) -> list[str]:
+    """A stop and a kill in each step, or in one that is drawn; and no trouble at all."""
+    drawn = random.Random(variant)
+    found = [
+        f"{kind}@{step}"
+        for kind in ("stop", "kill")
+        for step in (range(1, steps + 1) if all_of_them else [drawn.randint(1, steps - 1)])
+    ]
+    return ["none@0", *found]
+
+
+def main(folder: Path, variants: list[str]) -> None:
+    """Play these, each step of them; without any all, each with a few."""
+    differing = 0
+    for variant in variants or VARIANTS:
+        expected = alone(variant, folder / "alone")
         shutil.rmtree(folder / "alone")
-        troubles = [
-            f"{kind}@{step}" for kind in ("stop", "kill") for step in range(1, 1 + alone["steps"])
-        ]
-        for trouble in ["none@0", *troubles]:
+        for trouble in troubles(variant, expected["steps"], all_of_them=bool(variants)):
             seen = disturbed(variant, folder / "cell", trouble)
             shutil.rmtree(folder / "cell")
-            wrong = {
-                key: [alone.get(key), seen.get(key)]
-                for key in sorted(alone | seen, key=str)
-                if alone.get(key) != seen.get(key)
-            }
-            print(json.dumps({"variant": variant, "trouble": trouble, "wrong": wrong}), flush=True)
+            keys = [key for key in expected | seen if expected.get(key) != seen.get(key)]
+            for key in keys:
+                print(f"{variant}, {trouble}: {key} is {seen.get(key)}, not {expected.get(key)}")
+            differing += bool(keys)
+    if not differing:
+        print("has seen it all")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -26,6 +26,7 @@ class Subject(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 3)
         self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("empty", None)
         self.register_buffer("scratch", torch.zeros(1), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,9 +95,24 @@ def replace_a_counter(model: Subject, optimizer: torch.optim.Optimizer) -> None:
     optimizer.state[model.layer.bias]["step"] = torch.tensor(5.0)
 
 
+def replace_a_buffer(model: Subject, optimizer: torch.optim.Optimizer) -> None:
+    model.calls = model.calls + 1
+
+
+def register_another_buffer(model: Subject, optimizer: torch.optim.Optimizer) -> None:
+    model.layer.register_buffer("late", torch.zeros(1))
+
+
+def fill_a_buffer(model: Subject, optimizer: torch.optim.Optimizer) -> None:
+    model.empty = torch.zeros(1)
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        replace_a_buffer,
+        register_another_buffer,
+        fill_a_buffer,
         assign,
         move_data,
         replace_a_parameter,

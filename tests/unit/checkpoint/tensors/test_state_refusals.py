@@ -176,6 +176,48 @@ def test_what_appears_later_fails_a_save_and_is_refused_by_the_next(
             manager.save(TrainState(3))
 
 
+def another_buffer(model: nn.Module) -> None:
+    model.register_buffer("late", torch.ones(3))
+
+
+def another_adapter(model: nn.Module) -> None:
+    model.adapter = nn.Linear(3, 3)
+
+
+def one_less(model: nn.Module) -> None:
+    del model.bias
+    model.bias = None
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (another_buffer, r"model\.late appeared after the start"),
+        (another_adapter, r"model\.adapter\.bias appeared after the start"),
+        (one_less, r"model\.bias is gone since the start"),
+    ],
+)
+def test_tensors_that_come_and_go_after_the_start_are_refused(
+    tmp_path: Path,
+    group: dist.ProcessGroup,
+    change: Callable[[nn.Module], None],
+    sentence: str,
+) -> None:
+    """By the look after the first step; later, a save fails and the next one is refused."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with closing(open_manager(RunDirectory(tmp_path), model, optimizer, group)) as manager:
+        manager.save(TrainState(1))
+        manager.join()
+        change(model)
+        manager.save(TrainState(2))
+        manager.join()
+        assert (manager.committed_step, manager.settled_failures) == (1, 1)
+        for refuse in (manager.check_state, lambda: manager.save(TrainState(3))):
+            with pytest.raises(UsageError, match=sentence):
+                refuse()
+
+
 def test_which_tensor_differs_is_named() -> None:
     same, other = torch.ones(3), torch.tensor([1.0, 1.0, 2.0])
     held = digests({"a": same, "b": same}), digests({"a": same, "b": other})

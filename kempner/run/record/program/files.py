@@ -11,6 +11,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -100,7 +102,7 @@ def variables_read(sources: Iterable[Path]) -> set[str]:
     read: set[str] = set()
     written: set[str] = set()
     for path in sources:
-        for name, sets in _variables(path):
+        for name, sets in _scan(path).variables:
             (written if sets else read).add(name)
     return {name for name in read - written if counts(name)}
 
@@ -131,20 +133,40 @@ def _is_own(path: Path, root: Path, script: Path) -> bool:
     return not hidden and path.is_file()
 
 
+@dataclass(frozen=True)
+class _Source:
+    """What a file of Python says: each import as its level and dotted name, and each variable of
+    the environment with whether it is set."""
+
+    imports: tuple[tuple[int, str], ...] = ()
+    variables: tuple[tuple[str, bool], ...] = ()
+
+
+@cache
+def _scan(path: Path) -> _Source:
+    """As it is when first asked for; nothing of what is no Python."""
+    content = read_small(path) if path.suffix == ".py" else None
+    try:
+        nodes = list(ast.walk(ast.parse(content or b"")))
+    except (SyntaxError, ValueError, RecursionError):
+        return _Source()
+    imports = tuple(found for node in nodes for found in _imports(node))
+    return _Source(imports, tuple(found for node in nodes for found in _variables(node)))
+
+
+def _imports(node: ast.AST) -> Iterator[tuple[int, str]]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield 0, alias.name
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            yield node.level, ".".join([*([node.module] if node.module else []), alias.name])
+
+
 def _imported_by(path: Path, root: Path) -> Iterator[Path]:
-    tree = _parse(path)
-    package = path.parent
-    for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _files_of(root, alias.name)
-        elif isinstance(node, ast.ImportFrom):
-            base = root
-            if node.level:
-                base = package.joinpath(*[".."] * (node.level - 1)).resolve()
-            for alias in node.names:
-                inner = [node.module] if node.module else []
-                yield from _files_of(base, ".".join([*inner, alias.name]))
+    for level, name in _scan(path).imports:
+        base = path.parent.joinpath(*[".."] * (level - 1)).resolve() if level else root
+        yield from _files_of(base, name)
 
 
 def _files_of(base: Path, name: str) -> Iterator[Path]:
@@ -157,27 +179,18 @@ def _files_of(base: Path, name: str) -> Iterator[Path]:
                 yield candidate
 
 
-def _parse(path: Path) -> ast.Module | None:
-    content = read_small(path) if path.suffix == ".py" else None
-    with suppress(SyntaxError, ValueError, RecursionError):
-        return None if content is None else ast.parse(content)
-    return None
-
-
-def _variables(path: Path) -> Iterator[tuple[str, bool]]:
-    """Each literal name of a variable, and whether it is set there."""
-    tree = _parse(path)
-    for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, ast.Subscript) and _is_environ(node.value):
-            yield from _named(node.slice, sets=not isinstance(node.ctx, ast.Load))
-        elif isinstance(node, ast.Call) and node.args:
-            called = _last_name(node.func)
-            if called == "getenv":
-                yield from _named(node.args[0], sets=False)
-            elif isinstance(node.func, ast.Attribute) and _is_environ(node.func.value):
-                yield from _named(node.args[0], sets=called == "setdefault")
-        elif isinstance(node, ast.Compare) and any(map(_is_environ, node.comparators)):
-            yield from _named(node.left, sets=False)
+def _variables(node: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Each literal name of a variable, and whether it is set here."""
+    if isinstance(node, ast.Subscript) and _is_environ(node.value):
+        yield from _named(node.slice, sets=not isinstance(node.ctx, ast.Load))
+    elif isinstance(node, ast.Call) and node.args:
+        called = _last_name(node.func)
+        if called == "getenv":
+            yield from _named(node.args[0], sets=False)
+        elif isinstance(node.func, ast.Attribute) and _is_environ(node.func.value):
+            yield from _named(node.args[0], sets=called == "setdefault")
+    elif isinstance(node, ast.Compare) and any(map(_is_environ, node.comparators)):
+        yield from _named(node.left, sets=False)
 
 
 def _named(node: ast.expr, *, sets: bool) -> Iterator[tuple[str, bool]]:

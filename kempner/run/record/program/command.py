@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from kempner.run.record.identity import RunIdentity
-from kempner.run.record.program_files import (
+from kempner.run.record.program.files import (
     digests,
     loaded_sources,
     named_files,
@@ -62,18 +62,32 @@ def identity_of_process(
     """What the program of this process is, before its loop says more."""
     main = modules["__main__"]
     command = command_of_process(argv, main, folder)
+    files = files_of_process(argv, modules, folder)
+    script, root = _main_file(main, folder)
+    sources = own_sources(script, root) if script is not None else {}
+    values = values_of(variables_read(sources.values()), environ)
+    return RunIdentity(command, environment=values, files=digests(files))
+
+
+def files_of_process(
+    argv: Sequence[str], modules: Mapping[str, ModuleType], folder: Path
+) -> dict[str, Path]:
+    """The files of this process's program, by the names that its identity gives them."""
+    script, root = _main_file(modules["__main__"], folder)
+    if script is None:
+        return {}
+    loaded = loaded_sources(modules, root)
+    return own_sources(script, root) | loaded | named_files(argv[1:], folder)
+
+
+def _main_file(main: ModuleType, folder: Path) -> tuple[Path | None, Path]:
+    """The file of the main module, and the folder that the program's own files are below."""
     file = getattr(main, "__file__", None)
     if file is None:
-        return RunIdentity(command)
+        return None, folder
     script = Path(file).absolute()
-    root = folder if command[:1] == ("-m",) else script.parent
-    sources = own_sources(script, root)
-    files = sources | loaded_sources(modules, root) | named_files(argv[1:], folder)
-    return RunIdentity(
-        command,
-        environment=values_of(variables_read(sources.values()), environ),
-        files=digests(files),
-    )
+    named = getattr(main, "__spec__", None) is not None
+    return script, folder if named else script.parent
 
 
 def identity_of_words(

@@ -1,0 +1,306 @@
+"""Batch after batch of any loader, epoch after epoch, from a place that a checkpoint holds.
+
+    supply = supply_of(loader, seed, (rank, ranks))
+    supply.load_state_dict(...)   # where there is a checkpoint
+    batch = supply.take()
+
+A map-style `DataLoader` is read by a plan (`plans.py`): its place counts what the loop was given,
+however far workers have read ahead, whatever their number. A stream is asked for its own state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from kempner.data.serve.draws import Drawn, Item, is_pure, kept, key, seed_all, show_own_dataset
+from kempner.data.serve.plans import Batch, Plan, plan_of
+from kempner.data.serve.sampler import ResumableDataLoader
+from kempner.run.process.exit_codes import UsageError
+
+_SHELLS = ("base_dataloader", "_dataloader")
+"""Where a loader that wraps another has it: accelerate's, Fabric's."""
+
+_NOT_HELD = (
+    "give it a DataLoader of a data set with a length, torchdata's StatefulDataLoader, or a "
+    "stream with state_dict and load_state_dict, such as Hugging Face's IterableDataset"
+)
+
+
+class Supply(Protocol):
+    """What a loop trains on, and where it stands."""
+
+    shared: bool
+    """Whether the place is the same on all ranks, and so one for any number of them."""
+    facts: dict[str, object]
+    """What must be equal on all ranks."""
+
+    def take(self) -> tuple[Any, int]:
+        """The next batch, the first of the next epoch after the last of this one; and its epoch,
+        counted from 0.
+
+        Raises `UsageError` if an epoch has none.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last batch that was taken."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a place. Raises `UsageError` or `DataError` if this data has no such place."""
+
+    def close(self) -> None:
+        """Let go of the workers."""
+
+
+def supply_of(data: Any, seed: int, place: tuple[int, int]) -> Supply:
+    """How `data` is read by the rank of `place`: (rank, number of ranks).
+
+    Raises `UsageError`, in one sentence, for what has no place that can be found again.
+    """
+    loader = _inner(data)
+    name = type(data).__name__
+    if name == "DataLoaderDispatcher":
+        raise UsageError(
+            "survive(data=...): rank 0 reads for all ranks (dispatch_batches), and no rank knows "
+            "the place of its own; prepare the loader with dispatch_batches=False"
+        )
+    mapped = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if mapped and not (_stateful(loader) and _stateful(loader.dataset)):
+        return Mapped(data, plan_of(loader, seed, place))
+    return Streamed(data, _source(data, loader), seed, place[0])
+
+
+class Mapped:
+    """A map-style loader, read by a plan."""
+
+    def __init__(self, loader: Any, plan: Plan) -> None:
+        self._plan, self._ahead = plan, _Ahead(plan)
+        inner = _inner(loader)
+        self._batches: Iterator[Any] | None = None
+        self._loader = _rebuilt(loader, Drawn(inner.dataset), self._ahead)
+        here = inner.num_workers == 0
+        draws = not (is_pure(inner.dataset) and inner.collate_fn is default_collate)
+        self._around = kept if here and draws else nullcontext
+        self.shared, self.facts = plan.shared, plan.facts
+
+    def take(self) -> tuple[Any, int]:
+        """The next batch."""
+        epoch = self._plan.epoch
+        with self._around():
+            batch = self._next()
+        self._plan.place = self._ahead.read.popleft()
+        return batch, epoch
+
+    def _next(self) -> Any:
+        for _ in range(2):
+            if self._batches is None:
+                self._batches = iter(self._loader)
+            for batch in self._batches:
+                return batch
+            self._batches = None
+        raise UsageError("survive(data=...): the loader yields no batch in a whole epoch")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan's."""
+        return self._plan.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The plan's."""
+        self._plan.load_state_dict(state)
+
+    def close(self) -> None:
+        """Let go of the workers."""
+        self._batches = None
+
+
+class _Ahead:
+    """The sampler that a loader is given; it notes the place after each batch that it yields."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.read: deque[Any] = deque()
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        self.read.clear()
+        batch: Batch
+        for batch in self._plan.rest_of_epoch():
+            self.read.append(batch.after)
+            yield batch.items
+
+
+class _Whole:
+    """The same for a loader that makes no batches itself: one index, or one list of them."""
+
+    def __init__(self, ahead: _Ahead, lists: bool) -> None:
+        self._ahead, self._lists = ahead, lists
+
+    def __iter__(self) -> Iterator[Item]:
+        for items in self._ahead:
+            indices = [item.index for item in items]
+            yield Item(indices if self._lists else indices[0], items[0].seed)
+
+
+class Streamed:
+    """A loader or data set that has a state of its own, which is this rank's."""
+
+    shared = False
+
+    def __init__(self, data: Any, source: Any, seed: int, rank: int) -> None:
+        self._data, self._source, self._seed, self._rank = data, source, seed, rank
+        self._workers = getattr(_inner(data), "num_workers", 0)
+        self._epoch = self._count = self._of_epoch = 0
+        self._skip = 0
+        self._batches: Iterator[Any] | None = None
+        self.facts: dict[str, object] = {"the kind of data": type(data).__name__}
+
+    def take(self) -> tuple[Any, int]:
+        """The next batch."""
+        with kept():
+            batch = self._next()
+        self._count += 1
+        self._of_epoch += 1
+        return batch, self._epoch
+
+    def _next(self) -> Any:
+        for _ in range(3):
+            if self._batches is None:
+                self._set_epoch()
+                self._batches = iter(self._data)
+                while self._skip and next(self._batches, self) is not self:
+                    self._skip -= 1
+            # Here: to begin draws, too, and does not happen at the same place in a resumed run.
+            seed_all(key(self._seed, "stream", self._rank, self._count))
+            for batch in self._batches:
+                return batch
+            self._batches = None
+            self._epoch, self._of_epoch = self._epoch + bool(self._of_epoch), 0
+        raise UsageError("survive(data=...): the stream yields nothing in a whole epoch")
+
+    def _set_epoch(self) -> None:
+        for one in (self._data, getattr(_inner(self._data), "dataset", None)):
+            if callable(set_epoch := getattr(one, "set_epoch", None)):
+                set_epoch(self._epoch)
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        """The source's, and what it counts from."""
+        fetcher = getattr(self._batches, "_dataset_fetcher", None)
+        ended = bool(getattr(fetcher, "ended", False))  # a last batch that was not full
+        return {
+            "epoch": self._epoch + ended,
+            "count": self._count,
+            "of_epoch": 0 if ended else self._of_epoch,
+            "workers": self._workers,
+            "state": None if _refills(self._source) else self._source.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a place that was saved with as many workers."""
+        if (saved := state["workers"]) != self._workers:
+            raise UsageError(
+                f"survive(data=...): the checkpoint was made with num_workers={saved} and the "
+                f"stream has num_workers={self._workers} now; each worker reads its own part, so "
+                f"set num_workers={saved}, or begin a new run"
+            )
+        self._epoch, self._count = state["epoch"], state["count"]
+        self._of_epoch = state["of_epoch"]
+        self._set_epoch()
+        if state["state"] is None:
+            self._skip = self._of_epoch
+        else:
+            self._source.load_state_dict(state["state"])
+
+    def close(self) -> None:
+        """Let go of the workers."""
+        self._batches = None
+
+
+def _inner(data: Any) -> Any:
+    """The loader within what wraps it."""
+    for name in _SHELLS:
+        if isinstance(inner := getattr(data, name, None), DataLoader):
+            return inner
+    return data
+
+
+def _stateful(thing: Any) -> bool:
+    return all(callable(getattr(thing, n, None)) for n in ("state_dict", "load_state_dict"))
+
+
+def _source(data: Any, loader: Any) -> Any:
+    """Whose state is the place of a stream."""
+    name = type(data).__name__
+    if hasattr(data, "__next__"):
+        raise UsageError(
+            f"survive(data=...): a {name} ends once it was read, and has no place; {_NOT_HELD}"
+        )
+    if _stateful(loader):
+        return loader
+    if not isinstance(loader, DataLoader):
+        raise UsageError(f"survive(data=...): the place in a {name} cannot be saved; {_NOT_HELD}")
+    dataset = type(loader.dataset).__name__
+    if not _stateful(loader.dataset):
+        raise UsageError(
+            f"survive(data=...): the place in the stream {dataset} cannot be saved; give it "
+            "state_dict and load_state_dict, or take a data set with a length"
+        )
+    if loader.num_workers:
+        raise UsageError(
+            f"survive(data=...): a DataLoader does not tell how far its {loader.num_workers} "
+            f"workers have read the stream {dataset}; take torchdata's StatefulDataLoader"
+        )
+    return loader.dataset
+
+
+def _refills(source: Any) -> bool:
+    """Whether a stream of Hugging Face's is shuffled by a buffer, which its state leaves out."""
+    at, seen = getattr(source, "_ex_iterable", None), 0
+    while at is not None and seen < 64:
+        if "BufferShuffled" in type(at).__name__:
+            return True
+        at, seen = getattr(at, "ex_iterable", None), seen + 1
+    return False
+
+
+def _rebuilt(loader: Any, dataset: Drawn, ahead: _Ahead) -> Any:
+    """A loader with the same options that reads what `ahead` says."""
+    for name in _SHELLS:
+        if isinstance(inner := getattr(loader, name, None), DataLoader):
+            shell = copy.copy(loader)
+            setattr(shell, name, _rebuilt(inner, dataset, ahead))
+            return shell
+    whole = loader.batch_sampler is None
+    sampler = _Whole(ahead, hasattr(loader.sampler, "batch_size")) if whole else ahead
+    init = partial(_begin_worker, loader.worker_init_fn)
+    kind = type(loader).__iter__
+    if kind not in (DataLoader.__iter__, ResumableDataLoader.__iter__) and not _stateful(loader):
+        again = copy.copy(loader)  # a loader that does more with its batches
+        vars(again).update(dataset=dataset, worker_init_fn=init, _iterator=None)
+        vars(again)["sampler" if whole else "batch_sampler"] = sampler
+        return again
+    reads: dict[str, Any] = {"batch_size": None, "sampler": sampler}
+    return DataLoader(
+        dataset,
+        **(reads if whole else {"batch_sampler": sampler}),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=init,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        in_order=loader.in_order,
+    )
+
+
+def _begin_worker(then: Any, worker: int) -> None:
+    show_own_dataset()
+    if then is not None:
+        then(worker)

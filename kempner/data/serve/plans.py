@@ -1,0 +1,321 @@
+"""Which samples a map-style loader reads next, from any place on.
+
+The order of an epoch is drawn again from the seed and the epoch's number, so that a place is one or
+two integers. `Dealt` is one order for all ranks, dealt out batch by batch (`global_batches.py`); it
+goes on with any number of ranks. `Own` is the order of a sampler that only its rank knows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from kempner.data.order.global_batches import GlobalBatches, samples_at, share
+from kempner.data.serve.draws import Item, generators_of, kept, key, seed_all
+from kempner.data.serve.sampler import ResumableBatchSampler, ResumableSampler
+from kempner.run.process.exit_codes import DataError, UsageError
+
+Draw: TypeAlias = Callable[[int], Sequence[Any]]
+"""The order of an epoch."""
+
+_OF_TORCH = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers that know nothing of ranks."""
+
+_COMPARED = 1024
+"""So many samples of the first epoch are compared across ranks."""
+
+
+class Batch(NamedTuple):
+    """What a loader is to read, and where the run stands when the loop has had it."""
+
+    items: list[Item]
+    after: Any
+
+
+class Plan(Protocol):
+    """What is read from `place` on."""
+
+    place: Any
+    shared: bool
+    """Whether the place is the same on all ranks."""
+    facts: dict[str, object]
+    """What must be equal on all ranks."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to."""
+
+    def rest_of_epoch(self) -> Iterator[Batch]:
+        """The batches that are left in the epoch of `place`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place, and what it refers to."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a place. Raises `DataError` for one in other data."""
+
+
+class Dealt:
+    """One order for all ranks; `place` is the position in it, all epochs together."""
+
+    shared = True
+
+    def __init__(
+        self, batches: GlobalBatches, rank: int, seed: int, look_up: Callable[[range], list[Any]]
+    ) -> None:
+        self._batches, self._rank, self._seed, self._look_up = batches, rank, seed, look_up
+        self.place = 0
+        first = look_up(range(min(batches.samples, _COMPARED)))
+        self.facts = {
+            "the number of samples of data": batches.samples,
+            "the global batch of data": batches.size,
+            "the order of data's samples": f"{key(first):x}",
+        }
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch begins in."""
+        return self._batches.epoch(self.place)
+
+    def rest_of_epoch(self) -> Iterator[Batch]:
+        """The batches that are left in the epoch of `place`."""
+        position, epoch, batches = self.place, self.epoch, self._batches
+        while batches.infinite or batches.epoch(position) == epoch:
+            mine = share(batches.span(position), self._rank, batches.world)
+            position = batches.after(position, 1)
+            indices = self._look_up(mine)
+            items = [Item(i, key(self._seed, at)) for i, at in zip(indices, mine, strict=True)]
+            yield Batch(items, position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the data's length."""
+        return {"position": self.place, "samples": self._batches.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position of any number of ranks and any batch size."""
+        if (saved := state.get("samples")) != (mine := self._batches.samples):
+            raise DataError(
+                f"the checkpoint was made with data of {saved} samples, this run's has {mine}: "
+                "give survive(data=...) the same data, or begin a new run"
+            )
+        self.place = state["position"]
+
+
+class Own:
+    """The order of a sampler on this rank; `place` is the epoch and how many batches are done."""
+
+    shared = False
+
+    def __init__(self, draw: Draw, size: int | None, drop_last: bool, seed: int) -> None:
+        self._draw, self._size, self._drop_last, self._seed = draw, size, drop_last, seed
+        self.place = (0, 0)
+        self.facts: dict[str, object] = {}
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, as far as that is known: it may be the end of the last."""
+        return self.place[0]
+
+    def rest_of_epoch(self) -> Iterator[Batch]:
+        """The batches that are left in the epoch of `place`."""
+        epoch, done = self.place
+        cut = self._cut(self._draw(epoch))
+        for at in range(done, len(cut)):
+            seeds = (key(self._seed, epoch, at, n) for n in range(len(cut[at])))
+            after = (epoch, at + 1) if at + 1 < len(cut) else (epoch + 1, 0)
+            yield Batch([Item(*pair) for pair in zip(cut[at], seeds, strict=True)], after)
+
+    def _cut(self, order: Sequence[Any]) -> Sequence[Any]:
+        if self._size is None:
+            return order  # of batches
+        size = self._size
+        last = len(order) // size * size if self._drop_last else len(order)
+        return [order[start : start + size] for start in range(0, last, size)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch and the number of batches."""
+        return {"epoch": self.place[0], "batches": self.place[1]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go there."""
+        self.place = (state["epoch"], state["batches"])
+
+
+def plan_of(loader: DataLoader[Any], seed: int, place: tuple[int, int]) -> Plan:
+    """How a map-style loader is read by the rank of `place`: (rank, number of ranks).
+
+    `seed` is that of shuffles without a generator of their own. Raises `UsageError`, in one
+    sentence, for a sampler whose order cannot be drawn again.
+    """
+    cutter: Any = loader.batch_sampler
+    if cutter is None and isinstance(loader.sampler, BatchSampler):
+        cutter = loader.sampler
+    if isinstance(cutter, ResumableBatchSampler):
+        return _resumable(cutter, cutter.batches)
+    by_world = False
+    if type(cutter).__name__ == "BatchSamplerShard":  # what accelerate makes of any loader
+        if cutter.split_batches:
+            raise UsageError(
+                "survive(data=...): a loader that was prepared with split_batches=True cannot be "
+                "resumed exactly; leave that out and divide the batch size by the ranks"
+            )
+        place, cutter, by_world = (
+            (cutter.process_index, cutter.num_processes),
+            cutter.batch_sampler,
+            True,
+        )
+    if cutter is not None and not _is_a(cutter, BatchSampler):
+        return Own(_redrawn(cutter, seed), None, False, seed)
+    sampler: Any = loader.sampler if cutter is None else cutter.sampler
+    size = 1 if cutter is None else cutter.batch_size
+    drop_last = False if cutter is None else cutter.drop_last
+    if isinstance(sampler, ResumableSampler):
+        of_all = sampler.batches
+        return _resumable(
+            sampler,
+            _cut(of_all.samples, size, of_all.world, drop_last, of_all.infinite),
+        )
+    if type(sampler) is DistributedSampler:
+        place, by_world = (sampler.rank, sampler.num_replicas), True
+    if not by_world and not any(_is_a(sampler, kind) for kind in _OF_TORCH):
+        return Own(_redrawn(sampler, seed), size, drop_last, seed)
+    draw = _drawn_by_torch(sampler, seed)
+    samples = len(draw(0))
+    return Dealt(_cut(samples, size, place[1], drop_last), place[0], seed, _at(draw, samples))
+
+
+def _is_a(thing: object, kind: type) -> bool:
+    """Whether it is that class itself, or what torchdata's loader puts in its place."""
+    ours = type(thing).__module__.startswith("torchdata.")
+    return type(thing) is kind or (ours and isinstance(thing, kind))
+
+
+def _resumable(sampler: ResumableBatchSampler | ResumableSampler, batches: GlobalBatches) -> Dealt:
+    def look_up(positions: range) -> list[int]:
+        return samples_at(positions, batches.samples, sampler.seed)
+
+    plan = Dealt(batches, sampler.rank, sampler.seed or 0, look_up)
+    plan.place = sampler.position
+    return plan
+
+
+def _cut(
+    samples: int, size: int, ranks: int, drop_last: bool, infinite: bool = False
+) -> GlobalBatches:
+    try:
+        return GlobalBatches(samples, size * ranks, ranks, drop_last, infinite)
+    except ValueError as error:
+        raise UsageError(f"survive(data=...): {error}") from None
+
+
+def _at(draw: Draw, samples: int) -> Callable[[range], list[Any]]:
+    """Which samples are at positions of the endless order."""
+
+    def look_up(positions: range) -> list[Any]:
+        places = (divmod(position, samples) for position in positions)
+        return [draw(epoch)[index] for epoch, index in places]
+
+    return look_up
+
+
+def _drawn_by_torch(sampler: Any, seed: int) -> Draw:
+    """The orders of a sampler of torch's, or of one that is known not to ask for its rank."""
+    generator = getattr(sampler, "generator", None)
+    base = seed if generator is None else generator.initial_seed()
+
+    @lru_cache(maxsize=2)  # a batch may hold the end of an epoch and the beginning of the next
+    def draw(epoch: int) -> Sequence[Any]:
+        if isinstance(sampler, SequentialSampler):
+            return range(len(sampler))
+        if isinstance(sampler, DistributedSampler):
+            return _order_of_distributed(sampler, epoch)
+        again = copy.copy(sampler)
+        again.generator = torch.Generator().manual_seed(key(base, epoch))
+        if hasattr(again, "set_epoch"):
+            again.set_epoch(epoch)
+        with kept():
+            seed_all(key(base, epoch))
+            return _compact([*again])
+
+    return draw
+
+
+def _order_of_distributed(sampler: DistributedSampler[Any], epoch: int) -> Sequence[Any]:
+    whole: DistributedSampler[Any] = DistributedSampler(
+        sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
+    )
+    whole.set_epoch(epoch)
+    return _compact([*whole])
+
+
+def _compact(order: list[Any]) -> Sequence[Any]:
+    """The same, in an eighth of the memory where it is of integers."""
+    return _Integers(order) if len(order) > _COMPARED and type(order[0]) is int else order
+
+
+class _Integers(Sequence[int]):
+    """Integers as NumPy holds them, and as Python's when they are asked for."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self._numbers = np.array(numbers, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, at: Any) -> Any:
+        found = self._numbers[at]
+        return found.tolist() if isinstance(found, np.ndarray) else int(found)
+
+
+def _redrawn(sampler: Any, seed: int) -> Draw:
+    """The orders of a sampler of the user's: with its generators seeded by the epoch.
+
+    Raises `UsageError` if it does not give the same order twice.
+    """
+    name = type(sampler).__name__
+    if not hasattr(sampler, "__len__"):
+        raise UsageError(
+            f"survive(data=...): {name} has no length, so that no place in it can be found again; "
+            "give it __len__, or take kempner's ResumableBatchSampler"
+        )
+
+    @lru_cache(maxsize=1)
+    def draw(epoch: int) -> Sequence[Any]:
+        generators = generators_of(sampler)
+        with kept(generators):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+            seed_all(key(seed, epoch), generators)
+            order = [*islice(iter(sampler), len(sampler) + 1)]
+        if len(order) > len(sampler):
+            raise UsageError(
+                f"survive(data=...): {name} yields more than its length of {len(sampler)}; have "
+                "it end with the epoch: the loop goes on with the next one by itself"
+            )
+        return order
+
+    first = draw(0)
+    draw.cache_clear()
+    if draw(0) != first:
+        raise UsageError(
+            f"survive(data=...): {name} does not give the same order twice, so that no place in "
+            "it can be found again; give it set_epoch(epoch), and draw from the epoch"
+        )
+    if not first:
+        raise UsageError(f"survive(data=...): {name} yields nothing")
+    return draw

@@ -1,0 +1,301 @@
+"""The steps of a loop that survives: what `survive` returns, from its first step to its end.
+
+However the loop is left, what is done is committed: after the last step or `finish` the run is
+complete; after a `break` or a `return` it goes on at the next start. After an exception the newest
+checkpoint stays as it is, since the step under way is not whole.
+"""
+
+from __future__ import annotations
+
+import dis
+import json
+import os
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from inspect import CO_GENERATOR
+from pathlib import Path
+from types import FrameType
+from typing import Generic, NamedTuple, TypeVar, cast
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.manager import CheckpointManager
+from kempner.data.serve.draws import kept
+from kempner.run.control.protocol import Phase
+from kempner.run.process.durable_io import replace_durable
+from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
+from kempner.run.process.retry import storage_waits
+from kempner.run.process.stop_reason import StopReason
+from kempner.training.batches import Batches
+from kempner.training.own_loop import OwnLoop, describe_idleness
+from kempner.training.policy.final_save import time_to_spare
+from kempner.training.session import Session, at_prompt
+from kempner.training.vote.vote import VoteResult
+from kempner.training.watch.watch import Watch
+
+Step = TypeVar("Step", covariant=True)
+
+_SAVE_PATIENCE = 60.0
+"""Seconds to wait at most for a save in flight, when an exception leaves the loop."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a loop is to do: so many `steps`, with a save every `save_every` of them."""
+
+    steps: int
+    save_every: int
+    seed: int
+
+
+class Survivor(Generic[Step]):
+    """The steps of a loop, to be iterated over once, on every rank."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        session: Session,
+        checkpoints: CheckpointManager,
+        batches: Batches | None,
+        watch: Watch,
+    ) -> None:
+        self._plan, self._session, self._batches = plan, session, batches
+        self.checkpoints, self._watch = checkpoints, watch
+        self._loop = OwnLoop(session, checkpoints, checkpoints.restore(session.accepted))
+        watch.restored()
+        self._done_before = self._loop.train_state.step
+        self._finished = session.ranks.broadcast(self._read_mark()) == self._done_before
+        self._begun = False
+        self._trained = 0
+        # Of every optimizer: another one may step other parts of the model.
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+
+    @property
+    def train_state(self) -> TrainState:
+        """How many steps are done."""
+        return self._loop.train_state
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the data, counted from 0, that the last batch belonged to."""
+        return self._batches.epoch if self._batches is not None else 0
+
+    def finish(self) -> None:
+        """The step under way is the last one: with it the run is complete.
+
+        On all ranks in the same step, by what all of them know. Leave the loop by `break`, or go
+        on: there is no other step.
+        """
+        self._finished = True
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """The block is no step, on one rank or on all: it may take its time, and what it draws
+        changes nothing that is drawn later.
+        """
+        devices = [self._session.ranks.device] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        with (
+            torch.random.fork_rng(devices=devices),
+            kept(),
+            self._session.evaluation(),
+        ):
+            yield
+
+    def __iter__(self) -> Iterator[Step]:
+        if self._begun:
+            raise UsageError("survive(...) was iterated over before; call it again to go on")
+        self._begun = True
+        return cast("Iterator[Step]", _Steps(self))
+
+    def run(self, leaving: Leaving) -> Generator[object, None, None]:
+        """Make the steps, and part from the run however they end."""
+        if at_prompt():
+            self._session.trap_signals()
+        code: ExitCode | None = None
+        try:
+            code = yield from self._steps()
+        except GeneratorExit:
+            if leaving.by_hand:
+                code = self._leave()
+                return
+            self._wait_for_save()
+            raise
+        finally:
+            self.checkpoints.release_staging()  # nothing waits for that once the hook is gone
+            self._hook.remove()
+            if self._batches is not None:
+                self._batches.close()
+            self._session.give_back(code)
+        if code is not ExitCode.COMPLETED:
+            if at_prompt() and self._session.shutdown.reason() is StopReason.INTERRUPT:
+                raise KeyboardInterrupt
+            raise SystemExit(int(code))
+
+    def _steps(self) -> Generator[object, None, ExitCode]:
+        """The steps that are left; then how the loop ended."""
+        loop, steps = self._loop, self._plan.steps
+        loop.begin()
+        if self._watch.begin(self._plan.seed, self._session.ranks.world.rank == 0):
+            self._session.say("NumPy and random draw other numbers: the number of ranks differs")
+        agreed, unchecked = VoteResult(), True
+        while loop.train_state.step < steps and not (agreed.stop or self._finished):
+            step = loop.train_state.step + 1
+            loop.begin_step()
+            given = self._begin(step)
+            yield given
+            self._end()
+            agreed = loop.end_step(step)
+            on_interval = step % self._plan.save_every == 0
+            last = step == steps or self._finished
+            due = not last and loop.save_is_due(agreed, on_interval)
+            look = self._watch.end_step(on_interval)
+            if unchecked:  # the optimizer has its state now
+                self.checkpoints.check_state()
+                unchecked = False
+            elif look:
+                self.checkpoints.check_registered()
+            if due:
+                loop.save(agreed)
+        if self._finished and loop.train_state.step < steps and not agreed.stop:
+            agreed = loop.part(loop.train_state.step)
+        return self._complete(agreed)
+
+    def _begin(self, step: int) -> object:
+        """What the loop's body gets for a step."""
+        given: object = step
+        if self._batches is not None:
+            with self._session.progress.held_up_by_data():
+                given = step, self._batches.take()
+        self._session.seed_step(self._plan.seed, step)
+        self._watch.begin_step()
+        self._trained = 0
+        return given
+
+    def _end(self) -> None:
+        self._loop.idle = 0 if self._trained else self._loop.idle + 1
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        self._trained += 1
+        self._watch.stepped(optimizer)
+        self.checkpoints.release_staging()
+
+    def _complete(self, agreed: VoteResult) -> ExitCode:
+        """After the last step, or a stop."""
+        loop = self._loop
+        # What follows the loop draws the same, whether or not this process has made any step.
+        self._session.seed_step(self._plan.seed, loop.train_state.step + 1)
+        made = loop.train_state.step - self._done_before
+        if not agreed.stop:
+            # Before there is a checkpoint that says so: all ranks know then that nothing was done.
+            if made and not self._done_before and loop.ask().idle >= made:
+                raise UsageError(describe_idleness(made))
+            if self._finished:
+                self._write_mark(loop.train_state.step)
+        return loop.leave(agreed)
+
+    def _leave(self) -> ExitCode:
+        """The program has left the loop by `break` or `return`: commit what is done."""
+        loop = self._loop
+        step = loop.train_state.step
+        if loop.voting and self._trained:
+            step += 1
+        elif self._batches is not None:
+            self._batches.put_back()
+        try:
+            self._end()
+            agreed = loop.part(step)
+            if step == self._plan.steps or self._finished:
+                return self._complete(agreed)
+            return loop.leave(agreed, self._plan.steps)
+        except RunError as error:  # Python shows none that is raised here, and goes on
+            self._session.end_with(error)
+
+    def _wait_for_save(self) -> None:
+        left = time_to_spare(self._session.shutdown.seconds_left())
+        with self._session.progress.during(Phase.SAVE):
+            self.checkpoints.settle(min(_SAVE_PATIENCE, _SAVE_PATIENCE if left is None else left))
+
+    def _read_mark(self) -> int | None:
+        """The step after which the loop was finished before; rank 0 knows."""
+        mark = self._session.run.finished
+        if self._session.ranks.world.rank != 0 or not mark.exists():
+            return None
+        step = json.loads(mark.read_text())["step"]
+        return step if isinstance(step, int) and step else None
+
+    def _write_mark(self, step: int) -> None:
+        """Before the step is committed: the mark of one that is not means nothing."""
+        if self._session.ranks.world.rank == 0 and step < self._plan.steps:
+            content = json.dumps({"step": step}).encode()
+            write = partial(_write, self._session.run.finished, content)
+            storage_waits().retry(write, path=self._session.run.finished)
+
+
+def _write(path: Path, content: bytes) -> None:
+    replace_durable(path, content, unique=str(os.getpid()))
+
+
+@dataclass
+class Leaving:
+    """How the steps come to be closed before their end."""
+
+    by_hand: bool = False
+    """Whether by `break` or `return`, not by an exception."""
+
+
+class _Steps:
+    """The iterator. It is told by whom it is dropped, which a generator is not."""
+
+    def __init__(self, survivor: Survivor[object]) -> None:
+        self._how, self._process = Leaving(), os.getpid()
+        self._steps = survivor.run(self._how)
+
+    def __iter__(self) -> Iterator[object]:
+        return self
+
+    def __next__(self) -> object:
+        return next(self._steps)
+
+    def close(self) -> None:
+        """Leave the loop, as `break` does."""
+        self._how.by_hand = True
+        self._steps.close()
+
+    def __del__(self) -> None:
+        if os.getpid() != self._process:  # a worker that was forked in the loop
+            return
+        self._how.by_hand = not sys.is_finalizing() and _is_left_by_hand(sys._getframe().f_back)
+        self._steps.close()
+
+
+class _Instruction(NamedTuple):
+    name: str
+    in_generator: bool
+
+
+def _is_left_by_hand(frame: FrameType | None) -> bool:
+    """Whether a loop's iterator is dropped in `frame` by `break` or `return`.
+
+    Those compile to an instruction that drops it. An exception drops it in whichever instruction
+    has raised. Where that is a generator which is closed, as in a progress bar around the steps,
+    what has dropped the generator counts.
+    """
+    while frame is not None:
+        at = _instruction(frame)
+        if at.name in ("POP_TOP", "POP_ITER", "END_FOR"):
+            return True
+        if not at.in_generator:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _instruction(frame: FrameType) -> _Instruction:
+    name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return _Instruction(name, bool(frame.f_code.co_flags & CO_GENERATOR))

@@ -114,8 +114,9 @@ def test_a_rank_that_computes_or_evaluates_between_two_steps_is_left_alone(
     if how == "evaluates":
         os.mkfifo(run.folder / "go-on")
     largest = f"--resilience.hang_timeout_max={slowed(most) + soon}"
-    starts = f"--resilience.hang_timeout_max_of.start={LATE}"
-    job = start(run, how, f"--resilience.hang_timeout_min={soon}", largest, starts)
+    others = ("start", "rendezvous", "load", "compile", "save", "exit")
+    limits = [f"--resilience.hang_timeout_max_of.{phase}={LATE}" for phase in others]
+    job = start(run, how, f"--resilience.hang_timeout_min={soon}", largest, *limits)
     at_work(run, 1, job)
     since, ranks = time.monotonic(), run.record.ranks(1)
     waiting = lambda: [rank["waiting"] for rank in json.loads(ranks.read_text())]  # noqa: E731

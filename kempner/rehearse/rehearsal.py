@@ -121,7 +121,7 @@ class Rehearsal:
         """Start the program until it is disturbed in step `at`, or is complete."""
         folder = self.scratch / f"part-{name}"
         folder.mkdir()
-        part = Part(str(folder), str(self.scratch / (run or name)), at, kills)
+        part = Part(str(folder), str(self.scratch / (run or name)), at, kills, str(Path.cwd()))
         outputs = [folder / f"rank-{rank}.out" for rank in range(self.size)]
         variables = {**part.environment(), "MLFLOW_TRACKING_URI": f"file:{self.scratch}/mlflow"}
         codes = self.stage.run(self.command, variables, outputs, other)

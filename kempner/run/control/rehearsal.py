@@ -17,13 +17,14 @@ class Part:
     """One start of a rehearsed program.
 
     Its ranks write what they see into `folder`, and have their run below `run`. In step `at` rank 0
-    gets a SIGTERM, or a SIGKILL if it `kills`.
+    gets a SIGTERM, or a SIGKILL if it `kills`. The program runs in `cwd`.
     """
 
     folder: str
     run: str
     at: int
     kills: bool = False
+    cwd: str = "."
 
     def environment(self) -> dict[str, str]:
         """The variable that tells a rank of it."""

@@ -43,7 +43,7 @@ class Outside:
         if full.startswith((self._inside, *_NOT_FILES)) or full.endswith((".py", ".pyc", ".so")):
             return
         names = self.written if for_writing else self.read
-        if len(names) < MOST:
+        if len(names) < MOST and not Path(full).is_dir():  # where a file without a name is opened
             names[full] = None
 
     def _call(self, host: str, port: int) -> None:

@@ -187,7 +187,7 @@ def _facts(
     if (seed := given_seed() if todo.seed is None else int(todo.seed)) is not None:
         facts["seed"] = seed
     if data is not None:
-        facts |= {"data": _describe(data), "accumulate": todo.accumulate or 1}
+        facts["data"] = _describe(data)
     agree_on: dict[str, object] = {
         "steps": todo.steps,
         "save_every": todo.save_every,

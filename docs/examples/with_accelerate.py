@@ -1,14 +1,12 @@
 """Accelerate under kempner: kempner supervise --nproc 2 -- python with_accelerate.py"""
 
-from itertools import islice
-
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from kempner import ResumableBatchSampler, ResumableDataLoader, survive
+from kempner import survive
 
 STEPS, ACCUMULATION, BATCH = 90, 2, 8
 
@@ -21,16 +19,14 @@ def main() -> None:
     )
     layers = nn.Sequential(nn.Linear(1, 64), nn.Dropout(0.1), nn.Tanh(), nn.Linear(64, 1))
     adam = torch.optim.AdamW(layers.parameters(), lr=1e-2)
-    model, optimizer = accelerator.prepare(layers, adam)
+    loader = DataLoader(points, BATCH, shuffle=True, num_workers=2)
+    model, optimizer, loader = accelerator.prepare(layers, adam, loader)
 
-    steps = survive(model, optimizer, steps=STEPS, save_every=20, seed=1)
-    sampler = ResumableBatchSampler(points, BATCH, infinite=True, seed=1)
-    done = steps.train_state.step * ACCUMULATION
-    sampler.set_position(done * BATCH * accelerator.num_processes)
-    batches = iter(ResumableDataLoader(points, sampler, num_workers=2))
-    for step in steps:
-        for (x,) in islice(batches, ACCUMULATION):
-            x = x.to(accelerator.device)
+    todo = survive(
+        model, optimizer, data=loader, accumulate=ACCUMULATION, steps=STEPS, save_every=20
+    )
+    for step, batches in todo:
+        for (x,) in batches:
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(x), torch.sin(6 * x))
                 accelerator.backward(loss)

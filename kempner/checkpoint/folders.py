@@ -67,6 +67,7 @@ class FolderCheckpoints:
         self._restorer = _FolderRestorer(context)
         self._pruner = retention.Pruner(context.folder, keep, context.fence)
         self._failed, self._superseded = SaveFailures(), ""
+        self._unfinished: int | None = None
         self.committed_step: int | None = None
         """Step of the newest commit of this run."""
         self.durations = durations
@@ -111,6 +112,10 @@ class FolderCheckpoints:
             partial(self._conclude, train_state, path, [*notes, *sums], started, written)
         )
         self._take_note(train_state, told, time.monotonic() - started)
+
+    def make_again(self) -> None:
+        """The newest commit is not all of its step: a save of that step takes its place."""
+        self._unfinished, self.committed_step = self.committed_step, None
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or will be."""
@@ -204,7 +209,12 @@ class FolderCheckpoints:
     ) -> SaveSeconds:
         context, attempt = self._context, self._context.fence.attempt.number
         manifest = Manifest(train_state, context.identity, attempt, time.time(), files)
-        commit.commit(self._folder, path, manifest, context.fence, logger().warning)
+        again = self._unfinished == train_state.step
+        report = logger().info if again else logger().warning
+        commit.commit(self._folder, path, manifest, context.fence, report)
+        if again:
+            aside = f"{self.path(train_state.step).name}.abandoned-a{attempt}"
+            retention.discard(self._folder.path / aside)
         took = SaveSeconds(0.0, written - started, time.monotonic() - written)
         size = sum(entry.bytes for entry in files.values())
         event = CheckpointCommitted.of(train_state.step, size, took)

@@ -11,9 +11,12 @@ Lightning writes its own checkpoint, and kempner commits it, with what Lightning
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from kempner.integrations.lightning_files import ModelFiles
 from kempner.integrations.lightning_loop import BATCH, FitProgress
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.training.compute.seeds import program_seed
 from kempner.training.own_loop import OwnLoop
 from kempner.training.session import Entry, Session
 from kempner.training.vote.vote import VoteResult
@@ -44,6 +48,9 @@ _FILE = "lightning.ckpt"
 
 _SEED_BEFORE = 0
 """That of a run of an earlier kempner, where none was given."""
+
+_LONG = 20.0
+"""Seconds of an evaluation before which a step is committed; so is it before the first one."""
 
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 """Those that Lightning may trap, and kempner does."""
@@ -186,7 +193,19 @@ class Survive(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """An evaluation is no step, however long it takes."""
         if self._fit is not None:
-            self._evaluation.enter_context(self._fit.session.progress.during(Phase.EVAL))
+            self._evaluation.enter_context(self._fit.evaluating())
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """A stop need not wait for the rest of it."""
+        if self._fit is not None:
+            self._fit.leave_evaluation()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Back to steps."""
@@ -238,6 +257,7 @@ class _Fit:
         self.loop = OwnLoop(session, self._checkpoints, train_state)
         self._agreed = VoteResult()
         self._code: ExitCode | None = None
+        self._evaluated_for = math.inf
         self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         self.progress.attach(self._after_batch, self._find_complete)
         if path is not None:
@@ -249,7 +269,7 @@ class _Fit:
             return seed
         if saved is not None:
             return int(saved.get("seed", _SEED_BEFORE))
-        told = self.session.ranks.broadcast(torch.initial_seed())
+        told = self.session.ranks.broadcast(program_seed())
         assert isinstance(told, int)
         return told
 
@@ -259,7 +279,7 @@ class _Fit:
             signal.signal(number, handler)
         self.loop.begin()
 
-    def _after_batch(self) -> None:
+    def _after_batch(self, evaluation_due: bool) -> None:
         """Between a batch and what follows it: if a step has ended, do as the ranks agree."""
         loop, step = self.loop, self._trainer.global_step
         before = loop.train_state.step
@@ -268,11 +288,38 @@ class _Fit:
         agreed = self._agreed = loop.end_step(step)
         self._tail_due = True
         if agreed.stop:
-            self._code = loop.leave(agreed)
-            raise SystemExit(int(self._code))
+            self._leave()
         on_interval = step // self._save_every > before // self._save_every
-        if loop.save_is_due(agreed, on_interval and not self.progress.is_last_step()):
+        wanted = on_interval and not self.progress.is_last_step()
+        if loop.save_is_due(agreed, wanted or self._is_long(evaluation_due)):
             loop.save(agreed)
+
+    def _is_long(self, evaluation_due: bool) -> bool:
+        """Whether an evaluation comes now that would cost steps if it were cut off."""
+        return bool(evaluation_due and self.session.ranks.broadcast(self._evaluated_for > _LONG))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around an evaluation; how long they take, rank 0 knows."""
+        started = time.monotonic()
+        with self.session.progress.during(Phase.EVAL):
+            yield
+        if not self._trainer.sanity_checking:
+            self._evaluated_for = time.monotonic() - started
+
+    def leave_evaluation(self) -> None:
+        """If this rank is alone, asked to stop, and has committed its step: the rest is made up.
+
+        Ranks that are several leave together, at the vote of the next step.
+        """
+        saved = self._checkpoints.committed_step == self.loop.train_state.step
+        if self.session.ranks.world.size == 1 and saved and self.session.shutdown.reason():
+            self._agreed = self.loop.vote_group.open(self.loop.vote()).close()
+            self._leave()
+
+    def _leave(self) -> None:
+        self._code = self.loop.leave(self._agreed)
+        raise SystemExit(int(self._code))
 
     def _find_complete(self) -> None:
         self.begin()
@@ -280,8 +327,9 @@ class _Fit:
 
     def complete(self) -> None:
         """Commit the last step, with all that followed it."""
-        if self._tail_due and not self.session.shutdown.reason():
-            self._checkpoints.committed_step = None  # what is there lacks the tail: save it again
+        saved = self._checkpoints.committed_step == self.loop.train_state.step
+        if saved and self._tail_due and not self.session.shutdown.reason():
+            self._checkpoints.make_again()  # what is there lacks the tail
         self._tail_due = False
         self._code = self.loop.leave(self._agreed)
 

@@ -21,11 +21,13 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 
+from kempner.data.serve.draws import seed_all
 from kempner.data.serve.sampler import ResumableDataLoader
-from kempner.integrations.lightning_data import HeldLoader, hold, seed_generators
+from kempner.integrations.lightning_data import HeldLoader, hold
 from kempner.integrations.lightning_files import ModelFiles
 from kempner.integrations.lightning_metrics import restore_metrics, saved_metrics
 from kempner.run.process.exit_codes import UsageError
+from kempner.training.compute.seeds import seed_for, set_rng
 
 BATCH, TAIL, NEXT = 0, 1, 2
 """What draws random numbers: a batch, its tail, and what follows up to the next batch."""
@@ -35,8 +37,8 @@ class FitProgress:
     """Drives the loops of one `trainer.fit`, from the beginning or from a checkpoint.
 
     `saved` is what `state` gave to that checkpoint; an empty mapping for one of an earlier kempner,
-    None for a new run. `after_batch` is called between each batch and its tail, `when_complete`
-    where a checkpoint has nothing left to do.
+    None for a new run. `after_batch` is called between each batch and its tail, and told whether an
+    evaluation comes then; `when_complete` where a checkpoint has nothing left to do.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class FitProgress:
         self._undo = contextlib.ExitStack()
         self._lightning_tail: Callable[[Any], None] = trainer.fit_loop.epoch_loop.on_advance_end
 
-    def attach(self, after_batch: Callable[[], None], when_complete: Callable[[], None]) -> None:
+    def attach(
+        self, after_batch: Callable[[bool], None], when_complete: Callable[[], None]
+    ) -> None:
         """Have Lightning call these, and take its training data from loaders that hold a place."""
         fit, connector = self._trainer.fit_loop, self._trainer._data_connector
 
         def on_advance_end(fetcher: Any) -> None:
-            after_batch()
+            after_batch(self._evaluation_due(fetcher))
             self._make_tail(fetcher)
 
         self._replace(fit.epoch_loop, "on_advance_end", on_advance_end)
@@ -79,8 +83,9 @@ class FitProgress:
 
     def seed_generators(self, stage: int) -> None:
         """Seed what draws random numbers in this stage of the current batch."""
-        number = self._trainer.fit_loop.total_batch_idx
-        seed_generators(self.seed, number, stage, self._rank)
+        place = self.seed, self._trainer.fit_loop.total_batch_idx, stage, self._rank
+        set_rng(*place)  # CUDA's, too; and it knows that this is no seed of the program's
+        seed_all(seed_for(*place))
 
     def state(self, tail_due: bool) -> dict[str, Any]:
         """What a checkpoint must hold beside Lightning's own, on this rank."""
@@ -113,6 +118,13 @@ class FitProgress:
             loader.set_epoch(_epochs_done(self._trainer.fit_loop))
             self._set_length(loader.left())
 
+    def _evaluation_due(self, fetcher: Any) -> bool:
+        if (
+            getattr(self._trainer, "_val_check_time_interval", None) is not None
+        ):  # each rank has its own clock
+            return False
+        return self._trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+
     def _make_tail(self, fetcher: Any) -> None:
         self.seed_generators(TAIL)
         self._lightning_tail(fetcher)
@@ -129,7 +141,8 @@ class FitProgress:
         if mode != RunningStage.TRAINING:
             return lightnings(loader, shuffle=shuffle, mode=mode)
         inject = partial(lightnings, shuffle=shuffle, mode=mode)
-        return hold(loader, self.seed, self._rank, inject, self._fetched_ahead)
+        place = self._rank, self._world
+        return hold(loader, self.seed, place, inject, self._fetched_ahead)
 
     def _fetched_ahead(self) -> int:
         return len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))

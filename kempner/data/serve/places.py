@@ -80,7 +80,7 @@ class Mapped:
     """A map-style loader, read by a plan."""
 
     def __init__(self, loader: Any, plan: Plan) -> None:
-        self._plan, self._ahead = plan, _Ahead(plan)
+        self.plan, self._ahead = plan, _Ahead(plan)
         inner = _inner(loader)
         self._batches: Iterator[Any] | None = None
         self._loader = _rebuilt(loader, Drawn(inner.dataset), self._ahead)
@@ -91,10 +91,10 @@ class Mapped:
 
     def take(self) -> tuple[Any, int]:
         """The next batch."""
-        epoch = self._plan.epoch
+        epoch = self.plan.epoch
         with self._around():
             batch = self._next()
-        self._plan.place = self._ahead.read.popleft()
+        self.plan.place = self._ahead.read.popleft()
         return batch, epoch
 
     def _next(self) -> Any:
@@ -108,11 +108,11 @@ class Mapped:
 
     def state_dict(self) -> dict[str, Any]:
         """The plan's."""
-        return self._plan.state_dict()
+        return self.plan.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The plan's."""
-        self._plan.load_state_dict(state)
+        self.plan.load_state_dict(state)
 
     def close(self) -> None:
         """Let go of the workers."""

@@ -63,6 +63,15 @@ class Plan(Protocol):
     def rest_of_epoch(self) -> Iterator[Batch]:
         """The batches that are left in the epoch of `place`."""
 
+    def left(self) -> int:
+        """How many those are."""
+
+    def of_whole_epoch(self) -> int:
+        """How many an epoch has of which nothing is done."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to its first batch, unless `place` is within it or behind."""
+
     def state_dict(self) -> dict[str, Any]:
         """The place, and what it refers to."""
 
@@ -102,6 +111,18 @@ class Dealt:
             items = [Item(i, key(self._seed, at)) for i, at in zip(indices, mine, strict=True)]
             yield Batch(items, position)
 
+    def left(self) -> int:
+        """Batches that begin in the epoch of `place`."""
+        return self._batches.batches_left(self.place)
+
+    def of_whole_epoch(self) -> int:
+        """The same from its beginning."""
+        return self._batches.batches_left(0)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to its first position that no batch has had."""
+        self.place = self._batches.epoch_start(epoch, self.place)
+
     def state_dict(self) -> dict[str, Any]:
         """The position, and the data's length."""
         return {"position": self.place, "samples": self._batches.samples}
@@ -139,6 +160,18 @@ class Own:
             seeds = (key(self._seed, epoch, at, n) for n in range(len(cut[at])))
             after = (epoch, at + 1) if at + 1 < len(cut) else (epoch + 1, 0)
             yield Batch([Item(*pair) for pair in zip(cut[at], seeds, strict=True)], after)
+
+    def left(self) -> int:
+        """What is not done of this epoch's batches."""
+        return len(self._cut(self._draw(self.place[0]))) - self.place[1]
+
+    def of_whole_epoch(self) -> int:
+        """All of this epoch's batches."""
+        return self.left() + self.place[1]
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to its first batch."""
+        self.place = max(self.place, (epoch, 0))
 
     def _cut(self, order: Sequence[Any]) -> Sequence[Any]:
         if self._size is None:

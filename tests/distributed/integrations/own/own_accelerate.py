@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from trouble import note, strike
 
-from kempner import ResumableBatchSampler, ResumableDataLoader, survive
+from kempner import survive
 
 SAMPLES, BATCH, EPOCHS = 96, 2, 3
 ACCUMULATION, WORKERS = int(os.environ["ACCUMULATION"]), int(os.environ["WORKERS"])
@@ -41,14 +40,13 @@ def train_on(model: nn.Module, batch: tuple[Tensor, Tensor], step: int) -> Tenso
 
 def surviving(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
     """All epochs, in steps that are kempner's."""
-    size = BATCH * accelerator.num_processes
-    todo = EPOCHS * SAMPLES // (size * ACCUMULATION)
-    steps = survive(model, optimizer, steps=todo, save_every=5, seed=1)
-    sampler = ResumableBatchSampler(Points(), BATCH, infinite=True, seed=1)
-    sampler.set_position(steps.train_state.step * ACCUMULATION * size)
-    batches = iter(ResumableDataLoader(Points(), sampler, num_workers=WORKERS))
-    for step in steps:
-        for batch in islice(batches, ACCUMULATION):
+    loader = accelerator.prepare(DataLoader(Points(), BATCH, shuffle=True, num_workers=WORKERS))
+    todo = EPOCHS * SAMPLES // (BATCH * accelerator.num_processes * ACCUMULATION)
+    steps = survive(
+        model, optimizer, data=loader, accumulate=ACCUMULATION, steps=todo, save_every=5
+    )
+    for step, batches in steps:
+        for batch in batches:
             with accelerator.accumulate(model):
                 accelerator.backward(train_on(model, batch, step))
                 optimizer.step()

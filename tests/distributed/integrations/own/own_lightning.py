@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from trouble import note, strike
 
-from kempner import ResumableBatchSampler, ResumableDataLoader
 from kempner.integrations.lightning import KempnerEnvironment, Survive
 
 SAMPLES = 96
@@ -66,18 +65,14 @@ def main() -> None:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    loader: DataLoader[Any]
+    loader = DataLoader(points, batch_size=2, shuffle=True, num_workers=workers)
+    resume = None
     if "PLAIN" in os.environ:
-        loader = DataLoader(points, batch_size=2, shuffle=True, num_workers=workers)
         options["callbacks"] = [ModelCheckpoint("saved", every_n_train_steps=5, save_last=True)]
         last = Path("saved/last.ckpt")
         resume = str(last) if last.exists() else None
     else:
-        loader = ResumableDataLoader(
-            points, ResumableBatchSampler(points, 2, seed=1), num_workers=workers
-        )
-        options["callbacks"], resume = [Survive(save_every=5)], None
-        options |= {"plugins": [KempnerEnvironment()], "use_distributed_sampler": False}
+        options |= {"callbacks": [Survive(save_every=5)], "plugins": [KempnerEnvironment()]}
         options["enable_checkpointing"] = False
     module = Curve()
     held_out = DataLoader(Points(), batch_size=48)

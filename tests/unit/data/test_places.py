@@ -193,7 +193,7 @@ WITH_WORKERS: dict[str, Callable[[int], Any]] = {
 
 
 def opened(data: Any, place: tuple[int, int] = (0, 1)) -> Supply:
-    torch.manual_seed(random.getrandbits(30))  # as another process would stand
+    torch.rand(random.randrange(9))  # what a program draws before
     return supply_of(data, SEED, place)
 
 
@@ -210,6 +210,7 @@ def read(supply: Supply, batches: int) -> list[Any]:
 def generators() -> Iterator[None]:
     """What other tests draw does not depend on these."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.manual_seed(1)
     yield
     torch.set_rng_state(before[0])
     np.random.set_state(before[1])
@@ -353,6 +354,8 @@ def test_a_place_in_other_data_is_refused() -> None:
     state = opened(plain()).state_dict()
     with pytest.raises(DataError, match="data of 22 samples, this run's has 21"):
         opened(DataLoader(Augmented(21))).load_state_dict(state)
+    with pytest.raises(DataError, match="the samples of data in another order"):
+        opened(plain(shuffle=True)).load_state_dict(state)
 
 
 def test_a_stream_with_other_workers_is_refused_before_it_is_read() -> None:

@@ -86,7 +86,11 @@ class CheckpointManager:
         self._saver.check(contents=True)
 
     def check_registered(self) -> None:
-        """Raise `UsageError`, on all ranks alike, if a program changes what is not registered."""
+        """Raise `UsageError`, on all ranks alike, if a program changes what is not registered.
+
+        The save in flight is waited for. Raises as `join`.
+        """
+        self.join()
         self._saver.check_registered()
 
     def restore(self, accept: Collection[str] = ()) -> TrainState | None:

@@ -11,7 +11,7 @@ and `checkpoint-<step>` in `output_dir` links to them. Written against transform
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from kempner.integrations.trainer.limits import refuse_inexact
 from kempner.integrations.trainer.progress import restore_callbacks
 from kempner.integrations.trainer.run import StepEnd, TrainerRun
 from kempner.run.control.rehearsal import place_of
-from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.process.exit_codes import UsageError
 from kempner.training.session import Entry, run_beside
 
 
@@ -85,21 +85,15 @@ class Surviving(Trainer):
             run = TrainerRun(self, session)
             found = run.restore()
         self._kempner, self.ignore_keys_for_eval = run, ignore_keys_for_eval
-        code: ExitCode | None = None
         self.add_callback(_Votes(run))
         try:
             if found is None and resume_from_checkpoint is True:
                 resume_from_checkpoint = None
             first = resume_from_checkpoint if found is None else str(found)
-            result = super().train(first, None, ignore_keys_for_eval, **options)
-            code = ExitCode.COMPLETED
-            return result
-        except SystemExit:
-            code = ExitCode.STOPPED if run.agreed.stop else None
-            raise
+            return super().train(first, None, ignore_keys_for_eval, **options)
         finally:
             self.remove_callback(_Votes)
-            session.give_back(code)
+            session.give_back(run.code)
 
     # ---- where the Trainer's loop is told where it stands
 
@@ -181,16 +175,16 @@ class Surviving(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, *more: Any) -> None:
         """Have the checkpoint committed; after a stop nothing follows it."""
-        save = partial(super()._save_checkpoint, model, trial, *more)
-        if self._kempner is None or trial is not None:
-            save()
+        run = self._kempner
+        if run is None or trial is not None:
+            super()._save_checkpoint(model, trial, *more)
             return
-        self._kempner.save(save)
-        if self._kempner.agreed.stop:
-            raise SystemExit(int(self._kempner.leave()))
+        run.save()
+        if run.agreed.stop:
+            run.leave()
 
     def write_own_checkpoint(self) -> None:
-        """As the Trainer does, where it has not asked for one itself."""
+        """As the Trainer does."""
         super()._save_checkpoint(self.model_wrapped, None)
 
     def _get_output_dir(self, trial: Any) -> str:

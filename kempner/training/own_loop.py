@@ -98,6 +98,7 @@ class OwnLoop:
             self._ballot = None
         self.train_state = replace(self.train_state, step=step, cursor=step)
         self.left_after = step
+        self.session.progress.made(step)
         agreed = self.ask()
         if agreed.parting is not None and not agreed.parting.together:
             raise UsageError(str(agreed.parting))

@@ -115,11 +115,15 @@ def recognise(
     return told
 
 
+_HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+"""What of an optimizer's groups is no setting, or says how it computes, and not what."""
+
+
 def describe_optimizer(optimizer: Optimizer) -> dict[str, object]:
     """What an optimizer is, for the facts of a run: its class, and the settings of its groups in
     whatever order."""
     groups = [
-        {name: value for name, value in group.items() if _is_setting(value)}
+        {name: value for name, value in group.items() if name not in _HOW and _is_setting(value)}
         | {"parameters": sum(parameter.numel() for parameter in group["params"])}
         for group in optimizer.param_groups
     ]

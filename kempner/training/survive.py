@@ -186,7 +186,7 @@ def _facts(
     facts: dict[str, object] = {"steps": todo.steps, "optimizer": describe_optimizer(optimizer)}
     facts["seed"] = program_seed() if todo.seed is None else int(todo.seed)
     if data is not None:
-        facts |= {"data": _describe(data), "accumulate": todo.accumulate or 1}
+        facts["data"] = _describe(data)
     agree_on: dict[str, object] = {
         "steps": todo.steps,
         "save_every": todo.save_every,

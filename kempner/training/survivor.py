@@ -274,6 +274,13 @@ class _Steps:
         self._steps.close()
 
 
+_DROPPING = {
+    *("POP_TOP", "POP_ITER", "END_FOR"),
+    *("DELETE_FAST", "DELETE_NAME", "DELETE_GLOBAL", "STORE_FAST", "STORE_NAME", "STORE_GLOBAL"),
+}
+"""Instructions that drop what they find, and do not raise."""
+
+
 class _Instruction(NamedTuple):
     name: str
     in_generator: bool
@@ -282,13 +289,13 @@ class _Instruction(NamedTuple):
 def _is_left_by_hand(frame: FrameType | None) -> bool:
     """Whether a loop's iterator is dropped in `frame` by `break` or `return`.
 
-    Those compile to an instruction that drops it. An exception drops it in whichever instruction
-    has raised. Where that is a generator which is closed, as in a progress bar around the steps,
-    what has dropped the generator counts.
+    Those compile to an instruction that drops it, and so does `del`. An exception drops it in
+    whichever instruction has raised. Where that is in a generator which is closed, as in a progress
+    bar around the steps, what has dropped the generator counts.
     """
     while frame is not None:
         at = _instruction(frame)
-        if at.name in ("POP_TOP", "POP_ITER", "END_FOR"):
+        if at.name in _DROPPING:
             return True
         if not at.in_generator:
             return False

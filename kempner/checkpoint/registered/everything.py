@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from kempner.checkpoint.registered.composite import Modules, Optimizers, plainly
 from kempner.checkpoint.registered.groups import (
     ParameterGroups,
     ParameterNames,
-    in_order_of_groups,
+    in_their_order,
 )
 from kempner.checkpoint.registered.objects import GROUPS, NOTHING, Held, Registered, held
 from kempner.run.process.exit_codes import UsageError
@@ -51,7 +51,7 @@ def gather(
     shared = {f"{name}{GROUPS}": of_one.held() for name, of_one in groups.items()}
     shared |= {name: Held(one.state_dict, one.load_state_dict) for name, one in whole.items()}
     for name, thing in others.items():
-        shared[name] = in_order_of_groups(name, thing, held(name, thing), groups.values())
+        shared[name] = in_their_order(name, thing, held(name, thing), groups.values())
     own = {name: held(name, thing) for name, thing in per_rank.items()}
     return Everything(model if alone else all_modules, all_optimizers, Registered(shared, own))
 
@@ -65,6 +65,15 @@ def _check_names(state: Mapping[str, object], per_rank: Mapping[str, object]) ->
             )
     if both := sorted(state.keys() & per_rank.keys()):
         raise UsageError(f"survive(): {both[0]} is in state and in per_rank; leave it in one")
+    for name, thing in {**state, **per_rank}.items():
+        parts: Iterable[object] = ()
+        if isinstance(thing, list | tuple | set | dict):
+            parts = thing.values() if isinstance(thing, dict) else thing
+        if any(isinstance(part, nn.Module | Optimizer) for part in parts):
+            raise UsageError(
+                f"survive(state=...)[{name!r}] is a {type(thing).__name__} of modules or "
+                "optimizers: register each under a name of its own, by which it comes back"
+            )
     for name, thing in per_rank.items():
         if isinstance(thing, nn.Module | Optimizer):
             raise UsageError(

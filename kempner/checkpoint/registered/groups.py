@@ -44,6 +44,12 @@ class ParameterNames:
         """Look again: there may be others."""
         self.known = {parameter: name for name, parameter in self._model.named_parameters()}
 
+    @property
+    def order(self) -> str:
+        """The same where the model has the same parameters in the same order."""
+        text = "\n".join(self.known.values())
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
     def parameter(self, name: str) -> Tensor:
         """The parameter of this name."""
         return next(parameter for parameter, its in self.known.items() if its == name)
@@ -64,6 +70,13 @@ class ParameterGroups:
         self._begun = _partition(self._named())
         self.order: list[int] | None = None
         """For each group the place of its like in the checkpoint; None where all are the same."""
+        self.reordered = False
+        """Whether the model has its parameters in another order than in the checkpoint."""
+
+    @property
+    def parameters(self) -> Iterable[Tensor]:
+        """All that have names, in the order of the model."""
+        return self._names.known
 
     def held(self) -> Held:
         """How a checkpoint holds them; earlier ones may lack them."""
@@ -79,7 +92,7 @@ class ParameterGroups:
             | {_PARAMETERS: "\n".join(names)}
             for group, names in zip(self.optimizer.param_groups, self._named(), strict=True)
         ]
-        return {"groups": groups, "begun": self._begun}
+        return {"groups": groups, "begun": self._begun, "order": self._names.order}
 
     def take(self, saved: Any) -> None:
         """Give every parameter the hyperparameters that it had.
@@ -89,6 +102,7 @@ class ParameterGroups:
         if isinstance(saved, list):  # as up to 6743c10, without names
             self._take_by_place(saved)
             return
+        self.reordered = saved["order"] != self._names.order
         then = [group[_PARAMETERS].splitlines() for group in saved["groups"]]
         if self._in_order and then != self._named():
             raise UsageError(
@@ -168,19 +182,43 @@ class ParameterGroups:
             _fill(group, values)
 
 
-def in_order_of_groups(
-    name: str, scheduler: object, held: Held, every: Iterable[ParameterGroups]
-) -> Held:
-    """As `held`, with what `scheduler` keeps for each group in the order of its optimizer's."""
+def in_their_order(name: str, thing: object, held: Held, every: Iterable[ParameterGroups]) -> Held:
+    """As `held`, with what a scheduler keeps for each group in the order of its optimizer's.
+
+    What has a tensor for each parameter, by its place, is refused where those are in another order.
+    """
+    where = f"survive(state=...)[{name!r}]"
 
     def take(saved: Any) -> None:
-        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer = getattr(thing, "optimizer", None)
         for groups in every:
             if is_optimizer_of(groups.optimizer, optimizer) and groups.order is not None:
-                saved = _reordered(saved, groups.order, f"survive(state=...)[{name!r}]")
+                saved = _reordered(saved, groups.order, where)
+            if groups.reordered and _goes_by_parameters(saved, groups.parameters):
+                raise UsageError(
+                    f"{where} has a list with a tensor for each parameter, and the model has its "
+                    "parameters in another order than in the checkpoint: build the model as it "
+                    "was, or register a dict of these tensors by name"
+                )
         held.take(saved)
 
     return Held(held.give, take, held.automatic)
+
+
+def _goes_by_parameters(saved: Any, parameters: Iterable[Tensor]) -> bool:
+    """Whether a state has a list of as many tensors as there are parameters, or trained ones."""
+    every = list(parameters)
+    counts = {len(every), sum(parameter.requires_grad for parameter in every)} - {0, 1}
+
+    def has_list(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return any(map(has_list, value.values()))
+        if not isinstance(value, list | tuple):
+            return False
+        listed = len(value) in counts and all(isinstance(item, Tensor) for item in value)
+        return listed or any(map(has_list, value))
+
+    return has_list(saved)
 
 
 def is_optimizer_of(optimizer: Optimizer, other: object) -> bool:

@@ -150,7 +150,9 @@ class Binding:
         modules: list[Mapping[str, object]] = [module._parameters for module in model.modules()]
         modules += [module._buffers for module in model.modules()]
         holders: list[Mapping[str, object]] = [*modules, *optimizer.state.values()]
-        self._sizes = [(holder, len(holder)) for holder in holders]
+        parts = [module._modules for module in model.modules()]
+        self._parts = [(h, name, part) for h in parts for name, part in h.items()]
+        self._sizes = [(holder, len(holder)) for holder in (*holders, *parts)]
         self._empty = [(h, name) for h in modules for name, value in h.items() if value is None]
         unsaved = {
             (id(module._buffers), name)
@@ -213,6 +215,8 @@ class Binding:
         if any(len(holder) != size for holder, size in self._sizes):
             return False
         if any(holder.get(name) is not None for holder, name in self._empty):
+            return False
+        if any(holder.get(name) is not part for holder, name, part in self._parts):
             return False
         if any(type(state.get(entry)) is not kind for state, entry, kind, _ in self._numbers):
             return False

@@ -1,11 +1,13 @@
-"""Random numbers that samples take while they are fetched in this process: augmentation, masking.
+"""Random numbers that samples take while they are fetched: augmentation, masking.
 
-The loop fetches one micro batch ahead of what it trains on. So that one draws before the state of
-the generators that a checkpoint holds, and those that follow draw after it.
+In this process the loop fetches one micro batch ahead of what it trains on. So that one draws
+before the state of the generators that a checkpoint holds, and those that follow draw after it. In
+a loader's workers each micro batch draws from generators that its number seeds.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +56,41 @@ class Draws:
             ahead.resume()
             self._ahead = None
         self.before_fetch = _generators()
+
+
+class WorkerDraws:
+    """What seeds the workers of a loader, each micro batch anew; `rank` draws unlike the others."""
+
+    def __init__(self, loader: Any, seed: int, rank: int) -> None:
+        self._collate, self._prepare = loader.collate_fn, loader.worker_init_fn
+        self._workers, self._seed = loader.num_workers, (seed, rank)
+        self._epoch, self._number = 0, 0
+        loader.collate_fn, loader.worker_init_fn = self.collate, self.prepare
+
+    def begin(self, epoch: int, micro_batches: int) -> None:
+        """Workers that start now fetch what comes after so many micro batches of an epoch."""
+        self._epoch, self._number = epoch, micro_batches
+
+    def prepare(self, worker: int) -> None:
+        """In a worker that starts: its first micro batch comes next."""
+        if self._prepare is not None:
+            self._prepare(worker)
+        self._number += worker
+        self._seed_all()
+
+    def collate(self, samples: Any) -> Any:
+        """In a worker: the last part of a micro batch; the one after it comes next."""
+        batch = self._collate(samples)
+        self._number += self._workers
+        self._seed_all()
+        return batch
+
+    def _seed_all(self) -> None:
+        key = repr((*self._seed, self._epoch, self._number)).encode()
+        seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest())
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
 
 
 def _generators() -> dict[str, Any]:

@@ -35,6 +35,8 @@ class Outputs:
         for step in steps:
             link = Path(self.link_to(step))
             target = self._committed(step) / link.name
+            if not target.exists():  # retention has deleted it
+                continue
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 with suppress(FileExistsError):

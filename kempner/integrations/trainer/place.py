@@ -18,7 +18,8 @@ from accelerate.data_loader import (  # type: ignore[import-untyped]
 )
 from torch.utils.data import IterableDataset, RandomSampler, Sampler
 
-from kempner.integrations.trainer.draws import Draws
+from kempner.cluster.world import World
+from kempner.integrations.trainer.draws import Draws, WorkerDraws
 from kempner.run.process.exit_codes import UsageError
 
 
@@ -186,10 +187,11 @@ class DataPlace:
     `take` and `cut` come first, then `continue_at` in a run that was begun before.
     """
 
-    def __init__(self, ranks: int, accumulation: int) -> None:
-        self.ranks, self._accumulation = ranks, accumulation
+    def __init__(self, world: World, accumulation: int, seed: int) -> None:
+        self.world, self._seed = world, seed
         self._sampler: PlacedSampler | None = None
         self._loader: Any = None
+        self._worker_draws: WorkerDraws | None = None
         self.grid = Grid(None, 1, accumulation, 1)
         """How an epoch is cut."""
         self._epoch, self._made = 0, 0
@@ -211,9 +213,15 @@ class DataPlace:
         loader, samples = self._loader, None if self._sampler is None else len(self._sampler)
         batch = getattr(loader, "total_batch_size", None) or loader.batch_size or 1
         drop_last = bool(getattr(loader, "_drop_last", loader.drop_last))
-        self.grid = Grid(samples, batch, self._accumulation, micro_batches, drop_last)
-        if self._sampler is not None and loader.num_workers == 0:
+        accumulation = self.grid.accumulation
+        self.grid = Grid(samples, batch, accumulation, micro_batches, drop_last)
+        if self._sampler is None or loader.persistent_workers:
+            return
+        if loader.num_workers == 0:
             self._sampler.batch = batch
+        else:
+            reader = getattr(loader, "base_dataloader", loader)
+            self._worker_draws = WorkerDraws(reader, self._seed, self.world.rank)
 
     def continue_at(self, place: Place, resume: Callable[[], None]) -> Leg:
         """Go on from `place`; what is left of its epoch. `resume` brings the generators of random
@@ -221,11 +229,12 @@ class DataPlace:
 
         Raises `UsageError`, on all ranks alike, if this loader finds it on as many ranks only.
         """
-        moved = (place.ranks, place.per_step) != (self.ranks, self.grid.per_step)
+        ranks, per_step = self.world.size, self.grid.per_step
+        moved = (place.ranks, place.per_step) != (ranks, per_step)
         if moved and (why := _why_bound(self._sampler)):
             raise UsageError(
                 f"the run was stopped on {place.ranks} ranks with {place.per_step} samples a step, "
-                f"here are {self.ranks} with {self.grid.per_step}, and {why}: go on with as many"
+                f"here are {ranks} with {per_step}, and {why}: go on with as many"
             )
         self._leg, self._epoch, self._continued = Leg.after(place, self.grid), place.epoch, True
         self._made = self._leg.done
@@ -241,6 +250,8 @@ class DataPlace:
             self._epoch, self._made = epoch, 0
             self._leg = Leg(0, 0, self.grid.micro_batches, self.grid.updates)
         self._continued = False
+        if self._worker_draws is not None:
+            self._worker_draws.begin(epoch, self._leg.done)
         return self._leg
 
     def leave_epoch(self, left: bool) -> None:
@@ -250,7 +261,7 @@ class DataPlace:
 
     def step(self) -> None:
         """Another step is done."""
-        self._made = min(self._made + self._accumulation, self._leg.micro_batches)
+        self._made = min(self._made + self.grid.accumulation, self._leg.micro_batches)
 
     @property
     def epoch_is_over(self) -> bool:
@@ -262,7 +273,7 @@ class DataPlace:
         epoch, samples = self._epoch + 1, 0
         if not epoch_is_over:
             epoch, samples = self._epoch, self._leg.samples(self._made, self.grid)
-        place = Place(epoch, samples, self.grid.per_step, self.ranks)
+        place = Place(epoch, samples, self.grid.per_step, self.world.size)
         if self._sampler is None:
             return place
         order = self._sampler.order(begun=samples > 0)

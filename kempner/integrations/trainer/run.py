@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,8 @@ class TrainerRun:
         self.writing_to: Path | None = None
         """The folder that becomes the next checkpoint, while it is written."""
         self.step_end = StepEnd()
-        self._write: Callable[[], None] | None = None
+        self.code: ExitCode | None = None
+        """How the loop has ended."""
         arguments, world = trainer.args, session.ranks.world
         seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
         self._checkpoints = FolderCheckpoints(
@@ -65,7 +65,7 @@ class TrainerRun:
         )
         outputs = Path(str(arguments.output_dir))
         self._outputs = Outputs(outputs, self._checkpoints.path, writes=world.rank == 0)
-        self.data = DataPlace(world.size, arguments.gradient_accumulation_steps)
+        self.data = DataPlace(world, arguments.gradient_accumulation_steps, seed)
 
     def restore(self) -> Path | None:
         """The newest checkpoint that verifies, to be loaded by the Trainer; None if there is none.
@@ -99,7 +99,7 @@ class TrainerRun:
         say of a checkpoint that is none of kempner's.
         """
         grid = self.data.grid
-        place = Place(epochs, micro_batches * grid.batch, grid.per_step, self.data.ranks)
+        place = Place(epochs, micro_batches * grid.batch, grid.per_step, self.data.world.size)
         if self.before is not None:
             place = self.before.place(grid)
             self._say_what_changed(place)
@@ -120,13 +120,12 @@ class TrainerRun:
         self.step_end = StepEnd()
         return trainer.control
 
-    def save(self, write: Callable[[], None]) -> None:
-        """Have `write` write a checkpoint, and commit it; once for a step."""
+    def save(self) -> None:
+        """Have the Trainer write a checkpoint, and commit it; once for a step."""
         step, state = self.loop.train_state.step, self._trainer.state
         if not self.step_end.forced:
             self._outputs.kept.add(step)
         if self._checkpoints.committed_step != step:
-            self._write = write
             self._checkpoints.keep_only(self._keep())
             self.loop.save(self.agreed)
         if self._checkpoints.committed_step == step:
@@ -137,18 +136,22 @@ class TrainerRun:
             state, state.best_model_checkpoint
         )
 
-    def leave(self) -> ExitCode:
-        """Commit what can be, and part from the other ranks."""
-        code = self.loop.leave(self.agreed)
+    def leave(self) -> None:
+        """Commit what can be, and part from the other ranks.
+
+        Raises `SystemExit` if the run is to be started again.
+        """
+        self.code = self.loop.leave(self.agreed)
         self._outputs.remove_old()
-        return code
+        if self.code is not ExitCode.COMPLETED:
+            raise SystemExit(int(self.code))
 
     def _write_into(self, path: Path) -> None:
         state, arguments = self._trainer.state, self._trainer.args
         limit, arguments.save_total_limit = arguments.save_total_limit, None
         self.writing_to, best = path, state.best_model_checkpoint
         try:
-            (self._write or self._trainer.write_own_checkpoint)()
+            self._trainer.write_own_checkpoint()
             self._name_best(path, best)
             self._progress().save(path, arguments.process_index)
         finally:
@@ -173,7 +176,7 @@ class TrainerRun:
             loss=trainer._tr_loss,
             total_loss=trainer._total_loss_scalar,
             logged=trainer._globalstep_last_logged,
-            first_step=trainer._initial_global_step,
+            first_step=getattr(trainer, "_initial_global_step", 0),  # transformers 5.4 has none
             seconds=seconds + (earlier.seconds if earlier else 0.0),
             kept=tuple(sorted(self._outputs.kept)),
             callbacks=callback_states(trainer),
@@ -206,7 +209,7 @@ class TrainerRun:
         return Keep(last=last, pinned=self._outputs.pinned(self._trainer.state))
 
     def _say_what_changed(self, place: Place) -> None:
-        ranks, per_step = self.data.ranks, self.data.grid.per_step
+        ranks, per_step = self.data.world.size, self.data.grid.per_step
         if place.ranks != ranks:
             self.session.say(
                 f"on {ranks} ranks, before on {place.ranks}: no sample is repeated or missed; "

@@ -194,7 +194,7 @@ _TOLD_FACTS = frozenset({"save_every", "keep_last"})
 
 def _of_facts(before: RunIdentity, now: RunIdentity) -> Iterator[Difference]:
     for name in sorted(before.facts):
-        old, new = plain(before.facts[name]), plain(now.facts.get(name))
+        old, new = known_to_both(plain(before.facts[name]), plain(now.facts.get(name)))
         if old == new:
             continue
         if name not in now.facts:
@@ -229,6 +229,17 @@ def _is_more(old: object, new: object) -> bool:
 def plain(value: object) -> object:
     """A value as JSON brings it back."""
     return json.loads(json.dumps(value, default=str))
+
+
+def known_to_both(old: object, new: object) -> tuple[object, object]:
+    """Two values without what only one of them has a name for: another version has added it."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        pairs = {name: known_to_both(old[name], new[name]) for name in old if name in new}
+        return {n: a for n, (a, _) in pairs.items()}, {n: b for n, (_, b) in pairs.items()}
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        both = [known_to_both(*pair) for pair in zip(old, new, strict=True)]
+        return [a for a, _ in both], [b for _, b in both]
+    return old, new
 
 
 def _changes(name: str, old: object, new: object) -> str:

@@ -47,6 +47,8 @@ class Strangers:
         self._held = {key: one for key, one in held.items() if not isinstance(one, plain)}
         modules = [thing for thing in held.values() if isinstance(thing, nn.Module)]
         self._tensors = {id(tensor) for module in modules for tensor in module.parameters()}
+        # FSDP puts others in the place of theirs.
+        self._modules = {id(part) for module in modules for part in module.modules()}
         self._before: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizers: dict[int, tuple[weakref.ref[Optimizer], int, bool]] = {}
         self._counting: dict[int, tuple[weakref.ref[Any], object]] = {}
@@ -58,6 +60,8 @@ class Strangers:
         """These are there before the first step."""
         self._before.update(living.optimizers)
         for module in living.modules:
+            if id(module) in self._modules:
+                continue
             for tensor in module._parameters.values():
                 if tensor is None or id(tensor) in self._tensors or tensor.is_inference():
                     continue

@@ -176,7 +176,7 @@ def test_another_number_of_ranks_repeats_no_sample_and_misses_none(
     program, folder = trainer("Trainer", workers=2, accumulation=1), tmp_path / "run"
     folder.mkdir()
     assert replace(program, ranks=before).start(folder, stop) == ExitCode.STOPPED, outputs(folder)
-    assert replace(program, ranks=after).start(folder) == 0, outputs(folder)
+    assert replace(program, ranks=after).start(folder, stop) == 0, outputs(folder)
     of_ranks = [Notes.read(folder, rank).made for rank in range(2)]
     epochs, epoch = 0, list[int]()
     for step in range(1, len(of_ranks[0]) + 1):

@@ -23,6 +23,8 @@ VARIANTS = [
     "by_length",
     "own_sampler",
     "augmented",
+    "workers",
+    "stream",
 ]
 """What `trainer_cells.py` can play."""
 

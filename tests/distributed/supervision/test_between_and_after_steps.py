@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = """
 import os, sys, time
+from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,7 +33,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 def work():
     open(f"at-work-{os.environ['KEMPNER_ATTEMPT']}", "w").close()
-    if sys.argv[1] == "sleeps":
+    if sys.argv[1] in ("sleeps", "evaluates"):
         open("go-on").close()
     while not os.path.exists("go-on"):
         time.sleep(0.01)
@@ -40,13 +41,17 @@ def work():
 def export():
     raise RuntimeError("no room for the model")
 
-for step in survive(model, optimizer, steps=12, save_every=5):
+steps = survive(model, optimizer, steps=12, save_every=5)
+for step in steps:
     optimizer.zero_grad()
     model(torch.ones(2, 1)).sum().backward()
     optimizer.step()
-    if step == 8 and sys.argv[1] in ("sleeps", "computes"):
+    if step == 8 and sys.argv[1] == "leaves":
+        break
+    if step == 8 and sys.argv[1] in ("sleeps", "computes", "evaluates"):
         if rank == 0:
-            work()
+            with steps.evaluation() if sys.argv[1] == "evaluates" else nullcontext():
+                work()
         dist.barrier()
 if sys.argv[1] == "waits" and rank == 0:
     dist.barrier(async_op=False)
@@ -100,16 +105,24 @@ def test_a_rank_that_stands_between_two_steps_is_ended_and_named_once_and_then_l
     assert len(run.events("hang")) == 1
 
 
-def test_a_rank_that_computes_between_two_steps_is_left_alone(run: Run) -> None:
+@pytest.mark.parametrize(("how", "most"), [("computes", 300.0), ("evaluates", 1.0)])
+def test_a_rank_that_computes_or_evaluates_between_two_steps_is_left_alone(
+    run: Run, how: str, most: float
+) -> None:
+    """Unmarked it has to move, and has its limit; an evaluation may stand still for ever."""
     soon = slowed(2.0)
-    limits = (f"--resilience.hang_timeout_min={soon}", f"--resilience.hang_timeout_max={LATE}")
-    job = start(run, "computes", *limits)
+    if how == "evaluates":
+        os.mkfifo(run.folder / "go-on")
+    largest = f"--resilience.hang_timeout_max={slowed(most) + soon}"
+    others = ("start", "rendezvous", "load", "compile", "save", "exit")
+    limits = [f"--resilience.hang_timeout_max_of.{phase}={LATE}" for phase in others]
+    job = start(run, how, f"--resilience.hang_timeout_min={soon}", largest, *limits)
     at_work(run, 1, job)
     since, ranks = time.monotonic(), run.record.ranks(1)
     waiting = lambda: [rank["waiting"] for rank in json.loads(ranks.read_text())]  # noqa: E731
     wait_until(lambda: waiting() == ["", "barrier"], "rank 1 to wait in its barrier", job=job)
     wait_until(lambda: time.monotonic() - since > 3 * soon, "longer than a hang", job=job)
-    (run.folder / "go-on").touch()
+    (run.folder / "go-on").write_text("")
     assert job.wait() == 0, job.output()
     assert run.events("hang") == []
 
@@ -132,3 +145,14 @@ def test_what_fails_after_the_last_step_is_told_as_that_and_not_started_again(
     assert not run.record.gave_up.exists()
     facts = RunFacts(0.0, RunHistory.read(run.record.ledger), Live(alive=False))
     assert summarise(facts).state == f"completed ({ended['reason']})"
+
+
+def test_a_loop_that_is_left_early_is_not_called_complete(run: Run) -> None:
+    job = start(run, "leaves")
+    assert job.wait() == 0, job.output()
+    (ended,) = run.events("attempt_ended")
+    assert (ended["code"], ended["left_at"]) == (0, 8)
+    facts = RunFacts(0.0, RunHistory.read(run.record.ledger), Live(alive=False))
+    assert summarise(facts).state == f"stopped ({ended['reason']})"
+    assert "not complete" in ended["reason"]
+    assert "not complete" in job.output()

@@ -12,6 +12,7 @@ import random
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "save_steps": 3,
     },
     "own_sampler": {"accelerator_config": {"use_seedable_sampler": False}},
-    "augmented": {**EVERY_STEP, "save_steps": 3, "gradient_accumulation_steps": 2, "noise": True},
+    "augmented": {**EVERY_STEP, "save_steps": 3, "gradient_accumulation_steps": 2, "kind": "noisy"},
+    "workers": {**EVERY_STEP, "save_steps": 3, "dataloader_num_workers": 2, "kind": "noisy"},
+    "stream": {**EVERY_STEP, "save_steps": 3, "max_steps": 12, "kind": "stream"},
 }
-"""What each sets beside what all have; `patience` is that of an `EarlyStoppingCallback`, and with
-`noise` a token of each sample is drawn when it is read.
+"""What each sets beside what all have; `patience` is that of an `EarlyStoppingCallback`, and
+`kind` that of its data.
 """
 
 
@@ -135,9 +138,22 @@ class Noisy(torch.utils.data.Dataset[Any]):
         return {"input_ids": ids, "labels": ids}
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __init__(self, inner: list[dict[str, torch.Tensor]]) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(self.inner)
+
+
+KINDS = {"plain": list, "noisy": Noisy, "stream": Stream}
+
+
 def made(variant: str, folder: Path, kind: type[Trainer], **more: Any) -> Any:
     options = dict(VARIANTS[variant])
-    patience, noise = options.pop("patience", None), options.pop("noise", False)
+    patience, data_kind = options.pop("patience", None), options.pop("kind", "plain")
     callbacks = [] if patience is None else [EarlyStoppingCallback(patience)]
     common: dict[str, Any] = {
         "num_train_epochs": 3,
@@ -164,7 +180,7 @@ def made(variant: str, folder: Path, kind: type[Trainer], **more: Any) -> Any:
     )
     arguments = TrainingArguments(str(folder / "outputs"), **common | options)
     data = {
-        "train_dataset": Noisy(samples(18)) if noise else samples(18),
+        "train_dataset": KINDS[data_kind](samples(18)),
         "eval_dataset": samples(7),
     }
     return kind(model, arguments, callbacks=callbacks, **data, **more)
@@ -212,7 +228,9 @@ def disturbed(variant: str, folder: Path, trouble: str) -> dict[str, Any]:
 
 
 def alone(variant: str, folder: Path) -> dict[str, Any]:
-    """What the Trainer does without kempner."""
+    """What the Trainer does without kempner, where that is the same each time."""
+    if variant == "workers":
+        return disturbed(variant, folder, "none@0")
     notes: dict[str, Any] = {}
     plain = made(variant, folder, Noting, notes=notes)
     plain.train()

@@ -204,6 +204,40 @@ def test_a_parameter_that_no_registered_module_has_is_refused() -> None:
     gather(model, both, {}, {})
 
 
+@pytest.mark.parametrize("kind", ["list", "object"])
+def test_tensors_by_the_place_of_parameters_are_refused_in_another_order(kind: str) -> None:
+    class Average:
+        def __init__(self, model: nn.Module) -> None:
+            self.shadow = [parameter.detach().clone() for parameter in model.parameters()]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shadow": self.shadow}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.shadow = state["shadow"]
+
+    def program(names: str) -> Registered:
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+        optimizer = torch.optim.SGD(model.parameters())
+        average = Average(model)
+        state = {"average": average if kind == "object" else average.shadow}
+        return gather(model, optimizer, state, {"own": {}}).registered
+
+    saved = pack(program("ab").shared, "state")
+    take(unpack(saved, (same := program("ab").shared), "state", "there"), same)
+    other = program("ba").shared
+    with pytest.raises(UsageError, match=r"\['average'\] has a list with a tensor for each"):
+        take(unpack(saved, other, "state", "there"), other)
+
+
+@pytest.mark.parametrize("several", [list, tuple, set, lambda parts: dict(enumerate(parts))])
+def test_several_modules_want_a_name_each(several: Callable[[Any], Any]) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(UsageError, match=r"\['critics'\] is a \w+ of modules or optimizers"):
+        gather(model, optimizer, {"critics": several([nn.Linear(2, 2), nn.Linear(2, 2)])}, {})
+
+
 def test_lbfgs_is_refused_in_another_order() -> None:
     def program(order: int) -> Registered:
         model = nn.Linear(2, 2)

@@ -59,6 +59,8 @@ ALLOWED = {
     ("kempner/insight/triage/table/scheduler.py", "requeued"): "the name of a cause",
     ("kempner/insight/triage/ledger.py", "requeued"): "the name of a cause",
     ("kempner/insight/triage/ends.py", "requeued"): "the name of a cause",
+    ("kempner/cli/insight/status_view.py", "left"): "a column, and a side",
+    ("kempner/supervisor/nodes/presence.py", "left"): "a key of an answer",
     ("kempner/supervisor/hooks.py", "completed"): "a key of the configuration",
     ("kempner/supervisor/hooks.py", "not_requeued"): "a key of the configuration",
     ("kempner/supervisor/policy/outcome.py", "completed"): "a sentence that happens to be one word",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from harness import ROOT
 from patience import scaled
 
 FIRST_SAVE = 4
@@ -15,7 +17,15 @@ FIRST_SAVE = 4
 
 def told_by(program: str, folder: Path) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).with_name(program)), str(folder / "runs")]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=scaled(200))
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=scaled(200),
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

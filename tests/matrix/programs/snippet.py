@@ -18,6 +18,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
+from kempner import survive
+
 made = 0
 
 
@@ -48,6 +50,7 @@ class Names:
         self.registered = "state=" in code
         names = {**vars(self), "STEPS": 100, "islice": islice, "accumulation": 2}
         names |= {"train": self.train, "torch": torch, "DataLoader": DataLoader, "nn": nn}
+        names |= {"survive": survive}
         if "surviving(" in code:
             names |= self._of_transformers()
         if "lightning" in code:

@@ -167,6 +167,28 @@ def test_how_a_loop_in_a_thread_ends_is_how_its_process_ends(own: Own) -> None:
     assert verdict["raised"] == "ValueError: there is no batch"
 
 
+def test_ranks_that_leave_their_loop_together_commit_and_go_on_later(own: Own) -> None:
+    program = Path(__file__).with_name("leaves_loop.py")
+    job = own.supervise(sys.executable, program, "together", options=FORKED)
+    assert job.wait(120) == 0, job.output()
+    assert "left after step 4 of 10" in job.output()
+    assert [(e["step"], e["steps"]) for e in own.events("leaves_loop", "left")] == [(4, 10)]
+    assert not own.events("leaves_loop", "completed")
+    job = own.supervise(sys.executable, program, "together", options=FORKED)
+    assert job.wait(120) == 0, job.output()
+    assert "resumed at step 4" in job.output()
+    assert [e["step"] for e in own.events("leaves_loop", "completed")] == [10]
+
+
+def test_a_rank_that_leaves_its_loop_alone_is_named_and_the_others_do_not_hang(own: Own) -> None:
+    program = Path(__file__).with_name("leaves_loop.py")
+    job = own.supervise(sys.executable, program, "alone", options=FORKED)
+    assert job.wait(120) == 2, job.output()
+    said = "rank 1 has left the loop after step 4, and rank 0 has not: leave it on all ranks"
+    assert said in job.output()
+    assert "Traceback" not in job.output()
+
+
 FOREIGN = """
 import os, sys, time
 folder = os.path.join("ranks", os.environ["KEMPNER_ATTEMPT"])

@@ -50,7 +50,11 @@ class Names:
         names |= {"train": self.train, "torch": torch, "DataLoader": DataLoader, "nn": nn}
         if "surviving(" in code:
             names |= self._of_transformers()
-        if "lightning" in code:
+        if "fabric." in code:
+            from lightning.fabric import Fabric
+
+            names["Fabric"] = Fabric
+        elif "lightning" in code:
             names |= self._of_lightning()
         if "accelerator" in code:
             from accelerate import Accelerator

@@ -266,8 +266,8 @@ def _named_by(sampler: object) -> tuple[int, int] | None:
 
 def _is_a(thing: object, kind: type) -> bool:
     """Whether it is that class itself, or what torchdata's loader puts in its place."""
-    ours = type(thing).__module__.startswith("torchdata.")
-    return type(thing) is kind or (ours and isinstance(thing, kind))
+    stands_in = type(thing).__module__.startswith("torchdata.")
+    return type(thing) is kind or (stands_in and type(thing).__name__ == kind.__name__)
 
 
 def _resumable(sampler: ResumableBatchSampler | ResumableSampler, batches: GlobalBatches) -> Dealt:

@@ -14,7 +14,6 @@ from typing import Any
 import warm
 
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.ledger import read_lines
 
 OWN = Path(__file__).with_name("own")
 
@@ -30,7 +29,7 @@ def fit(folder: Path, *names: str, trouble: str = "", **options: object) -> int:
 
 
 def notes(folder: Path) -> list[Any]:
-    return list(read_lines(folder / "notes.jsonl"))
+    return [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
 
 
 def ends(folder: Path) -> list[Any]:

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import warm
 
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.ledger import read_lines
 
 OWN = Path(__file__).with_name("own")
 
@@ -30,7 +30,7 @@ def fit(folder: Path, *names: str, trouble: str = "", **options: object) -> int:
 
 
 def notes(folder: Path) -> list[Any]:
-    return list(read_lines(folder / "notes.jsonl"))
+    return [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
 
 
 def ends(folder: Path) -> list[Any]:
@@ -53,8 +53,11 @@ def test_a_complete_run_makes_no_step_and_no_validation_again(tmp_path: Path) ->
     assert saved[-1] == "step-00000012"
 
 
-def test_a_complete_run_goes_on_as_one_that_was_to_be_longer(tmp_path: Path) -> None:
-    """At the end of an epoch and within one."""
+def test_a_complete_run_goes_on_as_one_that_was_to_be_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of an epoch and within one. The command is another, which is accepted."""
+    monkeypatch.setenv("KEMPNER_ACCEPT_CHANGES", "command")
     for kind, few, many in (("max_epochs", 2, 3), ("max_steps", 9, 15)):
         longer, whole = tmp_path / f"{kind}-longer", tmp_path / f"{kind}-whole"
         for most in (few, many):

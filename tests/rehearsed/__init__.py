@@ -1,7 +1,8 @@
 """The exam of `kempner rehearse`: programs with a planted mistake, and programs without any.
 
-Each was written before the command was. A program with a mistake says by `# expect: WORD|WORD` what
-the report must name; `# nproc: 2` asks for two ranks.
+Each was written before the command was, but for `gathered.py`: it stands for one whose gradients
+survive() holds by now, and which is among the sound ones. A program with a mistake says by
+`# expect: WORD|WORD` what the report must name; `# nproc: 2` asks for two ranks.
 """
 
 from __future__ import annotations

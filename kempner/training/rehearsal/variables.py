@@ -55,8 +55,10 @@ _LIBRARIES = library_paths()
 @cache
 def is_programs(file: str | None) -> bool:
     """Whether a source file is the program's own."""
-    path = str(file)
-    if not path.startswith("/") or path.startswith(_LIBRARIES):
+    if not file:
+        return False
+    path = str(Path(file).absolute())  # as in `python train.py`
+    if path.startswith(_LIBRARIES):
         return False
     if "/site-packages/" in path or "/dist-packages/" in path:  # of another environment
         return False

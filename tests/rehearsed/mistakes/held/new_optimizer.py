@@ -1,5 +1,5 @@
 """The loop steps another optimizer than the one that survive() was given."""
-# expect: optimizer|stepped
+# expect: optimizer|stepped|finetuning
 
 import torch
 from torch import nn

@@ -1,6 +1,7 @@
 """Trains by Lightning's Trainer, once for each name: lightning_fits.py NAME...
 
-`options.json` has the Trainer's: another command would be another run. Each batch, validation and end is a line of `notes.jsonl`.
+`options.json` has the Trainer's: another command would be another run. Each batch,
+validation and end is a line of `notes.jsonl`.
 """
 
 from __future__ import annotations

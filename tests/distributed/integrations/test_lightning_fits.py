@@ -24,7 +24,8 @@ def fit(folder: Path, *names: str, trouble: str = "", **options: object) -> int:
     folder.mkdir(exist_ok=True)
     path = os.pathsep.join(filter(None, [str(OWN), os.environ.get("PYTHONPATH")]))
     environ = {**os.environ, "PYTHONPATH": path, "TROUBLE": trouble, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(OWN / "lightning_fits.py"), json.dumps(options), *names]
+    (folder / "options.json").write_text(json.dumps(options))
+    command = [sys.executable, str(OWN / "lightning_fits.py"), *names]
     with open(folder / "out.txt", "ab") as out:
         return warm.start(command, environ, out, folder).wait()
 

@@ -1,6 +1,7 @@
-"""Trains by Lightning's Trainer, once for each name: lightning_fits.py OPTIONS NAME...
+"""Trains by Lightning's Trainer, once for each name: lightning_fits.py NAME...
 
-OPTIONS are the Trainer's, in JSON. Each batch, validation and end is a line of `notes.jsonl`.
+`options.json` has the Trainer's: another command would be another run. Each batch,
+validation and end is a line of `notes.jsonl`.
 """
 
 from __future__ import annotations
@@ -74,5 +75,5 @@ def fit(name: str, options: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     seed_everything(1)
-    for name in sys.argv[2:]:
-        fit(name, json.loads(sys.argv[1]))
+    for name in sys.argv[1:]:
+        fit(name, json.loads(Path("options.json").read_text()))

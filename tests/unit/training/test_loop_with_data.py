@@ -149,7 +149,7 @@ for survivor, step in loop("early"):
         survivor.finish()
 data = DataLoader(TensorDataset(torch.arange(3.0)))
 print([(step, batch[0].item()) for _, (step, batch) in loop("data", 4, data=data)])
-refuse(lambda: next(loop("data", 8, data=iter(data))))
+refuse(lambda: next(loop("iterator", 8, data=iter(data))))
 refuse(lambda: next(loop("named", 8, data=data, state={"data": {}})))
 bar = enumerate(loop("bar"))
 for number, _ in bar:

@@ -143,7 +143,7 @@ def test_a_state_that_no_checkpoint_holds_ends_the_run_after_the_first_step(own:
     job = own.supervise(sys.executable, program, options=FORKED)
     assert job.wait(120) == 2, job.output()
     assert "is of type list; a checkpoint only holds tensors" in job.output()
-    assert "Traceback" not in job.output()
+    assert "Traceback" not in job.output(), job.output()
     assert "step 1 is done" in job.output()
     assert "step 2 is done" not in job.output()
     (ended,) = own.events("keeps_lists", "attempt_ended")  # and it is not tried again
@@ -185,8 +185,8 @@ def test_a_rank_that_leaves_its_loop_alone_is_named_and_the_others_do_not_hang(o
     job = own.supervise(sys.executable, program, "alone", options=FORKED)
     assert job.wait(120) == 2, job.output()
     said = "rank 1 has left the loop after step 4, and rank 0 has not: leave it on all ranks"
-    assert said in job.output()
-    assert "Traceback" not in job.output()
+    # The other may stand in a collective of its own, which then fails: the last word is the cause.
+    assert said in job.output().splitlines()[-1]
 
 
 FOREIGN = """

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from kempner.data.serve.places import Mapped
+from kempner.data.serve.places import Mapped, refills
 from kempner.data.serve.plans import plan_of
 from kempner.data.serve.sampler import ResumableDataLoader
 from kempner.run.process.exit_codes import UsageError
@@ -70,35 +70,47 @@ class HeldLoader:
 
 
 class StatefulLoader:
-    """A stream that tells its own state, less the batch that Lightning has fetched ahead."""
+    """A stream that tells its own state, less the batch that Lightning has fetched ahead.
+
+    One that is shuffled by a buffer, which no state holds, is read again from the beginning of the
+    epoch.
+    """
 
     def __init__(self, loader: Any, ahead: Callable[[], int]) -> None:
         self._loader, self._ahead = loader, ahead
+        self._skips = refills(getattr(loader, "dataset", None))
         self._before: dict[str, Any] | None = None
+        self._read = self._skip = 0
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
+        batches, self._read, skip, self._skip = iter(self._loader), 0, self._skip, 0
         while True:
-            self._before = copy.deepcopy(self._loader.state_dict())
+            self._before = copy.deepcopy(self._state())
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            yield batch
+            self._read += 1
+            if self._read > skip:
+                yield batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_loader"], name)
 
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"read": self._read} if self._skips else self._loader.state_dict()
+        return state
+
     def state_dict(self) -> dict[str, Any]:
         """Of the batches that the loop has received: at most one is fetched ahead."""
-        if self._ahead() and self._before is not None:
-            return self._before
-        state: dict[str, Any] = self._loader.state_dict()
-        return state
+        return self._before if self._ahead() and self._before is not None else self._state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the place of a `state_dict()`."""
-        self._loader.load_state_dict(state)
+        if self._skips:
+            self._skip = state["read"]
+        else:
+            self._loader.load_state_dict(state)
 
 
 def hold(

@@ -31,7 +31,7 @@ from kempner.data.serve.draws import key
 from kempner.data.serve.places import supply_of
 from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.training.batches import NAME, Batches
-from kempner.training.compute.seeds import program_seed
+from kempner.training.compute.seeds import given_seed, program_seed
 from kempner.training.recognition import describe_optimizer
 from kempner.training.session import Entry, Session
 from kempner.training.survivor import Plan, Survivor
@@ -184,7 +184,8 @@ def _facts(
     """What all ranks must agree on; and what the run is, as later starts are compared with it."""
     names = [name for name, _ in model.named_parameters()]
     facts: dict[str, object] = {"steps": todo.steps, "optimizer": describe_optimizer(optimizer)}
-    facts["seed"] = program_seed() if todo.seed is None else int(todo.seed)
+    if (seed := given_seed() if todo.seed is None else int(todo.seed)) is not None:
+        facts["seed"] = seed
     if data is not None:
         facts["data"] = _describe(data)
     agree_on: dict[str, object] = {

@@ -56,10 +56,12 @@ class Player:
         undisturbed = self.undisturbed(cell.program, cell.ranks)
         first = self.start(cell.program, cell.ranks, folder, cell)
         self._check_trouble(cell, first)
+        before = notes(folder, max(cell.ranks, cell.goes_on_with))
         second = self.start(cell.program, cell.goes_on_with, folder)
         if refused := cell.program.refused.get(cell.how):
-            assert set(second.codes) == {int(ExitCode.USAGE)}, second.printed
+            assert set(second.codes) <= {ExitCode.USAGE, ExitCode.BAD_DATA}, second.printed
             assert refused in " ".join(second.printed.split()), second.printed
+            assert notes(folder, len(before)) == before, "it was refused after a step"
             return []
         if set(second.codes) != {0}:
             return [f"started again, it ended with {second.codes}: {second.printed}"]

@@ -43,6 +43,12 @@ def test_60_are_drawn_and_some_of_every_kind(commit: str) -> None:
     assert Counter(cell.program.kind for cells in drawn for cell in cells).keys() == KINDS
 
 
+def test_few_are_refused_and_none_on_as_many_ranks() -> None:
+    refused = [cell for cell in ALL if cell.how in cell.program.refused]
+    assert len(refused) <= 0.05 * len(ALL)
+    assert {cell.how for cell in refused} <= {"world"}
+
+
 def test_other_commits_draw_other_cells() -> None:
     cells = cells_of(FILES["test_plain"].programs)
     seen: set[Cell] = set()

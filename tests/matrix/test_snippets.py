@@ -55,7 +55,8 @@ def test_a_snippet_is_stopped_and_resumed(code: str, shared: Path, tmp_path: Pat
     program = Program("snippet.py", str(file), "", worlds=False)
     player = Player(shared, (*HUGGING_FACE_MODULES, *LIGHTNING_MODULES))
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    assert player.start(program, 1, undisturbed).codes == (0,)
+    whole = player.start(program, 1, undisturbed)
+    assert whole.codes == (0,), whole.printed
     stop = Cell(program, 1, "stop", "", "made 60")
     first = player.start(program, 1, disturbed, stop)
     assert first.codes == (int(ExitCode.STOPPED),), first.printed

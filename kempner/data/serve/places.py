@@ -197,7 +197,7 @@ class Streamed:
             "count": self._count,
             "of_epoch": 0 if ended else self._of_epoch,
             "workers": self._workers,
-            "state": None if _refills(self._source) else self._source.state_dict(),
+            "state": None if refills(self._source) else self._source.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -258,7 +258,7 @@ def _source(data: Any, loader: Any) -> Any:
     return loader.dataset
 
 
-def _refills(source: Any) -> bool:
+def refills(source: Any) -> bool:
     """Whether a stream of Hugging Face's is shuffled by a buffer, which its state leaves out."""
     at, seen = getattr(source, "_ex_iterable", None), 0
     while at is not None and seen < 64:

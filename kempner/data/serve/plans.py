@@ -89,11 +89,11 @@ class Dealt:
     ) -> None:
         self._batches, self._rank, self._seed, self._look_up = batches, rank, seed, look_up
         self.place = 0
-        first = look_up(range(min(batches.samples, _COMPARED)))
+        self._order = f"{key(look_up(range(min(batches.samples, _COMPARED)))):x}"
         self.facts = {
             "the number of samples of data": batches.samples,
             "the global batch of data": batches.size,
-            "the order of data's samples": f"{key(first):x}",
+            "the order of data's samples": self._order,
         }
 
     @property
@@ -125,7 +125,8 @@ class Dealt:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and the data's length."""
-        return {"position": self.place, "samples": self._batches.samples}
+        samples = self._batches.samples
+        return {"position": self.place, "samples": samples, "order": self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position of any number of ranks and any batch size."""
@@ -133,6 +134,11 @@ class Dealt:
             raise DataError(
                 f"the checkpoint was made with data of {saved} samples, this run's has {mine}: "
                 "give survive(data=...) the same data, or begin a new run"
+            )
+        if state.get("order", self._order) != self._order:
+            raise DataError(
+                "the checkpoint was made with the samples of data in another order: give "
+                "survive(data=...) the same data, sampler and seed, or begin a new run"
             )
         self.place = state["position"]
 
@@ -189,53 +195,79 @@ class Own:
         self.place = (state["epoch"], state["batches"])
 
 
+class _Reads(NamedTuple):
+    """How a loader is read: `sampler` in batches of `size`; whole batches of it where None.
+
+    `place` is the one that the loader names itself: (rank, number of ranks). A `prepared` loader
+    has a generator that accelerate has made, with another seed at each start.
+    """
+
+    sampler: Any
+    size: int | None
+    drop_last: bool = False
+    place: tuple[int, int] | None = None
+    prepared: bool = False
+
+
 def plan_of(loader: DataLoader[Any], seed: int, place: tuple[int, int]) -> Plan:
     """How a map-style loader is read by the rank of `place`: (rank, number of ranks).
 
     `seed` is that of shuffles without a generator of their own. Raises `UsageError`, in one
     sentence, for a sampler whose order cannot be drawn again.
     """
+    reads = _how_it_reads(loader)
+    sampler, size = reads.sampler, reads.size
+    if isinstance(sampler, ResumableBatchSampler):
+        return _resumable(sampler, sampler.batches)
+    if size is None:
+        return Own(_redrawn(sampler, seed), None, False, seed)
+    if isinstance(sampler, ResumableSampler):
+        of_all = sampler.batches
+        cut = _cut(of_all.samples, size, of_all.world, reads.drop_last, of_all.infinite)
+        return _resumable(sampler, cut)
+    if reads.place is None and not any(_is_a(sampler, kind) for kind in _OF_TORCH):
+        return Own(_redrawn(sampler, seed), size, reads.drop_last, seed)
+    known = isinstance(sampler, (*_OF_TORCH, DistributedSampler))
+    generator = None if reads.prepared else getattr(sampler, "generator", None)
+    base = seed if generator is None else generator.initial_seed()
+    draw = _drawn_by_torch(sampler, base) if known else _redrawn(sampler, seed)
+    samples = len(draw(0))
+    rank, ranks = reads.place or place
+    return Dealt(_cut(samples, size, ranks, reads.drop_last), rank, seed, _at(draw, samples))
+
+
+def _how_it_reads(loader: DataLoader[Any]) -> _Reads:
     cutter: Any = loader.batch_sampler
+    place, prepared = None, type(cutter).__name__ == "BatchSamplerShard"
     if cutter is None and isinstance(loader.sampler, BatchSampler):
         cutter = loader.sampler
-    if isinstance(cutter, ResumableBatchSampler):
-        return _resumable(cutter, cutter.batches)
-    by_world = False
-    if type(cutter).__name__ == "BatchSamplerShard":  # what accelerate makes of any loader
+    if prepared:  # by accelerate, on several ranks
         if cutter.split_batches:
             raise UsageError(
                 "survive(data=...): a loader that was prepared with split_batches=True cannot be "
                 "resumed exactly; leave that out and divide the batch size by the ranks"
             )
-        place, cutter, by_world = (
-            (cutter.process_index, cutter.num_processes),
-            cutter.batch_sampler,
-            True,
-        )
-    if cutter is not None and not _is_a(cutter, BatchSampler):
-        return Own(_redrawn(cutter, seed), None, False, seed)
-    sampler: Any = loader.sampler if cutter is None else cutter.sampler
-    size = 1 if cutter is None else cutter.batch_size
-    drop_last = False if cutter is None else cutter.drop_last
-    if isinstance(sampler, ResumableSampler):
-        of_all = sampler.batches
-        return _resumable(
-            sampler,
-            _cut(of_all.samples, size, of_all.world, drop_last, of_all.infinite),
-        )
+        place, cutter = (cutter.process_index, cutter.num_processes), cutter.batch_sampler
+    if cutter is None:
+        sampler: Any = loader.sampler
+        return _Reads(sampler, 1, place=_named_by(sampler))
+    if not _is_a(cutter, BatchSampler):
+        return _Reads(cutter, None)
+    sampler = cutter.sampler
+    place = place or _named_by(sampler)
+    return _Reads(sampler, cutter.batch_size, cutter.drop_last, place, prepared)
+
+
+def _named_by(sampler: object) -> tuple[int, int] | None:
     if type(sampler) is DistributedSampler:
-        place, by_world = (sampler.rank, sampler.num_replicas), True
-    if not by_world and not any(_is_a(sampler, kind) for kind in _OF_TORCH):
-        return Own(_redrawn(sampler, seed), size, drop_last, seed)
-    draw = _drawn_by_torch(sampler, seed)
-    samples = len(draw(0))
-    return Dealt(_cut(samples, size, place[1], drop_last), place[0], seed, _at(draw, samples))
+        return sampler.rank, sampler.num_replicas
+    return None
 
 
 def _is_a(thing: object, kind: type) -> bool:
     """Whether it is that class itself, or what torchdata's loader puts in its place."""
-    ours = type(thing).__module__.startswith("torchdata.")
-    return type(thing) is kind or (ours and isinstance(thing, kind))
+    stands_in = type(thing).__module__.startswith("torchdata.")
+    return type(thing) is kind or (stands_in and type(thing).__name__ == kind.__name__)
 
 
 def _resumable(sampler: ResumableBatchSampler | ResumableSampler, batches: GlobalBatches) -> Dealt:
@@ -266,10 +298,8 @@ def _at(draw: Draw, samples: int) -> Callable[[range], list[Any]]:
     return look_up
 
 
-def _drawn_by_torch(sampler: Any, seed: int) -> Draw:
+def _drawn_by_torch(sampler: Any, base: int) -> Draw:
     """The orders of a sampler of torch's, or of one that is known not to ask for its rank."""
-    generator = getattr(sampler, "generator", None)
-    base = seed if generator is None else generator.initial_seed()
 
     @lru_cache(maxsize=2)  # a batch may hold the end of an epoch and the beginning of the next
     def draw(epoch: int) -> Sequence[Any]:

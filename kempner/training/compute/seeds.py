@@ -29,6 +29,13 @@ def program_seed() -> int:
     return _program.seed()
 
 
+def given_seed() -> int | None:
+    """The same, or None if the program seems to have given nothing: torch draws 64 bits then, the
+    upper half of which is hardly ever zero."""
+    seed = program_seed()
+    return seed if seed < 1 << 32 else None
+
+
 def seed_for(seed: int, step: int, micro_step: int, rank: int) -> int:
     """A 63-bit seed: the first bytes of BLAKE2b over the four numbers."""
     text = f"kempner.rng.v1:{seed}:{step}:{micro_step}:{rank}"

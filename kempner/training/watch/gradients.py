@@ -43,6 +43,8 @@ class KeptGradients:
             local = saved.to(local_part(parameter).device)
             parameter.grad = _like(parameter, local)
         self._saved = {}
+        for probe in self._probes:
+            probe.begin()
 
     def begin_step(self) -> None:
         """Another step of the loop begins."""
@@ -63,7 +65,7 @@ class KeptGradients:
             probe.close()
 
     def _give(self) -> dict[str, Tensor]:
-        kept = {id(probe.optimizer) for probe in self._probes if probe.adds}
+        kept = {id(p.optimizer) for p in self._probes if p.adds or not p.decided}
         return {
             self._names.known[parameter]: local_part(parameter.grad)
             for optimizer in self._optimizers
@@ -90,8 +92,8 @@ class _Probe:
 
     def __init__(self, optimizer: Optimizer, parameter: Tensor) -> None:
         self.optimizer, self._parameter = optimizer, parameter
-        self.adds = False
-        """Whether one has."""
+        self.adds, self.decided = False, False
+        """Whether one has, and whether any could have."""
         self._left: Tensor | None = None
         self._hook: RemovableHandle | None = None
         if not is_sharded(parameter):  # else another tensor is differentiated
@@ -103,10 +105,14 @@ class _Probe:
         smallest = min(trained, key=lambda parameter: parameter.numel(), default=None)
         return None if smallest is None else cls(optimizer, smallest)
 
+    def begin(self) -> None:
+        """What is there now was left by the step before."""
+        self._left = self._parameter.grad
+
     def end_step(self) -> None:
         now = self._parameter.grad
-        if self._hook is None and self._left is not None and now is self._left:
-            self.adds = True
+        if self._hook is None and self._left is not None:
+            self.adds, self.decided = self.adds or now is self._left, True
         self._left = now
 
     def close(self) -> None:
@@ -116,7 +122,10 @@ class _Probe:
 
     def _before_adding(self, _: Tensor) -> None:
         left, self._left = self._left, None
-        if left is not None and self._parameter.grad is left and bool(left.count_nonzero()):
+        if left is None:
+            return
+        self.decided = True
+        if self._parameter.grad is left and bool(left.count_nonzero()):
             self.adds = True
 
 

@@ -7,7 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -65,6 +66,16 @@ for fold in range(3):
 
 SHADOWS = ("tokenize", "types", "queue", "random", "profile")
 """Modules of Python's own that a file of the project may be named as."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    """Whatever a test that fails leaves running is killed."""
+    yield
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if Path(process.cwd()).is_relative_to(tmp_path):
+                process.kill()
 
 
 def start(

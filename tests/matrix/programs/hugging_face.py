@@ -132,6 +132,7 @@ def settings(kind: str, variant: str) -> dict[str, Any]:
         "eval_steps": 3,
         "report_to": [],
         "use_cpu": True,
+        "bf16": False,  # TRL's default, which rounds far more than another number of ranks
         "disable_tqdm": True,
         "ddp_find_unused_parameters": False,
         "seed": 3,

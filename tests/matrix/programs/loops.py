@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import record
 import torch
 from record import RANK, WORLD
@@ -42,6 +44,8 @@ class Loop:
 
     def __init__(self) -> None:
         torch.manual_seed(3)
+        random.seed(RANK)
+        np.random.seed(RANK)
         self.net = self.network()
         self.model = self.wrapped(self.net)
         self.optimizer = self.make_optimizer()

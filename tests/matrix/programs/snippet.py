@@ -6,7 +6,6 @@ snippet.py FILE
 from __future__ import annotations
 
 import sys
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
+from kempner import survive
+
 made = 0
 
 
@@ -28,76 +29,84 @@ def count(*_: object) -> None:
 
 
 class Names:
-    """What snippets take for granted, each as simple as can be."""
+    """What snippets take for granted, each as simple as can be: `all`, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, code: str) -> None:
         torch.manual_seed(3)
-        self.dataset = self.points = Points(40)
-        self.loader = DataLoader(self.dataset, batch_size=4, shuffle=True)
-        self.model = nn.Linear(4, 1)
-        self.critic = nn.Linear(4, 1)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.critic_optimizer = torch.optim.SGD(self.critic.parameters(), lr=0.1)
-        self.schedule = StepLR(self.optimizer, 50)
-        self.best: dict[str, Any] = {"loss": 9.0}
-        self.generator = torch.Generator().manual_seed(record.RANK)
-        self.registered = False
-
-    def all(self, code: str) -> dict[str, Any]:
-        """By name, for this snippet."""
+        model, critic = nn.Linear(4, 1), nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        points = Points(48)
+        self.all: dict[str, Any] = {
+            **{"model": model, "optimizer": optimizer, "critic": critic, "nn": nn, "torch": torch},
+            **{"dataset": points, "points": points, "DataLoader": DataLoader, "survive": survive},
+            "loader": DataLoader(points, batch_size=4, shuffle=True),
+            "critic_optimizer": torch.optim.SGD(critic.parameters(), lr=0.1),
+            "schedule": StepLR(optimizer, 50),
+            "best": {"loss": 9.0},
+            "generator": torch.Generator().manual_seed(record.RANK),
+            "STEPS": 100,
+            "train": self.train,
+        }
         self.registered = "state=" in code
-        names = {**vars(self), "STEPS": 100, "islice": islice, "accumulation": 2}
-        names |= {"train": self.train, "torch": torch, "DataLoader": DataLoader, "nn": nn}
         if "surviving(" in code:
-            names |= self._of_transformers()
-        if "lightning" in code:
-            names |= self._of_lightning()
+            self.all |= of_transformers()
+        elif "Fabric" in code:
+            from lightning.fabric import Fabric
+
+            self.all["Fabric"] = Fabric
+        elif "lightning" in code:
+            self.all |= of_lightning()
         if "accelerator" in code:
             from accelerate import Accelerator
 
-            names["accelerator"] = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        return names
+            self.all["accelerator"] = Accelerator(cpu=True, gradient_accumulation_steps=4)
 
     def train(self, batch: Any = None) -> None:
         """What stands for the user's own lines in the loop."""
+        names = self.all
         x = torch.rand(4, 4) if batch is None else batch[1]
-        loss = self.model(x).square().mean()
+        loss = names["model"](x).square().mean()
         if self.registered:
-            loss = loss + self.critic(x + torch.rand(1, generator=self.generator)).square().mean()
-            self.best["loss"] = min(self.best["loss"], loss.item())
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            noise = torch.rand(1, generator=names["generator"])
+            loss = loss + names["critic"](x + noise).square().mean()
+            names["best"]["loss"] = min(names["best"]["loss"], loss.item())
+        shell = names.get("accelerator") or names.get("fabric")
+        shell.backward(loss) if shell else loss.backward()
+        for name in ("optimizer", "critic_optimizer")[: 1 + self.registered]:
+            names[name].step()
+            names[name].zero_grad()
         if self.registered:
-            self.critic_optimizer.step()
-            self.critic_optimizer.zero_grad()
-            self.schedule.step()
+            names["schedule"].step()
 
-    def _of_transformers(self) -> dict[str, Any]:
-        from hugging_face import network, samples_of_ids
-        from transformers import Trainer, TrainingArguments
 
-        arguments = TrainingArguments(
-            "outputs", max_steps=150, save_steps=50, report_to=[], use_cpu=True, disable_tqdm=True
-        )
-        self.model = network("steps")
-        return {
-            "Trainer": Trainer,
-            "arguments": arguments,
-            "samples": samples_of_ids(),
-            "model": self.model,
-        }
+def of_transformers() -> dict[str, Any]:
+    from hugging_face import network, samples_of_ids
+    from transformers import Trainer, TrainingArguments
 
-    def _of_lightning(self) -> dict[str, Any]:
-        from lightning.pytorch import Trainer
-        from with_lightning import Curve
+    arguments = TrainingArguments(
+        "outputs", max_steps=150, save_steps=50, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    samples = samples_of_ids()
+    return {
+        "Trainer": Trainer,
+        "arguments": arguments,
+        "samples": samples,
+        "model": network("steps"),
+    }
 
-        class Quiet(Curve):
-            def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-                return self.layers(batch[1]).square().mean()
 
-        self.model = Quiet("steps")
-        return {"Trainer": Trainer, "module": self.model, "points": Points(400)}
+def of_lightning() -> dict[str, Any]:
+    from lightning.pytorch import Trainer
+    from with_lightning import Curve
+
+    class Quiet(Curve):
+        """Notes nothing."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.layers(batch[1]).square().mean()
+
+    module = Quiet("steps")
+    return {"Trainer": Trainer, "module": module, "model": module, "points": Points(400)}
 
 
 def completed(code: str) -> str:
@@ -107,19 +116,18 @@ def completed(code: str) -> str:
         indent = line[: len(line) - len(line.lstrip())]
         lines.append(f"{indent}train(locals().get('batch'))" if line.strip() == "..." else line)
     last = lines[-1]
-    if last.endswith(":"):
-        indent = last[: len(last) - len(last.lstrip())]
-        lines.append(f"{indent}    train(locals().get('batch'))")
+    indent = last[: len(last) - len(last.lstrip())] + ("    " if last.endswith(":") else "")
+    if indent and not any("train(" in line for line in lines):
+        lines.append(f"{indent}train(locals().get('batch'))")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     register_optimizer_step_post_hook(count)
-    names = Names()
     code = Path(sys.argv[1]).read_text()
-    namespace = names.all(code)
+    names = Names(code).all
     try:
-        exec(compile(completed(code), sys.argv[1], "exec"), namespace)
+        exec(compile(completed(code), sys.argv[1], "exec"), names)
     finally:
         record.fact("made", "0", made)
-    record.end(0, names.model)
+    record.end(0, names["model"])

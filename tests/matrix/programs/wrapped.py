@@ -72,7 +72,7 @@ def fabric(variant: str) -> None:
     fabric = Fabric(accelerator="cpu", devices=record.WORLD, plugins=[KempnerEnvironment()])
     fabric.launch()
     model, optimizer = fabric.setup(*parts())
-    data = fabric.setup_dataloaders(loader(variant))
+    data = fabric.setup_dataloaders(loader(variant), use_distributed_sampler=False)
     train(variant, model, optimizer, data, fabric.backward)
 
 

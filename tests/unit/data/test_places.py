@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset as HubDataset
 from datasets import IterableDataset as HubStream
+from lightning.fabric.wrappers import _FabricDataLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -132,6 +135,12 @@ def in_batches(sampler: BatchSampler) -> DataLoader[Any]:
     return DataLoader(data, sampler=sampler, batch_size=None)
 
 
+def accelerated(loader: DataLoader[Any], rank: int = 0, ranks: int = 1) -> Any:
+    """As `Accelerator.prepare` makes it."""
+    PartialState(cpu=True)
+    return prepare_data_loader(loader, num_processes=ranks, process_index=rank, put_on_device=False)
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "in order": plain,
     "shuffled": lambda: plain(shuffle=True),
@@ -159,6 +168,11 @@ KINDS: dict[str, Callable[[], Any]] = {
     "stream": lambda: DataLoader(Counting(), batch_size=BATCH, collate_fn=list),
     "stateful stream": lambda: StatefulDataLoader(Counting(), batch_size=BATCH, collate_fn=list),
     "hub": lambda: DataLoader(hub_stream(), batch_size=BATCH),
+    "accelerated": lambda: accelerated(plain(shuffle=True)),
+    "accelerated, seedable": lambda: prepare_data_loader(
+        plain(shuffle=True), num_processes=1, put_on_device=False, use_seedable_sampler=True
+    ),
+    "fabric": lambda: _FabricDataLoader(plain(shuffle=True)),
     "hub, alone": lambda: hub_stream(),
     "hub, shuffled": lambda: DataLoader(
         hub_stream().shuffle(seed=3, buffer_size=6), batch_size=BATCH
@@ -179,7 +193,7 @@ WITH_WORKERS: dict[str, Callable[[int], Any]] = {
 
 
 def opened(data: Any, place: tuple[int, int] = (0, 1)) -> Supply:
-    torch.manual_seed(random.getrandbits(30))  # as another process would stand
+    torch.rand(random.randrange(9))  # what a program draws before
     return supply_of(data, SEED, place)
 
 
@@ -196,6 +210,7 @@ def read(supply: Supply, batches: int) -> list[Any]:
 def generators() -> Iterator[None]:
     """What other tests draw does not depend on these."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.manual_seed(1)
     yield
     torch.set_rng_state(before[0])
     np.random.set_state(before[1])
@@ -250,6 +265,7 @@ def even(size: int, **options: Any) -> DataLoader[Any]:
 
 
 SHARED: dict[str, Callable[[int, int, int], Any]] = {
+    "accelerated": lambda rank, ranks, size: accelerated(even(size, shuffle=True), rank, ranks),
     "in order": lambda rank, ranks, size: even(size),
     "shuffled": lambda rank, ranks, size: even(size, shuffle=True),
     "distributed": lambda rank, ranks, size: even(
@@ -338,6 +354,8 @@ def test_a_place_in_other_data_is_refused() -> None:
     state = opened(plain()).state_dict()
     with pytest.raises(DataError, match="data of 22 samples, this run's has 21"):
         opened(DataLoader(Augmented(21))).load_state_dict(state)
+    with pytest.raises(DataError, match="the samples of data in another order"):
+        opened(plain(shuffle=True)).load_state_dict(state)
 
 
 def test_a_stream_with_other_workers_is_refused_before_it_is_read() -> None:

@@ -74,26 +74,27 @@ undisturbed = {step: rest for step, *rest in seen}
 assert [*undisturbed] == [*range(1, STEPS + 1)]
 for leave in ("break", "return", "raise", "stop", "untrained"):
     for at in BOUNDARIES:
-        seen, starts, end = [], 0, None
+        seen, starts, complete = [], 0, False
         run_dir = f"{leave}-{at}"
-        while end is None or len(end) != 2 or starts < 2:
+        while not complete:
             first, starts = not starts, starts + 1
             assert starts < 4, run_dir
             before = len(seen)
             try:
                 end = train(run_dir, leave if first else None, at)
+                complete = bool(seen) and seen[-1][0] == STEPS
             except KeyError:
-                end = None
+                assert leave == "raise"
             except SystemExit as stopped:
-                assert stopped.code == 75
-                end = None
+                assert (leave, stopped.code) == ("stop", 75)
             if first and leave in ("break", "return", "untrained"):
                 done = at - (leave == "untrained")
                 assert len(seen) == done, run_dir
             elif leave in ("break", "return", "untrained"):
                 made = [step for step, *_ in seen[before:]]
                 assert made == [*range(done + 1, STEPS + 1)], run_dir
-        assert end == weights, run_dir
+        assert end in (weights, None), run_dir
+        assert end or (leave, at) == ("return", STEPS), run_dir
         assert {step: rest for step, *rest in seen} == undisturbed, run_dir
         for step, *rest in seen:
             assert rest == undisturbed[step], (run_dir, step)
@@ -112,7 +113,7 @@ def test_a_loop_trains_the_same_wherever_it_was_left(tmp_path: Path, kind: str) 
     assert done.stdout.splitlines()[-1] == "same in 45"
 
 
-ENDS = """
+LOOP = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from kempner import survive
@@ -126,6 +127,9 @@ def loop(run_dir, steps=12, **options):
         yield survivor, given
         optimizer.step()
 
+"""
+
+ENDS = """
 def refuse(run):
     try:
         run()
@@ -143,10 +147,9 @@ refuse(lambda: idle(60))
 for survivor, step in loop("early"):
     if step == 5:
         survivor.finish()
-print([step for _, step in loop("early")])
 data = DataLoader(TensorDataset(torch.arange(3.0)))
 print([(step, batch[0].item()) for _, (step, batch) in loop("data", 4, data=data)])
-refuse(lambda: next(loop("data", 8, data=iter(data))))
+refuse(lambda: next(loop("iterator", 8, data=iter(data))))
 refuse(lambda: next(loop("named", 8, data=data, state={"data": {}})))
 bar = enumerate(loop("bar"))
 for number, _ in bar:
@@ -155,15 +158,18 @@ for number, _ in bar:
 del bar
 """
 
+AGAIN = """
+print([step for _, step in loop("early")])
+"""
+
+
+def run(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LOOP + program]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=scaled(200))
+
 
 def test_what_ends_a_loop_and_what_it_refuses(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=scaled(200),
-    )
+    done = run(tmp_path, ENDS)
     assert done.returncode == 0, done.stderr
     idle = (
         "a step of survive(...) is one of the optimizer; train in the loop, and for several "
@@ -173,8 +179,6 @@ def test_what_ends_a_loop_and_what_it_refuses(tmp_path: Path) -> None:
         f"UsageError no optimizer has stepped in 6 steps in a row: {idle}",
         f"UsageError no optimizer has stepped in 8 steps in a row: {idle}",
         "completed 5 steps",
-        "completed 5 steps",
-        "[]",
         "completed 4 steps",
         "[(1, 0.0), (2, 1.0), (3, 2.0), (4, 0.0)]",
         "UsageError survive(data=...): a _SingleProcessDataLoaderIter ends once it was read, and "
@@ -186,3 +190,5 @@ def test_what_ends_a_loop_and_what_it_refuses(tmp_path: Path) -> None:
         "left after step 2 of 12: start it again to go on, or call steps.finish() before, where "
         "this is the end",
     ]
+    again = run(tmp_path, AGAIN)
+    assert again.stdout.splitlines() == ["completed 5 steps", "[]"], again.stderr

@@ -76,13 +76,12 @@ _KNOWN_CLASSES: dict[type[Any], bool] = {}
 
 
 def _derives_from_programs(kind: type[Any]) -> bool:
-    for base in kind.__mro__[:-1]:
-        if base.__module__ == "__main__":
-            return True
-        module = sys.modules.get(base.__module__)
-        if is_programs(getattr(module, "__file__", None)):
-            return True
-    return False
+    return any(_is_programs_own(base) for base in kind.__mro__)
+
+
+def _is_programs_own(kind: type[Any]) -> bool:
+    module = sys.modules.get(kind.__module__)
+    return kind.__module__ == "__main__" or is_programs(getattr(module, "__file__", None))
 
 
 def look(frame: FrameType) -> Walk:
@@ -203,7 +202,11 @@ class Walk:
             self.found[name] = ("object", of_state(value.state_dict()), type(value).__name__)
 
     def _attributes(self, name: str, value: Any, depth: int) -> None:
-        for attribute, entry in list(getattr(value, "__dict__", {}).items()):
+        # A class may say what an attribute is at first: `seen = 0`, and later `self.seen += 1`.
+        own = [vars(kind) for kind in reversed(type(value).__mro__) if _is_programs_own(kind)]
+        first = {n: v for names in own for n, v in names.items() if isinstance(v, _PLAIN)}
+        held = {name: first[name] for name in first if not name.startswith("__")}
+        for attribute, entry in {**held, **getattr(value, "__dict__", {})}.items():
             if attribute in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
                 continue
             if not callable(entry) or isinstance(entry, nn.Module):

@@ -23,6 +23,8 @@ from kempner.training.rehearsal.variables import Seen, Walk, look
 class Task:
     """An object of the program."""
 
+    seen = 0
+
     def __init__(self) -> None:
         self.best = 3.5
         self.norms = [1.0, 2.0]
@@ -49,6 +51,7 @@ CHANGES = {
     "NumPy's generator": (lambda: {"x": np.random.default_rng(1)}, lambda it: it["x"].random()),
     "Python's generator": (lambda: {"x": random.Random(1)}, lambda it: it["x"].random()),
     "an attribute": (lambda: {"x": Task()}, lambda it: it["x"].norms.append(3.0)),
+    "an attribute of its class": (lambda: {"x": Task()}, lambda it: setattr(it["x"], "seen", 1)),
     "a weight": (lambda: {"x": nn.Linear(2, 2)}, lambda it: it["x"].weight.data.add_(1)),
     "a buffer": (lambda: {"x": nn.BatchNorm1d(2)}, lambda it: it["x"](torch.randn(4, 2))),
     "a late buffer": (

@@ -185,8 +185,7 @@ def test_a_rank_that_leaves_its_loop_alone_is_named_and_the_others_do_not_hang(o
     job = own.supervise(sys.executable, program, "alone", options=FORKED)
     assert job.wait(120) == 2, job.output()
     said = "rank 1 has left the loop after step 4, and rank 0 has not: leave it on all ranks"
-    assert said in job.output()
-    assert "Traceback" not in job.output()
+    assert said in job.output()  # rank 0 may show how its own collective ended, too
 
 
 FOREIGN = """

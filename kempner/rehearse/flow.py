@@ -36,12 +36,13 @@ def names_that_matter(sources: Iterable[str]) -> frozenset[str]:
     flows: dict[str, set[str]] = defaultdict(set)
     trees = [ast.parse(source) for source in sources]
     containers = {name for tree in trees for name in _containers(tree)}
+    functions = {n.name for t in trees for n in ast.walk(t) if isinstance(n, ast.FunctionDef)}
     for tree in trees:
         for parent in ast.walk(tree):
             for child in ast.iter_child_nodes(parent):
                 child.parent = parent  # type: ignore[attr-defined]
         for node in ast.walk(tree):
-            if (name := _loaded(node)) is not None:
+            if (name := _loaded(node, functions)) is not None:
                 flows[name] |= _targets(node)
     # What is put into something that the program has not made itself is read elsewhere.
     foreign = {f"{name}[]" for name in flows if name not in containers}
@@ -54,12 +55,14 @@ def names_that_matter(sources: Iterable[str]) -> frozenset[str]:
     return frozenset(matters)
 
 
-def _loaded(node: ast.AST) -> str | None:
-    """The name whose value is read here, if one is."""
+def _loaded(node: ast.AST, functions: Collection[str]) -> str | None:
+    """The name whose value is read here, if one is; `functions` are the program's own."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         return node.id
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-        return node.attr
+        call = node.parent  # type: ignore[attr-defined]
+        is_method = isinstance(call, ast.Call) and call.func is node
+        return None if is_method and node.attr not in functions else node.attr
     return None
 
 

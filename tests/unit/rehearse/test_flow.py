@@ -17,6 +17,7 @@ TOLD = [
     "seen += loss.item(); print(f'{seen / step:.3f}')",
     "seen.append(loss.item()); mean = sum(seen) / len(seen); logging.info('%f', mean)",
     "seen = time.time() - seen; writer.add_scalar('seconds', seen)",
+    "mean = sum(seen) / len(seen); print(mean); loss.mean().backward()",
     "print(max(value for value in seen))",
     "history = {}; history[step] = seen; print(history)",
 ]

@@ -63,7 +63,7 @@ def boundaries(record: Record) -> dict[int, str]:
     marks: dict[int, str] = {}
     for what, steps in found.items():
         inner = [step for step in steps if record.first < step < last - 1]
-        for step in inner[:1] + inner[-1:]:
+        for step in {*inner[:1], *inner[-1:]}:
             marks[step] = f"{marks[step]}, {what}" if step in marks else what
     return marks
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from kempner.rehearse.judge import Findings, Row, Verdict, judge, shown
 from kempner.rehearse.rehearsal import Seen
 from kempner.rehearse.words import explain
@@ -60,7 +62,7 @@ def _outside(seen: Seen) -> list[str]:
     """What the program did elsewhere."""
     starts = [seen.undisturbed, *seen.starts]
     records = [record for start in starts for record in start.records]
-    wrote = sorted({path for record in records for path in record.wrote})
+    wrote = sorted({path for r in records for path in r.wrote if Path(path).exists()})
     called = sorted({host for record in records for host in record.called})
     lines = []
     if wrote:

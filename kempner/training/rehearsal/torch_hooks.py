@@ -104,9 +104,10 @@ class TorchHooks:
         name = self._name_of(optimizer)
         rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
         self.now.rates[name] = rates
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # Not before it: a closure computes the gradients within the step.
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad if isinstance(p.grad, Tensor) else None for p in parameters]
-        self.now.gradients[name] = of_state(gradients)
-
-    def _after_step(self, *_: Any) -> None:
+        self.now.gradients[self._name_of(optimizer)] = of_state(gradients)
         self.on_optimizer()

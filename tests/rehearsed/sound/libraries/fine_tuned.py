@@ -18,7 +18,7 @@ def pretrained(path: Path) -> dict[str, torch.Tensor]:
 model = nn.Linear(4, 1)
 model.load_state_dict(pretrained(Path("pretrained.pt")))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-for step in survive(model, optimizer, steps=14, save_every=4):
+for step in survive(model, optimizer, steps=14, save_every=4, seed=5):
     x = torch.randn(8, 4)
     loss = (model(x) - x.mean(1, keepdim=True)).abs().mean()
     optimizer.zero_grad()

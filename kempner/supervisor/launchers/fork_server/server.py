@@ -107,11 +107,11 @@ class ForkServer:
         """
         between = os.fork()
         if not between:
+            between = os.getpid()  # the child may ask for its parent when this process is gone
             pid = os.fork()
             if pid:
                 self._say(ForkedAs(order.number, pid, orphan=True))
                 os._exit(0)
-            between = os.getppid()
             self._become_child(outputs)
             while os.getppid() == between:
                 time.sleep(_LOOK)

@@ -99,8 +99,11 @@ class Job:
         return self.ranks()
 
     def agent(self, rank: int) -> psutil.Process:
-        """The agent of a rank's node: the parent of its fork server."""
-        return psutil.Process(self.running()[rank]).parents()[1]
+        """The agent of a rank's node: its parent, though a fork server has forked it."""
+        parent = psutil.Process(self.running()[rank]).parent()
+        assert parent is not None
+        assert node_agent.__name__ in parent.cmdline()
+        return parent
 
     def spare_agent(self) -> psutil.Process:
         """The agent of node3, which has no ranks: the child of srun that Slurm would have."""

@@ -54,5 +54,6 @@ def test_a_flood_is_bounded_while_it_goes_on(
     limit.close()
     assert path.stat().st_size <= bounds.most
     assert before(path).stat().st_size <= bounds.tail
-    assert path.read_bytes().endswith(b"the last words\n")
+    # The last cut may have come after them.
+    assert b"the last words\n" in before(path).read_bytes() + path.read_bytes()
     assert quiet.read_bytes() == b"little\n"

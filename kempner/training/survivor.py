@@ -28,6 +28,7 @@ from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
 from kempner.data.serve.draws import kept
 from kempner.run.control.protocol import Phase
+from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.retry import storage_waits
@@ -218,8 +219,12 @@ class Survivor(Generic[Step]):
 
     def _wait_for_save(self) -> None:
         left = time_to_spare(self._session.shutdown.seconds_left())
+        patience = min(_SAVE_PATIENCE, _SAVE_PATIENCE if left is None else left)
         with self._session.progress.during(Phase.SAVE):
-            self.checkpoints.settle(min(_SAVE_PATIENCE, _SAVE_PATIENCE if left is None else left))
+            try:
+                self.checkpoints.settle(patience)
+            except RuntimeError as error:  # of the peers that the exception in the loop is about
+                logger().warning("the save in flight has failed", reason=str(error))
 
     def _read_mark(self) -> int | None:
         """The step after which the loop was finished before; rank 0 knows."""

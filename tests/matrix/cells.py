@@ -115,7 +115,9 @@ def _places(program: Program, ranks: int, how: str) -> Iterator[tuple[str, str]]
     if program.evaluate_every:
         yield "within-evaluation", f"evaluation {program.evaluate_every}"
     if program.micro > 1:
-        yield "within-accumulation", f"{drawn.randint(2, program.steps - 1)}.{program.micro - 1}"
+        # The last step of an epoch may have fewer micro batches.
+        whole = [n for n in range(2, program.steps) if program.epoch == 0 or n % program.epoch]
+        yield "within-accumulation", f"{drawn.choice(whole)}.{program.micro - 1}"
     yield "first", "1"
     yield "random", str(drawn.randint(2, program.steps - 1))
 

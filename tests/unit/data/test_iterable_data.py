@@ -11,7 +11,7 @@ from data_sets import WORKERS
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from kempner.checkpoint.registered.objects import held, pack, unpack
+from kempner.checkpoint.registered.objects import held, pack, take, unpack
 
 
 class Lines(IterableDataset[int]):
@@ -55,7 +55,8 @@ def test_iterable_data_goes_on_from_the_state_of_each_rank(
 
         lines = Lines(n, world, rank)
         again = StatefulDataLoader(lines, batch_size=3, **options)
-        unpack(saved, {"data": held("data", again)}, "per_rank", "the checkpoint")
+        objects = {"data": held("data", again)}
+        take(unpack(saved, objects, "per_rank", "the checkpoint"), objects)
         rest = [batch.tolist() for batch in again]
         assert trained + rest == undisturbed
         read = [index for index, count in enumerate(lines.reads) for _ in range(count)]

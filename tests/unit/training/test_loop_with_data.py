@@ -191,4 +191,5 @@ def test_what_ends_a_loop_and_what_it_refuses(tmp_path: Path) -> None:
         "this is the end",
     ]
     again = run(tmp_path, AGAIN)
-    assert again.stdout.splitlines() == ["completed 5 steps", "[]"], again.stderr
+    said = ["resumed at step 5", "completed 5 steps", "[]"]
+    assert again.stdout.splitlines() == said, again.stderr

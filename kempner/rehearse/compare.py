@@ -122,11 +122,13 @@ def samples_elsewhere(
 ) -> bool | None:
     """Whether another number of ranks had the samples that were next, each once.
 
-    None where that cannot be told: no sample is in both, since each rank draws its own.
+    None where that cannot be told: each rank draws its own, and there are no others to come.
     """
     expected = _rows(undisturbed, after)
     seen = _rows(other, after)
     if not set().union(*expected) & set().union(*seen):
+        return None
+    if _draws_its_own(undisturbed, other):
         return None
     wanted = [row for rows in expected for row in rows]
     got = [row for rows in seen for row in rows]
@@ -139,6 +141,20 @@ def samples_elsewhere(
     if size == 0:
         return not Counter(got) - Counter(wanted[: len(expected[0])])
     return Counter(wanted[:size]) == Counter(got[:size])
+
+
+def _draws_its_own(undisturbed: Sequence[Record], other: Sequence[Record]) -> bool:
+    """Whether each rank had the same in each step as on more ranks, and no sample ever came twice:
+    it is drawn by step and rank, and belongs to no data set.
+    """
+    same = all(
+        done.samples == expected.done[step].samples
+        for expected, seen in zip(undisturbed, other, strict=False)
+        for step, done in seen.done.items()
+        if step in expected.done
+    )
+    rows = [row for record in undisturbed for done in record.done.values() for row in done.samples]
+    return same and len(set(rows)) == len(rows)
 
 
 def _rows(records: Sequence[Record], after: int) -> list[list[str]]:

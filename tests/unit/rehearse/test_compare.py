@@ -128,4 +128,10 @@ def test_on_fewer_ranks_samples_may_be_cut_otherwise_but_come_once() -> None:
     assert samples_elsewhere(two, [whole], 6) is True
     assert samples_elsewhere(two, [cut], 6) is True
     assert samples_elsewhere(two, [twice], 6) is False
+    drawn = record(first=7, samples={s: [f"{s}a"] for s in range(7, STEPS + 1)})
+    again = [record(samples={s: [half] for s in range(1, STEPS + 1)}) for half in "ab"]
+    half = record(first=7, samples={s: ["a"] for s in range(7, STEPS + 1)})
+
     assert samples_elsewhere(two, [own], 6) is None
+    assert samples_elsewhere(two, [drawn], 6) is None
+    assert samples_elsewhere(again, [half], 6) is False

@@ -23,7 +23,7 @@ def report(seen: Seen, size: int) -> tuple[str, ExitCode]:
         names = ", ".join(f"`{name}`" for name in sorted(set(findings.told_only))[:MOST_FILES])
         lines.append(f"begins anew, and only tells people something: {names}")
     lines.append(_verdict(seen, findings, size))
-    code = ExitCode.COMPLETED if findings.verdict is Verdict.EXACT else ExitCode.DIFFERS
+    code = ExitCode.COMPLETED if findings.verdict is Verdict.EXACT else ExitCode.CRASHED
     return "\n".join(lines).strip("\n"), code
 
 

@@ -41,7 +41,7 @@ def rehearse(
 
     Runs it for some steps in a folder of its own, undisturbed, and stopped and killed where it
     saves, evaluates or ends an epoch, with several ranks also on another number of them; then says
-    what came back and what did not. Exits with 3 if something did not.
+    what came back and what did not. Exits with 1 if something did not.
     """
     command: tuple[str, ...] = context.obj
     if not command:

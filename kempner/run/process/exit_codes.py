@@ -17,8 +17,6 @@ class ExitCode(IntEnum):
     """An unexpected exception; the log has its traceback."""
     USAGE = 2
     """The command line or the configuration is wrong."""
-    DIFFERS = 3
-    """A rehearsed program does not come back as it was."""
     BAD_DATA = 65
     """Data or a checkpoint was read and cannot be used."""
     STORAGE_UNAVAILABLE = 69

@@ -41,7 +41,7 @@ def rehearse(folder: Path, *arguments: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("rate", "code", "words"),
-    [("0.1 * 0.9**step", 0, "exact: 12 steps on 1 rank"), ("rate", 3, "`rate` is 0.1 instead of")],
+    [("0.1 * 0.9**step", 0, "exact: 12 steps on 1 rank"), ("rate", 1, "`rate` is 0.1 instead of")],
 )
 def test_the_code_says_whether_it_is_exact_and_the_real_run_is_not_touched(
     rate: str, code: int, words: str, tmp_path: Path

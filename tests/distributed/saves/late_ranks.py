@@ -30,6 +30,7 @@ from patience import scaled
 from saved import open_manager
 
 from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.registered.everything import gather
 from kempner.cluster.world import World
 from kempner.config.fault_spec import FailPoint
 from kempner.config.site.network import DistributedSection
@@ -44,10 +45,13 @@ from kempner.run.record.events.checkpoint import CheckpointFailed
 from kempner.run.record.events.stop import Completed, Stopped
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.groups.process_groups import adopt
+from kempner.training.homes import Claim, Home
 from kempner.training.main import Ownership
 from kempner.training.rank_link.shutdown import ShutdownHandler
 from kempner.training.session import Session
-from kempner.training.survive import Survivor, Todo
+from kempner.training.survivor import Plan, Survivor
+from kempner.training.watch.strangers import Given
+from kempner.training.watch.watch import Watch
 
 LONGEST = 2.0
 """Seconds that a rank is late at most."""
@@ -123,12 +127,14 @@ def run(
     )
     session = Session(
         link,  # type: ignore[arg-type]
-        Ownership(Attempt(1, "00000000")),
+        Claim(Ownership(Attempt(1, "00000000"))),
+        Home(directory, directory, 1),
         ranks,
         shutdown,
         SimpleNamespace(code=None),  # type: ignore[arg-type]
     )
-    survivor = Survivor(Todo(steps, save_every, seed=0, keep_last=3), session, checkpoints)
+    watch = Watch(gather(model, optimizer, {}, {}), Given(model, optimizer, {}, {}))
+    survivor = Survivor[int](Plan(steps, save_every, seed=0), session, checkpoints, None, watch)
     try:
         for step in survivor:
             in_step(step, checkpoints)

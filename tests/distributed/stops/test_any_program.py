@@ -162,7 +162,7 @@ def test_one_that_fails_is_seen_rank_by_rank_and_given_up(own: AnyProgram) -> No
     assert [e["exits"] for e in ended] == [{"1": 3, "0": -signal.SIGKILL}] * 2
     assert {e["culprit"] for e in ended} == {1}
     (verdict,) = own.events("gave_up")
-    assert verdict["reason"].startswith("rank 1 exited with code 3. 2 attempts saved nothing new")
+    assert verdict["reason"].startswith("rank 1 exited with code 3. It fails before the first step")
     assert own.told("status")["state"] == "failed"
     assert own.told("report")["training"]["state"] == "given up"
 

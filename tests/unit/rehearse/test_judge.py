@@ -61,14 +61,14 @@ def test_equal_starts_are_exact(tmp_path: Path) -> None:
 def test_a_start_that_begins_elsewhere_is_told(tmp_path: Path) -> None:
     text, code = report(seen(tmp_path, lines(1, 11), lines(7)), 1)
 
-    assert code is ExitCode.DIFFERS
+    assert code is ExitCode.CRASHED
     assert "stopped after step 6 (a save), it began again with step 1 instead of 7" in text
 
 
 def test_a_variable_that_training_depends_on_is_a_difference(tmp_path: Path) -> None:
     text, code = report(seen(tmp_path, with_best(lines(7, 11), "inf"), lines(7)), 1)
 
-    assert code is ExitCode.DIFFERS
+    assert code is ExitCode.CRASHED
     assert "`best` is inf instead of 7" in text
 
 
@@ -86,7 +86,7 @@ def test_what_differs_before_any_disturbance_is_no_fault_of_a_resume(tmp_path: P
 
     text, code = report(found, 1)
 
-    assert code is ExitCode.DIFFERS
+    assert code is ExitCode.CRASHED
     assert "two undisturbed runs differ: the samples differ from step 1" in text
 
 
@@ -97,7 +97,7 @@ def test_the_last_words_of_a_start_that_fails_are_shown(tmp_path: Path) -> None:
 
     text, code = report(found, 1)
 
-    assert code is ExitCode.DIFFERS
+    assert code is ExitCode.CRASHED
     assert "start 3, of a program that was killed in step 12" in text
     assert "ended with code 2: kempner: the names differ: register x" in text
 
@@ -108,5 +108,5 @@ def test_a_program_that_fails_undisturbed_is_not_judged(tmp_path: Path) -> None:
 
     text, code = report(found, 1)
 
-    assert code is ExitCode.DIFFERS
+    assert code is ExitCode.CRASHED
     assert "the program itself ended with code 1: ZeroDivisionError" in text

@@ -111,12 +111,12 @@ differs = r"^model\.1\.running_mean is not the same on rank 0 and rank 1"
 refused(manager.check_state, differs)
 
 # They differ later than anybody looked: the save fails, and the next one is refused.
-manager, optimizer = opened("later", DistributedDataParallel(net(), broadcast_buffers=False))
+later = DistributedDataParallel(net(), broadcast_buffers=False)
+manager, optimizer = opened("later", later)
 manager.save(TrainState(1))
 manager.join()
 assert manager.committed_step == 1
-(model,) = [manager._saver._routes.model]
-model.get_buffer("1.running_mean").add_(float(rank == 2))
+later.module.get_buffer("1.running_mean").add_(float(rank == 2))
 manager.save(TrainState(2))
 manager.join()
 assert (manager.committed_step, manager.settled_failures) == (1, 1)

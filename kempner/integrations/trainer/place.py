@@ -56,7 +56,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Grid:
-    """How an epoch of `samples` (None if nobody knows) is cut: a micro batch of the world takes
+    """How an epoch of `samples` (None if unknown) is cut: a micro batch of the world takes
     `batch`, and `accumulation` of them make a step; an epoch has `micro_batches`.
     """
 

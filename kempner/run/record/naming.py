@@ -63,7 +63,7 @@ def choose_run(usual: Path, now: RunIdentity, accepted: Collection[str] = ()) ->
 
 def refuse_other_command(path: Path, now: RunIdentity, accepted: Collection[str] = ()) -> None:
     """Raise `UsageError` if the run in `path` is that of another command than `now`; it becomes
-    this one's if it is nobody's yet.
+    this one's if it has no owner yet.
     """
     if (before := _standing(path, now)) is not None:
         differences = compare(before.only_command(), now.only_command(), accepted)
@@ -133,7 +133,7 @@ def _let_go(run: RunDirectory, identity: RunIdentity) -> bool:
     if RunIdentity.from_json(taken.read_text(encoding="utf-8")) == identity:
         taken.unlink()
         return True
-    taken.rename(run.identity)  # somebody has claimed it in the meantime
+    taken.rename(run.identity)  # another start has claimed it in the meantime
     return False
 
 

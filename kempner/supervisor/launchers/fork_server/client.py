@@ -107,7 +107,7 @@ class Forked:
             status = self._told.result()
         if status is not None:
             return status
-        # Nobody tells. Orphans are this process's children, its sub-reaper.
+        # No message comes. Orphans are this process's children, its sub-reaper.
         with suppress(ChildProcessError):
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return None

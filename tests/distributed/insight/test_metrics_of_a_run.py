@@ -14,9 +14,9 @@ EXPORTED = ("--metrics.tensorboard=true", "--metrics.wandb=ours")
 
 def exporters(run: Run) -> list[psutil.Process]:
     """Those of this run that live."""
-    wanted = ["metrics", str(run.record.path)]
+    ended = ["kempner", "metrics", str(run.record.path)]
     found = psutil.process_iter(["cmdline"])
-    return [one for one in found if (one.info["cmdline"] or [])[3:5] == wanted]
+    return [one for one in found if (one.info["cmdline"] or [])[3:6] == ended]
 
 
 def test_every_step_is_shown_once_though_its_exporter_was_stuck(run: Run) -> None:

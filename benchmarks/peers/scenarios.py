@@ -1,0 +1,58 @@
+"""What is done to each peer: an interruption at a step, or in an evaluation, and how it comes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).with_name("recipes")))
+from shape import EVALUATE_EVERY, PER_EPOCH, SAVE_EVERY, STEPS
+
+
+class How(StrEnum):
+    """How the interruption comes."""
+
+    NOT = "not"
+    STOP = "the warning signal, to what the scheduler has started"
+    EVERYONE = "the warning signal, to every process of the job"
+    APART = "the warning signal, to one rank half a second after the other"
+    KILL = "SIGKILL to a rank"
+    FREEZE = "SIGSTOP to a rank"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One interruption; `place` is as the recipes have it, for instance "within 17 0"."""
+
+    name: str
+    how: How = How.NOT
+    place: str = ""
+    workers: int = 0
+    ranks_after: int = 2
+
+
+def scenarios(seed: int) -> list[Scenario]:
+    """Each kind once; the steps that are no boundary are drawn."""
+    drawn = random.Random(seed)
+    boundaries = {PER_EPOCH, SAVE_EVERY, EVALUATE_EVERY}
+    inner = [
+        step
+        for step in range(PER_EPOCH + 1, STEPS - PER_EPOCH)
+        if all(step % boundary not in (0, boundary - 1) for boundary in boundaries)
+    ]
+    saved = 4 * SAVE_EVERY
+    return [
+        Scenario("undisturbed"),
+        Scenario("epoch", How.STOP, f"end of {2 * PER_EPOCH} 0"),
+        Scenario("save", How.STOP, f"end of {saved} 0"),
+        Scenario("evaluation", How.STOP, f"evaluation after {3 * EVALUATE_EVERY} 0"),
+        Scenario("random", How.STOP, f"within {drawn.choice(inner)} 0"),
+        Scenario("workers", How.EVERYONE, f"within {drawn.choice(inner)} 0", workers=2),
+        Scenario("apart", How.APART, f"within {drawn.choice(inner)} 0"),
+        Scenario("kill", How.KILL, f"within {drawn.choice(inner)} 1"),
+        Scenario("world", How.STOP, f"within {drawn.choice(inner)} 0", ranks_after=1),
+        Scenario("hang", How.FREEZE, f"within {drawn.choice(inner)} 1"),
+    ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import task
@@ -44,7 +44,7 @@ class Run:
 
     def __init__(self) -> None:
         torch.manual_seed(1 + RANK)
-        self.done = 0
+        self.done, self.random = 0, None
         self.model = DistributedDataParallel(task.curve())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.sampler: Any = DistributedSampler(task.Points(), WORLD, RANK, seed=1)
@@ -56,9 +56,18 @@ class Run:
         return {"loader": self.loader.state_dict(), "random": torch.get_rng_state()}
 
     def take_own(self, own: dict[str, Any]) -> None:
+        torch.set_rng_state(own["random"])
         if self.done % PER_EPOCH:
             self.loader.load_state_dict(own["loader"])
-        torch.set_rng_state(own["random"])
+            self.random = own["random"]
+
+    def batches(self) -> Iterator[Any]:
+        """Of the rest of the epoch; an iterator that is made draws a random number."""
+        batches = iter(self.loader)
+        if self.random is not None:
+            torch.set_rng_state(self.random)
+            self.random = None
+        return batches
 
     def state(self) -> dict[str, Any]:
         ranks: list[Any] = [None] * WORLD
@@ -98,7 +107,7 @@ def main(keeper: Keeper, each_step: Callable[[], None] = lambda: None) -> None:
     keeper.restore(run)
     for epoch in range(run.done // PER_EPOCH, EPOCHS):
         run.sampler.set_epoch(epoch)
-        for number, (indices, x) in enumerate(run.loader, start=1):
+        for number, (indices, x) in enumerate(run.batches(), start=1):
             loss = task.loss_of(run.model, x)
             task.note(run.done + 1, indices.tolist(), loss.item())
             (loss / ACCUMULATION).backward()

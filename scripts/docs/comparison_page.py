@@ -1,0 +1,229 @@
+"""Makes README's table of other tools, and docs/comparison.md, from what the script has recorded.
+
+python scripts/docs/comparison_page.py
+
+`docs/peers.jsonl` is the record of `benchmarks/peers/run.py`; `docs/peers.toml` has what cannot be
+run here, in the words of its own sources, and the evidence of each line that speaks of a peer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD, SOURCES = ROOT / "docs" / "peers.jsonl", ROOT / "docs" / "peers.toml"
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "comparison.md"
+BEGIN = "<!-- Made by scripts/docs/comparison_page.py: {}. -->\n"
+END = "<!-- The end of it. -->\n"
+
+STOPS = ("epoch", "save", "evaluation", "random", "workers", "apart")
+OTHERS = ("kill", "world", "hang")
+SAID = {
+    "epoch": "stop at the end of an epoch",
+    "save": "at a save",
+    "evaluation": "within an evaluation",
+    "random": "at random",
+    "workers": "every process",
+    "apart": "ranks apart",
+    "kill": "SIGKILL",
+    "world": "2 ranks, then 1",
+    "hang": "a rank stands still",
+}
+
+Row = Mapping[str, Any]
+Record = Mapping[str, Mapping[str, Row]]
+"""By peer and scenario."""
+
+
+def main() -> int:
+    record, sources = read(), tomli.loads(SOURCES.read_text())
+    for page in (README, PAGE):
+        page.write_text(made(page.read_text(), record, sources))
+    return 0
+
+
+def read() -> Record:
+    record: dict[str, dict[str, Row]] = {}
+    for line in RECORD.read_text().splitlines():
+        row = json.loads(line)
+        record.setdefault(row["peer"], {})[row["scenario"]] = row
+    return record
+
+
+def made(text: str, record: Record, sources: Mapping[str, Any]) -> str:
+    """The page with each of its parts made anew."""
+    parts = {
+        "summary": summary(record),
+        "scenarios": scenarios(record),
+        "not run": not_run(record),
+        "better": better(record, sources),
+        "sourced": sourced(sources),
+        "conditions": conditions(record),
+    }
+    for name, part in parts.items():
+        begin = BEGIN.format(name)
+        if begin in text:
+            before, rest = text.split(begin)
+            text = before + begin + part + END + rest.split(END, 1)[1]
+    return text
+
+
+def ran(record: Record) -> list[str]:
+    """The peers that trained to the end at least once."""
+    return [peer for peer, rows in record.items() if any(row["complete"] for row in rows.values())]
+
+
+def summary(record: Record) -> str:
+    """A line a peer: the worst of its stops, a kill, another number of ranks."""
+    lines = [
+        "| | stops | steps made again | ended by the scheduler | by a person "
+        "| samples twice, missed | steps with other losses "
+        "| SIGKILL: steps made again | 2 ranks, then 1: twice, missed |",
+        f"|---|{'---|' * 8}",
+    ]
+    for peer in ran(record):
+        rows = record[peer]
+        stops = [rows[name] for name in STOPS if name in rows]
+        done = [row for row in stops if row["complete"]]
+        if not stops:
+            continue
+        cells = [
+            f"{len(done)} of {len(stops)}" if len(done) < len(stops) else str(len(stops)),
+            span([row["made_again"] for row in done]),
+            str(sum(row["hung"] > 0 for row in stops)),
+            str(sum(bool(row["hands"]) for row in stops)),
+            f"{worst(done, 'twice')}, {worst(done, 'missed')}",
+            str(worst([row for row in done if "losses_differ" in row], "losses_differ")),
+            of_kill(rows.get("kill")),
+            of_world(rows.get("world")),
+        ]
+        lines.append(f"| {peer} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def span(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def worst(rows: Sequence[Row], key: str) -> int:
+    return max((row[key] for row in rows), default=0)
+
+
+def of_kill(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if not row["complete"]:
+        return "does not complete"
+    by_hand = ", by a person" if row["hands"] else ""
+    return f"{row['made_again']}{by_hand}"
+
+
+def of_world(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['twice']}, {row['missed']}" if row["complete"] else "does not complete"
+
+
+def scenarios(record: Record) -> str:
+    """A line a peer, a cell a scenario."""
+    names = [*STOPS, *OTHERS]
+    lines = [f"| | {' | '.join(SAID[name] for name in names)} |", f"|---|{'---|' * len(names)}"]
+    for peer in ran(record):
+        cells = [cell(record[peer].get(name)) for name in names]
+        lines.append(f"| {peer} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def cell(row: Row | None) -> str:
+    """What came of one scenario, in a few words; empty where it was not played."""
+    if row is None:
+        return ""
+    words = ["**hung**"] if row["hung"] else []
+    if not row["complete"]:
+        return ", ".join([*words, "**did not complete**"])
+    if row["twice"] or row["missed"]:
+        words.append(f"**{row['twice']} twice, {row['missed']} missed**")
+    elif row.get("losses_differ"):
+        words.append(f"{row['losses_differ']} other losses")
+    elif row.get("weights_equal"):
+        words.append("exact")
+    elif row.get("weights_equal") is False:
+        words.append("other weights")
+    else:
+        words.append("0 twice, 0 missed")
+    words.append(f"{row['made_again']} again")
+    if row["hands"]:
+        words.append("by a person")
+    return ", ".join(words)
+
+
+def not_run(record: Record) -> str:
+    """The peers that never trained to the end here, and why."""
+    lines = ["| | how | what it said |", "|---|---|---|"]
+    for peer, rows in record.items():
+        if peer not in ran(record):
+            row = next(iter(rows.values()))
+            version = next(iter(row["versions"].items()))
+            error = row["error"].replace("|", "\\|")
+            lines.append(f"| {peer} {version[1]} | {row['options']} | `{error}` |")
+    return "\n".join(lines) + "\n" if len(lines) > 2 else "All of them ran.\n"
+
+
+def better(record: Record, sources: Mapping[str, Any]) -> str:
+    """Where a peer lost fewer steps than kempner in the same scenario, and what sources say."""
+    ours = record.get("kempner, plain loop", {})
+    lines = []
+    for name in [*STOPS, *OTHERS]:
+        mine = ours.get(name)
+        if mine is None or not mine["complete"]:
+            continue
+        fewer = [
+            f"{peer} ({record[peer][name]['made_again']})"
+            for peer in ran(record)
+            if not peer.startswith("kempner")
+            and name in record[peer]
+            and record[peer][name]["complete"]
+            and record[peer][name]["made_again"] < mine["made_again"]
+        ]
+        if fewer:
+            them = ", ".join(fewer)
+            lines.append(f"- {SAID[name]}: {mine['made_again']} steps made again; fewer: {them}.")
+    for entry in sources["better"]:
+        lines.append(f"- {entry['says']} ([source]({entry['source']}), {entry['date']}).")
+    return "\n".join(lines) + "\n"
+
+
+def sourced(sources: Mapping[str, Any]) -> str:
+    lines = ["| | what its own sources say | |", "|---|---|---|"]
+    for entry in sources["sourced"]:
+        place = f"[source]({entry['source']}), {entry['date']}"
+        lines.append(f"| {entry['name']} | {entry['says']} | {place} |")
+    return "\n".join(lines) + "\n"
+
+
+def conditions(record: Record) -> str:
+    """How each was started, and in which version."""
+    lines = ["| | versions | with | recipe of |", "|---|---|---|---|"]
+    for peer, rows in record.items():
+        row = next(iter(rows.values()))
+        versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
+        source = f"[its pages]({row['source']})" if row["source"] else "[here](integrations.md)"
+        lines.append(f"| {peer} | {versions} | {row['options']} | {source} |")
+    dates = sorted({row["date"] for rows in record.values() for row in rows.values()})
+    commits = sorted({row["commit"] for rows in record.values() for row in rows.values()})
+    machine = next(iter(next(iter(record.values())).values()))["machine"]
+    made = f"On {' and '.join(dates)}, at {' and '.join(commits)}, on {machine}."
+    return "\n".join(lines) + f"\n\n{made}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,6 +10,7 @@ in the project's environment are in one of their own, build/peers, which `--inst
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shlex
@@ -180,11 +181,15 @@ def row(peer: Peer, scenario: Scenario, folders: Path) -> dict[str, Any]:
 
 def put(record: Path, new: Mapping[str, Any]) -> None:
     """In place of the row of the same peer and scenario, or after all others."""
-    rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     key = (new["peer"], new["scenario"])
-    at = next((i for i, r in enumerate(rows) if (r["peer"], r["scenario"]) == key), len(rows))
-    rows[at : at + 1] = [new]
-    record.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    with open(record, "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # two runs may share the peers between them
+        file.seek(0)
+        rows = [json.loads(line) for line in file]
+        at = next((i for i, r in enumerate(rows) if (r["peer"], r["scenario"]) == key), len(rows))
+        rows[at : at + 1] = [new]
+        file.truncate(0)
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def install(peers: Sequence[Peer]) -> None:
@@ -209,8 +214,10 @@ def main() -> None:
     peers = [Peer(**entry) for entry in tomli.loads((HERE / "peers.toml").read_text())["peer"]]
     if given.install:
         install(peers)
+    if given.keep is not None:
+        given.keep.mkdir(parents=True, exist_ok=True)
     for peer in peers:
-        if given.peer not in peer.name:
+        if given.peer not in peer.name or (peer.pip and not ENVIRONMENT.exists()):
             continue
         folders = Path(tempfile.mkdtemp(dir=given.keep)).resolve()
         for scenario in scenarios(given.seed):

@@ -36,6 +36,16 @@ SAID = {
     "hang": "a rank stands still",
 }
 
+UNDER_KEMPNER = {
+    "transformers Trainer": "kempner, transformers Trainer",
+    "Lightning Trainer": "kempner, Lightning Trainer",
+    "Accelerate": "kempner, Accelerate",
+    "Accelerate, seedable sampler": "kempner, Accelerate",
+    "torchtitan": "kempner, torchtitan",
+    "torchrun": "kempner, plain loop",
+}
+"""Each of those for which there is the same program under kempner."""
+
 Row = Mapping[str, Any]
 Record = Mapping[str, Mapping[str, Row]]
 """By peer and scenario."""
@@ -59,6 +69,7 @@ def read() -> Record:
 def made(text: str, record: Record, sources: Mapping[str, Any]) -> str:
     """The page with each of its parts made anew."""
     parts = {
+        "readme": readme(record),
         "summary": summary(record),
         "scenarios": scenarios(record),
         "not run": not_run(record),
@@ -98,13 +109,40 @@ def summary(record: Record) -> str:
             span([row["made_again"] for row in done]),
             str(sum(row["hung"] > 0 for row in stops)),
             str(sum(bool(row["hands"]) for row in stops)),
-            f"{worst(done, 'twice')}, {worst(done, 'missed')}",
-            str(worst([row for row in done if "losses_differ" in row], "losses_differ")),
+            *costs(done)[1:],
             of_kill(rows.get("kill")),
             of_world(rows.get("world")),
         ]
         lines.append(f"| {peer} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def readme(record: Record) -> str:
+    """Each by itself, and the same program under kempner."""
+    lines = [
+        "| | by itself: steps made again | samples twice, missed | steps with other losses | hung "
+        "| under kempner: steps made again | samples twice, missed | steps with other losses |",
+        f"|---|{'---|' * 7}",
+    ]
+    for peer, under in UNDER_KEMPNER.items():
+        if peer in record:
+            alone, same = stops_of(record[peer]), stops_of(record.get(under, {}))
+            hung = sum(row["hung"] > 0 for row in record[peer].values() if row["place"])
+            cells = [*costs(alone), str(hung), *costs(same)]
+            lines.append(f"| {peer} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def stops_of(rows: Mapping[str, Row]) -> list[Row]:
+    return [rows[name] for name in STOPS if name in rows and rows[name]["complete"]]
+
+
+def costs(stops: Sequence[Row]) -> list[str]:
+    """Of the stops of one peer, at worst."""
+    if not stops:
+        return [""] * 3
+    samples = f"{worst(stops, 'twice')}, {worst(stops, 'missed')}"
+    return [span([row["made_again"] for row in stops]), samples, str(worst(stops, "losses_differ"))]
 
 
 def span(numbers: Sequence[int]) -> str:
@@ -115,7 +153,7 @@ def span(numbers: Sequence[int]) -> str:
 
 
 def worst(rows: Sequence[Row], key: str) -> int:
-    return max((row[key] for row in rows), default=0)
+    return max((row.get(key, 0) for row in rows), default=0)
 
 
 def of_kill(row: Row | None) -> str:

@@ -1,13 +1,12 @@
-"""Trains by a loop with Accelerate, under kempner or, with PLAIN, by Accelerate's own recipe."""
+"""Trains by a loop with Accelerate, under kempner."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, skip_first_batches
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -53,37 +52,13 @@ def surviving(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Non
                 optimizer.zero_grad()
 
 
-def plain(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
-    """All epochs, as Accelerate's pages on checkpoints have it."""
-    loader = DataLoader(Points(), BATCH, shuffle=True, num_workers=WORKERS)
-    batches = accelerator.prepare(loader)
-    done, saved = 0, sorted(Path("saved").glob("step_*"), key=lambda path: int(path.name[5:]))
-    if saved:
-        accelerator.load_state(str(saved[-1]))
-        done = int(saved[-1].name[5:])
-    per_epoch = len(batches) // ACCUMULATION
-    for epoch in range(done // per_epoch, EPOCHS):
-        left = batches
-        if epoch == done // per_epoch and done % per_epoch:
-            left = skip_first_batches(batches, done % per_epoch * ACCUMULATION)
-        for batch in left:
-            with accelerator.accumulate(model):
-                accelerator.backward(train_on(model, batch, done + 1))
-                optimizer.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                done += 1
-                if done % 5 == 0:
-                    accelerator.save_state(f"saved/step_{done}")
-
-
 def main() -> None:
     set_seed(1)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
     layers = nn.Sequential(nn.Linear(1, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 1))
     adam = torch.optim.AdamW(layers.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(layers, adam)
-    (plain if "PLAIN" in os.environ else surviving)(accelerator, model, optimizer)
+    surviving(accelerator, model, optimizer)
     state = accelerator.unwrap_model(model).state_dict()
     torch.save(state, f"final-{os.environ.get('RANK', '0')}.pt")
 

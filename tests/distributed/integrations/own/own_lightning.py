@@ -1,14 +1,12 @@
-"""Trains by Lightning's Trainer, under kempner or, with PLAIN, without."""
+"""Trains by Lightning's Trainer, under kempner."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from trouble import note, strike
@@ -64,19 +62,14 @@ def main() -> None:
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "callbacks": [Survive(save_every=5)],
+        "plugins": [KempnerEnvironment()],
     }
     loader = DataLoader(points, batch_size=2, shuffle=True, num_workers=workers)
-    resume = None
-    if "PLAIN" in os.environ:
-        options["callbacks"] = [ModelCheckpoint("saved", every_n_train_steps=5, save_last=True)]
-        last = Path("saved/last.ckpt")
-        resume = str(last) if last.exists() else None
-    else:
-        options |= {"callbacks": [Survive(save_every=5)], "plugins": [KempnerEnvironment()]}
-        options["enable_checkpointing"] = False
     module = Curve()
     held_out = DataLoader(Points(), batch_size=48)
-    Trainer(**options).fit(module, loader, held_out, ckpt_path=resume)
+    Trainer(**options).fit(module, loader, held_out)
     torch.save(module.state_dict(), f"final-{os.environ.get('RANK', '0')}.pt")
 
 

@@ -1,15 +1,13 @@
-"""Trains by transformers' Trainer or TRL's SFTTrainer, under kempner or, with PLAIN, without."""
+"""Trains by transformers' Trainer or TRL's SFTTrainer, under kempner."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 from trouble import note, strike
 
@@ -77,11 +75,8 @@ def main() -> None:
         more: dict[str, Any] = {"processing_class": tokenizer()}
     else:
         kind, arguments, more = Noting, TrainingArguments(**options), {}
-    plain = "PLAIN" in os.environ
-    kind = kind if plain else surviving(kind)
-    trainer = kind(model=model, args=arguments, train_dataset=samples(), **more)
-    found = get_last_checkpoint("outputs") if plain and Path("outputs").is_dir() else None
-    trainer.train(resume_from_checkpoint=found)
+    trainer = surviving(kind)(model=model, args=arguments, train_dataset=samples(), **more)
+    trainer.train()
     torch.save(trainer.model.state_dict(), f"final-{os.environ.get('RANK', '0')}.pt")
 
 

@@ -24,6 +24,8 @@ GRACE = 45.0
 """Seconds from the warning to the end of the job."""
 ALLOWED = 150.0
 """Seconds for a start that is not warned."""
+AFTER = {How.KILL: ALLOWED, How.FREEZE: 90.0}
+"""Seconds after an interruption that is no warning: it may heal within the job."""
 APART = 0.5
 
 
@@ -104,7 +106,7 @@ class Job:
             if pending and asked.exists() and asked.read_text():
                 self._interrupt(how, int(asked.read_text()), done)
                 pending = False
-                end = time.monotonic() + (ALLOWED if how is How.KILL else GRACE)
+                end = time.monotonic() + AFTER.get(how, GRACE)
             if (self.start.folder / "requeued").exists():
                 self.ended.requeue_asked = True
                 self._send(signal.SIGTERM, [leader.pid for leader in self._leaders])

@@ -57,6 +57,7 @@ class Peer:
     notice: float = 0.0
     requeues: int | str = ""
     pip: str = ""
+    sees_hangs: bool = False
     without: Sequence[str] = ()
     only: Sequence[str] = ()
 
@@ -65,6 +66,8 @@ class Peer:
         return str(ENVIRONMENT / "bin" / "python") if self.pip else sys.executable
 
     def plays(self, scenario: Scenario) -> bool:
+        if scenario.how is How.FREEZE:
+            return self.sees_hangs
         chosen = not self.only or scenario.name in (*self.only, "undisturbed")
         return chosen and scenario.name not in self.without
 
@@ -175,7 +178,8 @@ def row(peer: Peer, scenario: Scenario, folders: Path) -> dict[str, Any]:
         calm = folders / "undisturbed"
         found |= measured(folder, calm if same and (calm / "final-0.pt").exists() else None)
     found |= {"hung": history.hung, "codes": history.codes, "by_itself": history.by_itself}
-    found |= {"hands": history.hands, "error": history.error if history.hands else ""}
+    error = history.error.replace(str(folder), "FOLDER").replace(str(ROOT), "ROOT")
+    found |= {"hands": history.hands, "error": error if history.hands else ""}
     return found | {"seconds": round(time.monotonic() - began, 1)}
 
 
@@ -216,8 +220,10 @@ def main() -> None:
         install(peers)
     if given.keep is not None:
         given.keep.mkdir(parents=True, exist_ok=True)
-    for peer in peers:
-        if given.peer not in peer.name or (peer.pip and not ENVIRONMENT.exists()):
+    chosen = [peer for peer in peers if peer.name == given.peer]
+    for peer in chosen or [peer for peer in peers if given.peer in peer.name]:
+        if peer.pip and not ENVIRONMENT.exists():
+            print(f"{peer.name} is left out: --install makes its environment", file=sys.stderr)
             continue
         folders = Path(tempfile.mkdtemp(dir=given.keep)).resolve()
         for scenario in scenarios(given.seed):

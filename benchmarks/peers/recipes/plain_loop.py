@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,8 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
-        signal.signal(signal.SIGTERM, self._note)
+        if threading.current_thread() is threading.main_thread():  # Ray has one of its own
+            signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, *_: Any) -> None:
         self.asked = True
@@ -102,7 +104,8 @@ class Keeper:
 
 
 def main(keeper: Keeper, each_step: Callable[[], None] = lambda: None) -> None:
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     stop, run = Stop(), Run()
     keeper.restore(run)
     for epoch in range(run.done // PER_EPOCH, EPOCHS):

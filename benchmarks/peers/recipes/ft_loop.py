@@ -51,14 +51,20 @@ def main() -> None:
     optimizer = Optimizer(manager, adam)
     sampler = DistributedSampler(task.Points(), GROUP, GROUPS, seed=1)
     loader = StatefulDataLoader(task.Points(), GLOBAL_BATCH // GROUPS, sampler=sampler)
+    drawn: torch.Tensor | None = None
     if SAVED.exists():
         saved = torch.load(SAVED, weights_only=False)
         take(saved["state"])
         manager.load_state_dict(saved["manager"])
         loader.load_state_dict(saved["loader"])
+        drawn = saved["random"]
     while manager.current_step() < STEPS:
         sampler.set_epoch(manager.current_step() // PER_EPOCH)
-        for indices, x in loader:
+        batches = iter(loader)
+        if drawn is not None:  # an iterator that is made draws a random number
+            torch.set_rng_state(drawn)
+            drawn = None
+        for indices, x in batches:
             optimizer.zero_grad()
             loss = task.loss_of(replicated, x)
             task.note(manager.current_step() + 1, indices.tolist(), loss.item(), GROUP)
@@ -67,7 +73,8 @@ def main() -> None:
             step = manager.current_step()
             if step % SAVE_EVERY == 0:
                 parts = {"manager": manager.state_dict(), "loader": loader.state_dict()}
-                torch.save({**parts, "state": state()}, SAVED.with_suffix(".new"))
+                parts |= {"state": state(), "random": torch.get_rng_state()}
+                torch.save(parts, SAVED.with_suffix(".new"))
                 SAVED.with_suffix(".new").replace(SAVED)
             if step % EVALUATE_EVERY == 0:
                 task.evaluating(step)

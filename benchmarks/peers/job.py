@@ -24,7 +24,7 @@ GRACE = 45.0
 """Seconds from the warning to the end of the job."""
 ALLOWED = 150.0
 """Seconds for a start that is not warned."""
-AFTER = {How.KILL: ALLOWED, How.FREEZE: 90.0}
+AFTER = {How.KILL: ALLOWED, How.HANG: 90.0}
 """Seconds after an interruption that is no warning: it may heal within the job."""
 APART = 0.5
 
@@ -123,9 +123,8 @@ class Job:
         match how:
             case How.KILL:
                 self._send(signal.SIGKILL, [rank])
-            case How.FREEZE:
-                done.touch()
-                self._send(signal.SIGSTOP, [rank])
+            case How.HANG:
+                return  # the rank waits for ever
             case How.EVERYONE:
                 self._send(self.start.warning, everyone)
             case How.APART:

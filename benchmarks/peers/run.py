@@ -66,7 +66,7 @@ class Peer:
         return str(ENVIRONMENT / "bin" / "python") if self.pip else sys.executable
 
     def plays(self, scenario: Scenario) -> bool:
-        if scenario.how is How.FREEZE:
+        if scenario.how is How.HANG:
             return self.sees_hangs
         chosen = not self.only or scenario.name in (*self.only, "undisturbed")
         return chosen and scenario.name not in self.without
@@ -232,6 +232,8 @@ def main() -> None:
                 found = row(peer, scenario, folders)
                 print(json.dumps(found), flush=True)
                 put(given.record, found | head(peer.python, peer.versions))
+                if not found["complete"] and scenario.how is How.NOT:
+                    break  # it does not run here: its error is the row
         if given.keep is None:
             shutil.rmtree(folders)
 

@@ -20,7 +20,7 @@ class How(StrEnum):
     EVERYONE = "the warning signal, to every process of the job"
     APART = "the warning signal, to one rank half a second after the other"
     KILL = "SIGKILL to a rank"
-    FREEZE = "SIGSTOP to a rank"
+    HANG = "a rank that waits for ever"
 
 
 @dataclass(frozen=True)
@@ -54,5 +54,5 @@ def scenarios(seed: int) -> list[Scenario]:
         Scenario("apart", How.APART, f"within {drawn.choice(inner)} 0"),
         Scenario("kill", How.KILL, f"within {drawn.choice(inner)} 1"),
         Scenario("world", How.STOP, f"within {drawn.choice(inner)} 0", ranks_after=1),
-        Scenario("hang", How.FREEZE, f"within {drawn.choice(inner)} 1"),
+        Scenario("hang", How.HANG, f"within {drawn.choice(inner)} 1"),
     ]

@@ -26,11 +26,11 @@ def head(python: str, packages: Sequence[str]) -> dict[str, Any]:
     versions = json.loads(subprocess.run(asked, check=True, capture_output=True).stdout)
     git = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
     return {
+        "of": ", ".join(f"{name} {number}" for name, number in versions.items()),
         "commit": subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, "
-        f"Python {platform.python_version()}",
-        "versions": {**versions, "python": platform.python_version()},
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "versions": f"Python {platform.python_version()}",
         "command": shlex.join(["python", "benchmarks/peers/run.py", *sys.argv[1:]]),
         "proves": ["benchmarks/peers"],
     }

@@ -210,9 +210,8 @@ def not_run(record: Record) -> str:
     for peer, rows in record.items():
         if peer not in ran(record):
             row = next(iter(rows.values()))
-            version = next(iter(row["versions"].items()))
             error = row["error"].replace("|", "\\|")
-            lines.append(f"| {peer} {version[1]} | {row['options']} | `{error}` |")
+            lines.append(f"| {peer}: {row['of']} | {row['options']} | `{error}` |")
     return "\n".join(lines) + "\n" if len(lines) > 2 else "All of them ran.\n"
 
 
@@ -253,10 +252,9 @@ def conditions(record: Record) -> str:
     lines = ["| | versions | with | recipe of |", "|---|---|---|---|"]
     for peer, rows in record.items():
         row = next(iter(rows.values()))
-        versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
         source = f"[its pages]({row['source']})" if row["source"] else "[here](integrations.md)"
-        lines.append(f"| {peer} | {versions} | {row['options']} | {source} |")
-    dates = sorted({row["date"] for rows in record.values() for row in rows.values()})
+        lines.append(f"| {peer} | {row['of']} | {row['options']} | {source} |")
+    dates = sorted({row["date"][:10] for rows in record.values() for row in rows.values()})
     commits = sorted({row["commit"] for rows in record.values() for row in rows.values()})
     machine = next(iter(next(iter(record.values())).values()))["machine"]
     made = f"On {' and '.join(dates)}, at {' and '.join(commits)}, on {machine}."

@@ -13,6 +13,7 @@ import argparse
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -134,6 +135,8 @@ def start_once(peer: Peer, scenario: Scenario, folder: Path, number: int, ranks:
     plan = {
         "start": number,
         "interrupt": scenario.place if first else "",
+        "rank": scenario.rank,
+        "together": scenario.how is not How.HANG,
         "notice": peer.notice,
         "workers": scenario.workers,
     }
@@ -178,7 +181,7 @@ def row(peer: Peer, scenario: Scenario, folders: Path) -> dict[str, Any]:
         calm = folders / "undisturbed"
         found |= measured(folder, calm if same and (calm / "final-0.pt").exists() else None)
     found |= {"hung": history.hung, "codes": history.codes, "by_itself": history.by_itself}
-    error = history.error.replace(str(folder), "FOLDER").replace(str(ROOT), "ROOT")
+    error = re.sub(r"/\S*/(site-packages|peers)/", "", history.error).replace(str(folder), "FOLDER")
     found |= {"hands": history.hands, "error": error if history.hands else ""}
     return found | {"seconds": round(time.monotonic() - began, 1)}
 

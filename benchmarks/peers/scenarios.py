@@ -25,11 +25,12 @@ class How(StrEnum):
 
 @dataclass(frozen=True)
 class Scenario:
-    """One interruption; `place` is as the recipes have it, for instance "within 17 0"."""
+    """One interruption, by rank `rank`; `place` is as the recipes have it, such as "within 17"."""
 
     name: str
     how: How = How.NOT
     place: str = ""
+    rank: int = 0
     workers: int = 0
     ranks_after: int = 2
 
@@ -46,13 +47,13 @@ def scenarios(seed: int) -> list[Scenario]:
     saved = 4 * SAVE_EVERY
     return [
         Scenario("undisturbed"),
-        Scenario("epoch", How.STOP, f"end of {2 * PER_EPOCH} 0"),
-        Scenario("save", How.STOP, f"end of {saved} 0"),
-        Scenario("evaluation", How.STOP, f"evaluation after {3 * EVALUATE_EVERY} 0"),
-        Scenario("random", How.STOP, f"within {drawn.choice(inner)} 0"),
-        Scenario("workers", How.EVERYONE, f"within {drawn.choice(inner)} 0", workers=2),
-        Scenario("apart", How.APART, f"within {drawn.choice(inner)} 0"),
-        Scenario("kill", How.KILL, f"within {drawn.choice(inner)} 1"),
-        Scenario("world", How.STOP, f"within {drawn.choice(inner)} 0", ranks_after=1),
-        Scenario("hang", How.HANG, f"within {drawn.choice(inner)} 1"),
+        Scenario("epoch", How.STOP, f"end of {2 * PER_EPOCH}"),
+        Scenario("save", How.STOP, f"end of {saved}"),
+        Scenario("evaluation", How.STOP, f"evaluation after {3 * EVALUATE_EVERY}"),
+        Scenario("random", How.STOP, f"within {drawn.choice(inner)}"),
+        Scenario("workers", How.EVERYONE, f"within {drawn.choice(inner)}", workers=2),
+        Scenario("apart", How.APART, f"within {drawn.choice(inner)}"),
+        Scenario("kill", How.KILL, f"within {drawn.choice(inner)}", rank=1),
+        Scenario("world", How.STOP, f"within {drawn.choice(inner)}", ranks_after=1),
+        Scenario("hang", How.HANG, f"within {drawn.choice(inner)}", rank=1),
     ]

@@ -71,12 +71,13 @@ def evaluating(step: int) -> None:
 def interrupt(place: str, step: int, rank: int) -> None:
     """If the scenario asks for it here, have the driver interrupt this job, once.
 
-    The rank waits until that is done, so that it happens in this step and no other. The later steps
-    of this process are as slow as real ones: a stop takes effect in one of them.
+    All ranks wait here until that is done, so that it happens in this step and no other; in a hang
+    the one alone, for ever. The later steps of this process are as slow as real ones.
     """
-    asked = FOLDER / "interrupt-now"
-    if PLAN["interrupt"] == f"{place} {step} {rank}" and not asked.exists():
-        asked.write_text(str(os.getpid()))
+    asked, mine = FOLDER / "interrupt-now", rank == PLAN["rank"]
+    if PLAN["interrupt"] == f"{place} {step}" and not OVER and (mine or PLAN["together"]):
+        if mine and not asked.exists():
+            asked.write_text(str(os.getpid()))
         while not DONE.exists():
             time.sleep(0.01)
         time.sleep(PLAN["notice"])

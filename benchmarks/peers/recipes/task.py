@@ -30,8 +30,8 @@ UNDER_KEMPNER = "PEERS_UNDER_KEMPNER" in os.environ
 
 MADE: Counter[int] = Counter()
 """How many micro batches of each step this process has begun."""
-DONE = FOLDER / f"interrupted-{PLAN['start']}"
-OVER = DONE.exists()
+ASKED, DONE = FOLDER / "interrupt-now", FOLDER / f"interrupted-{PLAN['start']}"
+OVER = ASKED.exists()
 """Whether this process has come after the interruption."""
 
 
@@ -74,10 +74,10 @@ def interrupt(place: str, step: int, rank: int) -> None:
     All ranks wait here until that is done, so that it happens in this step and no other; in a hang
     the one alone, for ever. The later steps of this process are as slow as real ones.
     """
-    asked, mine = FOLDER / "interrupt-now", rank == PLAN["rank"]
+    mine = rank == PLAN["rank"]
     if PLAN["interrupt"] == f"{place} {step}" and not OVER and (mine or PLAN["together"]):
-        if mine and not asked.exists():
-            asked.write_text(str(os.getpid()))
+        if mine and not ASKED.exists():
+            ASKED.write_text(str(os.getpid()))
         while not DONE.exists():
             time.sleep(0.01)
         time.sleep(PLAN["notice"])

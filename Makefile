@@ -16,7 +16,7 @@ NEWER_SLURMS := 24.11 26.05
 PARTS := tests/unit tests/matrix $(sort $(wildcard tests/d*/*/) $(wildcard tests/slurm/*/))
 
 .PHONY: install demo lock resolve test check long pytest pytest-slurm pytest-others newer-slurms \
-	planted walk lint docs clean
+	planted peers walk lint docs clean
 
 install: $(READY)
 
@@ -67,6 +67,11 @@ pytest-slurm-%: $(READY)
 # Do the tests notice bugs? A hundred are planted, one after the other: tests/planted/run.py.
 planted: $(READY)
 	$(BIN)/python tests/planted/run.py --record docs/planted_bugs.jsonl
+
+# What other tools do when they are interrupted, and the pages that say so: half an hour.
+peers: $(READY)
+	$(BIN)/python benchmarks/peers/run.py --install
+	$(BIN)/python scripts/docs/comparison_page.py
 
 # The first hour of a new user, in an environment of its own: tests/walk/first_hour.py.
 walk: $(READY)

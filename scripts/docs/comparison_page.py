@@ -127,7 +127,7 @@ def readme(record: Record) -> str:
     for peer, under in UNDER_KEMPNER.items():
         if peer in record:
             alone, same = stops_of(record[peer]), stops_of(record.get(under, {}))
-            hung = sum(row["hung"] > 0 for row in record[peer].values() if row["place"])
+            hung = sum(record[peer][name]["hung"] > 0 for name in STOPS if name in record[peer])
             cells = [*costs(alone), str(hung), *costs(same)]
             lines.append(f"| {peer} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -26,6 +26,8 @@ ALLOWED = 150.0
 """Seconds for a start that is not warned."""
 AFTER = {How.KILL: ALLOWED, How.HANG: 90.0}
 """Seconds after an interruption that is no warning: it may heal within the job."""
+KILL_WAIT = 10.0
+"""Seconds from a requeue's SIGTERM to its SIGKILL."""
 APART = 0.5
 
 
@@ -107,10 +109,10 @@ class Job:
                 self._interrupt(how, int(asked.read_text()), done)
                 pending = False
                 end = time.monotonic() + AFTER.get(how, GRACE)
-            if (self.start.folder / "requeued").exists():
+            if not self.ended.requeue_asked and (self.start.folder / "requeued").exists():
                 self.ended.requeue_asked = True
                 self._send(signal.SIGTERM, [leader.pid for leader in self._leaders])
-                end = min(end, time.monotonic() + 5)
+                end = time.monotonic() + KILL_WAIT
             if time.monotonic() > end:
                 self.ended.hung = not self.ended.requeue_asked
                 break

@@ -1,7 +1,7 @@
 """Lightning's Trainer with SLURMEnvironment(auto_requeue=True), as its pages on Slurm have it.
 
 `#SBATCH --signal=SIGUSR1@90`: at the signal it saves and has the job requeued, and loads that at
-the next start. Checkpoints of its own every five steps; `ckpt_path="last"` after a crash.
+the next start; after a crash its last checkpoint is loaded, of those that it makes every few steps.
 """
 
 from __future__ import annotations
@@ -40,15 +40,23 @@ class Curve(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+def newest() -> str | None:
+    """What the signal's handler has saved, or the last checkpoint, whichever is newer."""
+    found = [*task.FOLDER.glob("hpc_ckpt_*.ckpt"), *task.FOLDER.glob("saved/last.ckpt")]
+    return str(max(found, key=lambda path: path.stat().st_mtime)) if found else None
+
+
 def main() -> None:
     seed_everything(1)
     options: dict[str, Any] = {
         "devices": WORLD,
         "plugins": [SLURMEnvironment(auto_requeue=True)],
-        "callbacks": [ModelCheckpoint("saved", every_n_train_steps=SAVE_EVERY, save_last=True)],
+        "callbacks": [
+            ModelCheckpoint(task.FOLDER / "saved", every_n_train_steps=SAVE_EVERY, save_last=True)
+        ],
         "strategy": "ddp_find_unused_parameters_true" if WORLD > 1 else "auto",
     }
-    resume: str | None = "last"
+    resume = newest()
     if UNDER_KEMPNER:
         from kempner.integrations.lightning import KempnerEnvironment, Survive
 

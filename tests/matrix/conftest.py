@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from drilling import ALL
+from lengths import commit
 
 from matrix.cells import cells_of, draw
-from matrix.commit import commit
 from matrix.kinds import FILES
 from matrix.play import Player
 

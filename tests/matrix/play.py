@@ -111,7 +111,7 @@ class Player:
                 if trouble and rank == ranks - 1:
                     mine[TROUBLE] = f"{kind}@{trouble.place}"
                 fork = template(*self.modules).fork
-                started.append(fork(command, mine, output, folder))
+                started.append(fork(command, mine, output, folder, brief=True))
         codes = _wait(started, lambda: log.read_text(errors="replace"))
         return Start(codes, log.read_text(errors="replace")[-2000:])
 

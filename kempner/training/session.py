@@ -285,6 +285,12 @@ class Session:
         if code is ExitCode.COMPLETED:
             begin_next_loop()
 
+    def leave_uncommitted(self, words: str) -> None:
+        """The loop is left by an exception, or was some time before; say so if the program goes
+        on all the same."""
+        if self.ranks.world.rank == 0:
+            self._last_words.uncommitted = words
+
     def give_back(self, code: ExitCode | None) -> None:
         """Let go of the run and of what this process shares with whatever it does next.
 

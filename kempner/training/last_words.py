@@ -35,7 +35,8 @@ class LastWords:
         """How the loop was left without a commit, for a program that ends as if all were well."""
         self._rank_link, self._earlier_hook = rank_link, sys.excepthook
         self._status = ExitCode.COMPLETED
-        """How a loop has ended that is not in the main thread, and so sets no exit status."""
+        """The exit status, where Python would leave with another: after an exception that is told
+        without its traceback, and after a loop that is not in the main thread."""
         if threading.current_thread() is threading.main_thread():
             sys.excepthook = self._hook
         else:
@@ -60,7 +61,9 @@ class LastWords:
     def _hook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if not self._told(error):
+        if self._told(error):
+            self._status = _code_of(error, self._rank_link)
+        else:
             self._earlier_hook(kind, error, trace)
 
     def _thread_hook(self, ended: threading.ExceptHookArgs) -> None:

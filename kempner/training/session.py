@@ -133,7 +133,7 @@ class Entry:
         `facts` are what the result depends on (rank 0's count): they are kept with the run, and
         compared with those of its start before. Of "steps" more may be asked for than before.
 
-        Raises, on all ranks alike, `UsageError` where the ranks differ or somebody else owns the
+        Raises, on all ranks alike, `UsageError` where the ranks differ or another process owns the
         run, and `DataError` where it is the run of another program or of other facts.
         """
         ranks = self._join(device)

@@ -45,7 +45,7 @@ _SAVE_PATIENCE = 60.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What a loop is to do: so many `steps`, with a save every `save_every` of them."""
+    """What a loop is to do: `steps`, and a save every `save_every` of them."""
 
     steps: int
     save_every: int

@@ -37,7 +37,7 @@ _OF_TORCH = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRand
 """Samplers that know nothing of ranks."""
 
 _COMPARED = 1024
-"""So many samples of the first epoch are compared across ranks."""
+"""How many samples of the first epoch are compared across ranks."""
 
 
 class Batch(NamedTuple):

@@ -95,11 +95,11 @@ class _Resumable(Sampler[T]):
         self._position = self.batches.epoch_start(epoch, self._position)
 
     def position_after(self, count: int) -> int:
-        """The position when so many more of what the sampler yields are consumed on each rank."""
+        """The position when `count` more of what the sampler yields are consumed on each rank."""
         return self.batches.after(self._position, count)
 
     def advance(self, count: int = 1) -> None:
-        """So many more of what the sampler yields are consumed, on this rank and all others."""
+        """`count` more of what the sampler yields are consumed, on this rank and all others."""
         self._position = self.position_after(count)
 
     def state_dict(self) -> dict[str, Any]:

@@ -117,7 +117,8 @@ def _not_refused(
     cell: Cell, second: Start, before: Sequence[Notes], after: Sequence[Notes]
 ) -> Iterator[str]:
     """What was otherwise than it is where a cell is refused."""
-    if 0 in second.codes:
+    wanted = {1} if cell.program.by_others else {ExitCode.USAGE, ExitCode.BAD_DATA}
+    if not wanted.issuperset(second.codes):
         yield f"started again, it was not refused but ended with {second.codes}"
     if before != after:
         yield "it was refused after a step"

@@ -114,7 +114,7 @@ def of_lightning() -> dict[str, Any]:
             return self.layers(batch[1]).square().mean()
 
     module = Quiet("steps")
-    return {"Trainer": Trainer, "module": module, "model": module, "points": Points(400)}
+    return {"Trainer": Trainer, "module": module, "model": module, "points": Points(1200)}
 
 
 def completed(code: str) -> str:

@@ -16,7 +16,7 @@ NEWER_SLURMS := 24.11 26.05
 PARTS := tests/unit tests/matrix $(sort $(wildcard tests/d*/*/) $(wildcard tests/slurm/*/))
 
 .PHONY: install demo lock resolve test check long pytest pytest-slurm pytest-others newer-slurms \
-	planted walk lint docs clean
+	planted walk benchmarks stale lint docs clean
 
 install: $(READY)
 
@@ -70,7 +70,11 @@ planted: $(READY)
 
 # The first hour of a new user, in an environment of its own: tests/walk/first_hour.py.
 walk: $(READY)
-	$(BIN)/python tests/walk/first_hour.py --record docs/first_hour.json
+	$(BIN)/python tests/walk/first_hour.py --record docs/first_hour.jsonl
+
+# Which records are older than the code that they prove, and by how many commits.
+stale: $(READY)
+	$(BIN)/python tests/records.py
 
 lint: $(READY)
 	$(BIN)/ruff check

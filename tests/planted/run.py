@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import re
 import select
@@ -45,6 +44,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
+import records  # noqa: E402
 from patience import scaled  # noqa: E402
 
 BUGS = Path(__file__).with_name("bugs.toml")
@@ -211,11 +211,12 @@ def run_with(tree: Tree, bug: Bug) -> Outcome:
 
 
 def record(file: Path, outcomes: Sequence[Outcome]) -> None:
-    """A line for each bug in the order of the list; those that were not run keep theirs."""
-    before = file.read_text().splitlines() if file.exists() else []
-    lines = {json.loads(line)["id"]: line for line in before}
-    lines |= {outcome.id: json.dumps(asdict(outcome)) for outcome in outcomes}
-    file.write_text("".join(f"{lines[b.id]}\n" for b in read_bugs(()) if b.id in lines))
+    """A row for each bug; those that were not run keep theirs, those not in the list lose it."""
+    rows = [
+        asdict(outcome) | records.header([f"kempner/{outcome.id.partition('-')[0]}"])
+        for outcome in outcomes
+    ]
+    records.write(file, rows, by=("id",), only={"id": [bug.id for bug in read_bugs(())]})
 
 
 def main() -> int:
@@ -229,6 +230,7 @@ def main() -> int:
     for module in SLOW_TO_IMPORT:
         importlib.import_module(module)
     bugs = read_bugs(asked.only)
+    records.commit()  # remembered: it may be another one in hours
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         tree = Tree(Path(folder).resolve() / "tree")
         for bug in bugs:

@@ -48,6 +48,7 @@ long: $(READY)
 			|| test $$? -eq 5 || exit 1; \
 	done
 	$(BIN)/python scripts/docs/storage_fault_page.py
+	$(BIN)/python scripts/docs/performance_page.py
 
 # The tests on a real Slurm mostly wait for it, so they run beside the others.
 pytest: $(READY)
@@ -75,6 +76,10 @@ walk: $(READY)
 # Which records are older than the code that they prove, and by how many commits.
 stale: $(READY)
 	$(BIN)/python tests/records.py
+
+# What two cores can measure, hours of it, and the pages made of it; cut off, it goes on where it was.
+benchmarks: $(READY)
+	$(BIN)/python benchmarks/measure.py
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -133,32 +133,61 @@ def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-# Benchmarks
+def origin(rows: Iterable[Row]) -> str:
+    """The days and the commits that rows are of."""
+    known = list(rows)
+    days = sorted({row["date"][:10] for row in known})
+    commits = dict.fromkeys(row["commit"] for row in known)
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{when}, at {', '.join(commits)}"
+
+
+# What a benchmark has measured
 
 
 def add_option(parser: ArgumentParser) -> None:
-    """`--record` of a benchmark."""
     told = "where to keep what was measured: docs/performance.jsonl"
     parser.add_argument("--record", type=Path, metavar="FILE.jsonl", help=told)
 
 
-def keep(
+def result(
     file: Path | None, benchmark: str, proves: Sequence[str], rows: Iterable[Row], *by: str
 ) -> None:
-    """Write what a benchmark measured, if a file is given, in the place of what it had measured
-    before: of all, or of the cases that agree in `by`."""
+    """Print what a benchmark measured; and if a file is given, write it in the place of what the
+    benchmark had measured before: of all, or of the cases that agree in `by`."""
+    found = [_rounded(row) for row in rows]
+    print("\n".join(table(found)), flush=True)
     if file is not None:
         told = header(proves)
-        ours = [{"benchmark": benchmark, **_rounded(row), **told} for row in rows]
+        assert not any(row.keys() & told.keys() for row in found), "a column of the header's name"
+        ours = [{"benchmark": benchmark, **row, **told} for row in found]
         write(file, ours, ("benchmark", *by))
 
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.4g}")
+        return float(f"{value:.3g}") if abs(value) < 1000 else round(value)
     if isinstance(value, Mapping):
         return {key: _rounded(part) for key, part in value.items()}
     return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """A table in Markdown, with a column for each key that a row has."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    body = [[cell(row.get(column)) for column in columns] for row in rows]
+    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *body)]
+
+
+def cell(value: object) -> str:
+    """As a table shows it: a list has the ends of a range."""
+    if isinstance(value, list | tuple):
+        return " to ".join(map(cell, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {cell(part)}" for key, part in value.items())
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "" if value is None else str(value)
 
 
 # What has changed since

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import records
 from records import ROOT, ages, command_line, replaced, report
+
+sys.path.append(str(ROOT / "benchmarks"))
+import measure
 
 RECORDS = sorted(records.DOCS.glob("*.jsonl"))
 
@@ -109,3 +114,23 @@ def test_a_drill_that_runs_again_replaces_its_rows(
     assert {each["test"] for each in rows} == {"tests/drills/saves/test_x.py::test_y[a (b)]"}
     assert rows[0]["proves"] == ["kempner/checkpoint", "kempner/training"]
     assert json.dumps(rows[0]).count(str(ROOT)) == 0
+
+
+def test_a_benchmark_keeps_what_it_measured_and_is_then_done(tmp_path: Path) -> None:
+    file = tmp_path / "performance.jsonl"
+    command = [sys.executable, str(ROOT / "benchmarks" / "order.py"), "--samples", "1000"]
+    for _ in range(2):
+        subprocess.run([*command, "--record", str(file)], check=True, capture_output=True)
+    rows = records.read(file)
+    assert [row["at once"] for row in rows] == [1, 64, 4096]
+    assert {row["benchmark"] for row in rows} == {"order"}
+    assert all(row["ns an index"] > 0 for row in rows)
+    assert {row["command"] for row in rows} == {"python benchmarks/order.py --samples 1000"}
+    assert measure.is_done("order.py --samples 1000", rows)
+    assert not measure.is_done("order.py", rows)
+    assert not measure.is_done("order.py --samples 1000", [row | {"commit": "0"} for row in rows])
+
+
+def test_what_is_measured_can_be_kept() -> None:
+    programs = {ROOT / "benchmarks" / command.split()[0] for command in measure.COMMANDS}
+    assert [path for path in programs if "records.add_option(parser)" not in path.read_text()] == []

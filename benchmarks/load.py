@@ -257,8 +257,8 @@ def compare(megabytes: int, runs: int) -> list[dict[str, object]]:
             found = {"kempner": ours, "kempner, from memory": remembered, "stock": stock}
             for way, ratios in found.items():
                 each = {"reader": way, "median": statistics.median(ratios), "at worst": max(ratios)}
-                read = {"bytes read, to needed": taken / needed} if way == "kempner" else {}
-                rows.append(row | each | read)
+                share = {"bytes read, to needed": taken / needed} if way == "kempner" else {}
+                rows.append(row | each | share)
     return rows
 
 

@@ -106,17 +106,20 @@ def write(
     `only` says for some keys which values rows may have: others are dropped. Several processes may
     write to the same file.
     """
-    with open(file, "a+") as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        opened.seek(0)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         old = [
             row
-            for row in map(json.loads, opened)
+            for row in (read(file) if file.exists() else [])
             if all(row[key] in values for key, values in (only or {}).items())
         ]
-        kept = replaced(old, rows, by)
-        opened.truncate(0)
-        opened.write("".join(json.dumps(row) + "\n" for row in kept))
+        whole = file.with_name(f".{file.name}.new")
+        lines = (json.dumps(row) + "\n" for row in replaced(old, rows, by))
+        whole.write_text("".join(lines))
+        whole.replace(file)
+    finally:
+        os.close(folder)
 
 
 def replaced(old: Sequence[Row], new: Sequence[Row], by: Sequence[str]) -> list[Row]:
@@ -166,7 +169,7 @@ def result(
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.3g}") if abs(value) < 1000 else round(value)
+        return float(f"{value:.4g}") if abs(value) < 1000 else round(value)
     if isinstance(value, Mapping):
         return {key: _rounded(part) for key, part in value.items()}
     return [_rounded(part) for part in value] if isinstance(value, list | tuple) else value

@@ -65,7 +65,7 @@ newer-slurms: $(addprefix pytest-slurm-,$(NEWER_SLURMS))
 pytest-slurm-%: $(READY)
 	$(BIN)/python -m pytest tests/slurm --slurm=$* --numprocesses=$(CLUSTERS) $(TOGETHER) $(OPTIONS)
 
-# Do the tests notice bugs? A hundred are planted, one after the other: tests/planted/run.py.
+# Do the tests notice bugs? They are planted one after the other: tests/planted/run.py.
 planted: $(READY)
 	$(BIN)/python tests/planted/run.py --record docs/planted_bugs.jsonl
 

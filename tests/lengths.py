@@ -242,7 +242,7 @@ def _passed(config: pytest.Config) -> frozenset[str]:
     record = Path(config.option.passed or os.devnull)
     lines = record.read_text().splitlines() if record.is_file() else []
     now = commit() if lines else ""
-    return frozenset(line["file"] for line in map(json.loads, lines) if line["commit"] == now)
+    return frozenset(line["file"] for line in map(json.loads, lines) if line["commit"] == now != "")
 
 
 def _file(test: str) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 
 import pytest
 from promises_kept import NO_TIME, Promise, function_of, read_promises
+from records import commit, header
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -242,13 +242,7 @@ def _passed(config: pytest.Config) -> frozenset[str]:
     record = Path(config.option.passed or os.devnull)
     lines = record.read_text().splitlines() if record.is_file() else []
     now = commit() if lines else ""
-    return frozenset(line["file"] for line in map(json.loads, lines) if line["commit"] == now)
-
-
-def commit() -> str:
-    """The commit that is checked out, with a + where files differ from it."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=-1, text=True).stdout.strip()
+    return frozenset(line["file"] for line in map(json.loads, lines) if line["commit"] == now != "")
 
 
 def _file(test: str) -> str:
@@ -259,11 +253,7 @@ def main(*measured: str) -> None:
     for file in measured:
         lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
         facts = {
-            "commit": commit(),
-            "date": time.strftime("%Y-%m-%d", time.gmtime()),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python "
-            f"{platform.python_version()}",
-            "command": "KEMPNER_TEST_COSTS=FILE make check",
+            **header(["kempner", "tests"], "KEMPNER_TEST_COSTS=FILE make check"),
             "unit": "CPU seconds and seconds of all cases of a function; those of the cheap "
             "functions are left out",
             "all": [round(sum(line[key] for line in lines)) for key in ("cpu", "seconds")],

@@ -10,7 +10,6 @@ in the project's environment are in one of their own, build/peers, which `--inst
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import re
@@ -30,12 +29,19 @@ from typing import Any
 import tomli
 from job import Ended, Job, Start, free_port
 from measure import Notes, measured
-from record import head
 from scenarios import How, Scenario, scenarios
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.append(str(ROOT / "tests"))
+import records  # noqa: E402
+
 RECIPES, ENVIRONMENT = HERE / "recipes", ROOT / "build" / "peers"
+VERSIONS = """
+import sys
+from importlib.metadata import version
+print(", ".join(f"{name} {version(name)}" for name in sys.argv[1:]))
+"""
 MOST_STARTS = 5
 RANKS = 2
 
@@ -186,17 +192,10 @@ def row(peer: Peer, scenario: Scenario, folders: Path) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - began, 1)}
 
 
-def put(record: Path, new: Mapping[str, Any]) -> None:
-    """In place of the row of the same peer and scenario, or after all others."""
-    key = (new["peer"], new["scenario"])
-    with open(record, "a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # two runs may share the peers between them
-        file.seek(0)
-        rows = [json.loads(line) for line in file]
-        at = next((i for i, r in enumerate(rows) if (r["peer"], r["scenario"]) == key), len(rows))
-        rows[at : at + 1] = [new]
-        file.truncate(0)
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
+def versions(peer: Peer) -> str:
+    """Of the peer, and of what it was tried with."""
+    asked = [peer.python, "-c", VERSIONS, *peer.versions]
+    return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def install(peers: Sequence[Peer]) -> None:
@@ -215,29 +214,30 @@ def main() -> None:
     parser.add_argument("--scenario", default="")
     parser.add_argument("--record", type=Path, default=ROOT / "docs" / "peers.jsonl")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", type=Path, help="a folder for all that the runs leave")
+    parser.add_argument("--folder", type=Path, help="where all that the runs leave is kept")
     parser.add_argument("--install", action="store_true")
     given = parser.parse_args()
     peers = [Peer(**entry) for entry in tomli.loads((HERE / "peers.toml").read_text())["peer"]]
     if given.install:
         install(peers)
-    if given.keep is not None:
-        given.keep.mkdir(parents=True, exist_ok=True)
+    if given.folder is not None:
+        given.folder.mkdir(parents=True, exist_ok=True)
     chosen = [peer for peer in peers if peer.name == given.peer]
     for peer in chosen or [peer for peer in peers if given.peer in peer.name]:
         if peer.pip and not ENVIRONMENT.exists():
             print(f"{peer.name} is left out: --install makes its environment", file=sys.stderr)
             continue
-        folders = Path(tempfile.mkdtemp(dir=given.keep)).resolve()
+        folders = Path(tempfile.mkdtemp(dir=given.folder)).resolve()
         for scenario in scenarios(given.seed):
             needed = scenario.name == "undisturbed" or given.scenario in scenario.name
             if peer.plays(scenario) and needed:
                 found = row(peer, scenario, folders)
                 print(json.dumps(found), flush=True)
-                put(given.record, found | head(peer.python, peer.versions))
+                told = {"of": versions(peer), **records.header(["benchmarks/peers"])}
+                records.write(given.record, [found | told], ("peer", "scenario"))
                 if not found["complete"] and scenario.how is How.NOT:
                     break  # it does not run here: its error is the row
-        if given.keep is None:
+        if given.folder is None:
             shutil.rmtree(folders)
 
 

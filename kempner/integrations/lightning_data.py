@@ -55,7 +55,7 @@ class HeldLoader:
         self._mapped.plan.begin_epoch(epoch)
 
     def skip(self, batches: int) -> None:
-        """Leave out so many batches."""
+        """Leave out the next `batches`."""
         for _ in range(batches):
             self._mapped.take()
 

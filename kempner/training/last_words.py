@@ -15,6 +15,11 @@ from kempner.run.process.whereabouts import place_of
 from kempner.training.main import classify
 from kempner.training.rank_link.rank_link import RankLink
 
+_AGAIN = (
+    "by an exception, or with its iterator kept in a variable; the steps since the newest "
+    "checkpoint are made again at the next start"
+)
+
 
 class LastWords:
     """Tells the supervisor how this process ends: at its exit, or with the exception that ends it.
@@ -26,9 +31,12 @@ class LastWords:
     def __init__(self, rank_link: RankLink) -> None:
         self.code: ExitCode | None = None
         """How the loop ended, if it did; without that the exit status says more."""
+        self.uncommitted: str | None = None
+        """How the loop was left without a commit, for a program that ends as if all were well."""
         self._rank_link, self._earlier_hook = rank_link, sys.excepthook
         self._status = ExitCode.COMPLETED
-        """How a loop has ended that is not in the main thread, and so sets no exit status."""
+        """The exit status, where Python would leave with another: after an exception that is told
+        without its traceback, and after a loop that is not in the main thread."""
         if threading.current_thread() is threading.main_thread():
             sys.excepthook = self._hook
         else:
@@ -44,6 +52,8 @@ class LastWords:
     def _say(self) -> None:
         if self.code is not None:
             self._rank_link.leave(self.code, "")
+        elif self.uncommitted is not None:
+            say(f"kempner: {self.uncommitted} {_AGAIN}", sys.stderr)
         if self._status is not ExitCode.COMPLETED:
             leave(self._status)  # or a run that was stopped would pass for one that is complete
         ignore_from_now_on()
@@ -51,7 +61,9 @@ class LastWords:
     def _hook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if not self._told(error):
+        if self._told(error):
+            self._status = _code_of(error, self._rank_link)
+        else:
             self._earlier_hook(kind, error, trace)
 
     def _thread_hook(self, ended: threading.ExceptHookArgs) -> None:
@@ -69,6 +81,7 @@ class LastWords:
     def _told(self, error: BaseException) -> bool:
         """Tell the supervisor; whether there is nothing more to be told to the user."""
         after_loop, self.code = self.code is ExitCode.COMPLETED, None
+        self.uncommitted = None  # the exception says more
         code = _code_of(error, self._rank_link)
         if not isinstance(error, RunError):
             where = f"{place_of(error.__traceback__).words}: " if after_loop else ""

@@ -133,7 +133,7 @@ class Entry:
         `facts` are what the result depends on (rank 0's count): they are kept with the run, and
         compared with those of its start before. Of "steps" more may be asked for than before.
 
-        Raises, on all ranks alike, `UsageError` where the ranks differ or somebody else owns the
+        Raises, on all ranks alike, `UsageError` where the ranks differ or another process owns the
         run, and `DataError` where it is the run of another program or of other facts.
         """
         ranks = self._join(device)
@@ -284,6 +284,12 @@ class Session:
         self.note_trackers()
         if code is ExitCode.COMPLETED:
             begin_next_loop()
+
+    def leave_uncommitted(self, words: str) -> None:
+        """The loop is left by an exception, or was some time before; say so if the program goes
+        on all the same."""
+        if self.ranks.world.rank == 0:
+            self._last_words.uncommitted = words
 
     def give_back(self, code: ExitCode | None) -> None:
         """Let go of the run and of what this process shares with whatever it does next.

@@ -7,18 +7,14 @@ checkpoint stays as it is, since the step under way is not whole.
 
 from __future__ import annotations
 
-import dis
 import json
 import os
-import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import CO_GENERATOR
 from pathlib import Path
-from types import FrameType
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
@@ -34,6 +30,7 @@ from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.stop_reason import StopReason
 from kempner.training.batches import Batches
+from kempner.training.leaving import Leaving, Steps
 from kempner.training.own_loop import OwnLoop, describe_idleness
 from kempner.training.policy.final_save import time_to_spare
 from kempner.training.session import Session, at_prompt
@@ -48,7 +45,7 @@ _SAVE_PATIENCE = 60.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What a loop is to do: so many `steps`, with a save every `save_every` of them."""
+    """What a loop is to do: `steps`, and a save every `save_every` of them."""
 
     steps: int
     save_every: int
@@ -112,7 +109,7 @@ class Survivor(Generic[Step]):
         if self._begun:
             raise UsageError("survive(...) was iterated over before; call it again to go on")
         self._begun = True
-        return cast("Iterator[Step]", _Steps(self))
+        return cast("Iterator[Step]", Steps(self.run))
 
     def run(self, leaving: Leaving) -> Generator[object, None, None]:
         """Make the steps, and part from the run however they end."""
@@ -126,6 +123,8 @@ class Survivor(Generic[Step]):
                 code = self._leave()
                 return
             self._wait_for_save()
+            step, steps = self._loop.train_state.step, self._plan.steps
+            self._session.leave_uncommitted(f"the loop was left after step {step} of {steps}")
             raise
         finally:
             self.checkpoints.release_staging()  # nothing waits for that once the hook is gone
@@ -244,70 +243,3 @@ class Survivor(Generic[Step]):
 
 def _write(path: Path, content: bytes) -> None:
     replace_durable(path, content, unique=str(os.getpid()))
-
-
-@dataclass
-class Leaving:
-    """How the steps come to be closed before their end."""
-
-    by_hand: bool = False
-    """Whether by `break` or `return`, not by an exception."""
-
-
-class _Steps:
-    """The iterator. It is told by whom it is dropped, which a generator is not."""
-
-    def __init__(self, survivor: Survivor[object]) -> None:
-        self._how, self._process = Leaving(), os.getpid()
-        self._steps = survivor.run(self._how)
-
-    def __iter__(self) -> Iterator[object]:
-        return self
-
-    def __next__(self) -> object:
-        return next(self._steps)
-
-    def close(self) -> None:
-        """Leave the loop, as `break` does."""
-        self._how.by_hand = True
-        self._steps.close()
-
-    def __del__(self) -> None:
-        if os.getpid() != self._process:  # a worker that was forked in the loop
-            return
-        self._how.by_hand = not sys.is_finalizing() and _is_left_by_hand(sys._getframe().f_back)
-        self._steps.close()
-
-
-_DROPPING = {
-    *("POP_TOP", "POP_ITER", "END_FOR"),
-    *("DELETE_FAST", "DELETE_NAME", "DELETE_GLOBAL", "STORE_FAST", "STORE_NAME", "STORE_GLOBAL"),
-}
-"""Instructions that drop what they find, and do not raise."""
-
-
-class _Instruction(NamedTuple):
-    name: str
-    in_generator: bool
-
-
-def _is_left_by_hand(frame: FrameType | None) -> bool:
-    """Whether a loop's iterator is dropped in `frame` by `break` or `return`.
-
-    Those compile to an instruction that drops it, and so does `del`. An exception drops it in
-    whichever instruction has raised. Where that is in a generator which is closed, as in a progress
-    bar around the steps, what has dropped the generator counts.
-    """
-    while frame is not None:
-        at = _instruction(frame)
-        if at.name in _DROPPING:
-            return True
-        if not at.in_generator:
-            return False
-        frame = frame.f_back
-    return False
-
-
-def _instruction(frame: FrameType) -> _Instruction:
-    name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-    return _Instruction(name, bool(frame.f_code.co_flags & CO_GENERATOR))

@@ -1,26 +1,14 @@
 """Do the tests notice when kempner has a bug? Usage: run.py [--only ID...] [--record FILE.jsonl]
 
-`bugs.toml` has single decisions gone wrong, each with the tests that should catch it. What git
-tracks is copied once, and all tests that are named must pass there. Then each bug is planted into
-the copy, its tests run up to the first that fails, and the file is put back.
-
-A bug is found by its text, and not by the name of a file: modules may be moved and renamed as long
-as the line that decides stays the same.
-
-    [[bug]]
-    id = "checkpoint-..."       the part of kempner comes first
-    what = "..."                what goes wrong, for whoever runs kempner
-    old = '''...'''             is there exactly once in kempner/**/*.py
-    new = '''...'''             what stands in its place
-    tests = ["..."]             arguments for pytest, the cheapest first
-    survives = true             only where no test at all catches it; why not, says a comment
+`bugs.toml` has single decisions gone wrong, each with the tests that should catch it: see bugs.py.
+What git tracks is copied once, and all tests that are named must pass there. Then each bug is
+planted into the copy, its tests run up to the first that fails, and the file is put back.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import re
 import select
@@ -30,12 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from typing import NoReturn
 
@@ -45,26 +32,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
+import records  # noqa: E402
 from patience import scaled  # noqa: E402
+from planted.bugs import Bug, Length, length_of, place, read_bugs, read_sources  # noqa: E402
 
-BUGS = Path(__file__).with_name("bugs.toml")
 LIMIT = scaled(300.0)  # seconds for the tests of one bug
 # Imported once, and not in each process that runs tests.
 SLOW_TO_IMPORT = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "hypothesis")
 FOLDER = re.compile(r"/[^\s'\"]+/(?=[^/\s'\"]+)")  # of this machine, up to a file's own name
 OUTCOMES: Mapping[int | None, str] = {0: "survived", 1: "caught"}  # by the exit code of pytest
-
-
-@dataclass(frozen=True)
-class Bug:
-    """See above."""
-
-    id: str
-    what: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    survives: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,17 +55,6 @@ class Outcome:
     seconds: float
 
 
-def read_bugs(only: Sequence[str]) -> list[Bug]:
-    """All bugs of the list, or those that are asked for."""
-    entries = tomllib.loads(BUGS.read_text())["bug"]
-    bugs = [Bug(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
-    if len({bug.id for bug in bugs}) < len(bugs):
-        raise SystemExit("an id is in the list twice")
-    if unknown := set(only) - {bug.id for bug in bugs}:
-        raise SystemExit(f"not in the list: {', '.join(sorted(unknown))}")
-    return [bug for bug in bugs if not only or bug.id in only]
-
-
 class Tree:
     """A copy of what git tracks, into which bugs are planted."""
 
@@ -100,23 +65,19 @@ class Tree:
             if (ROOT / name).exists():  # or it was deleted and that is not committed yet
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, path / name, follow_symlinks=False)
-        self._sources = {file: file.read_text() for file in path.glob("kempner/**/*.py")}
+        self._sources = read_sources(path)
         self._moments = count(int(time.time()))
         self.environment = {**os.environ, "PYTHONPATH": str(path)}
 
     def place(self, bug: Bug) -> Path:
         """The file that the bug belongs to. Raises `SystemExit` unless there is exactly one."""
-        found = {file: text.count(bug.old) for file, text in self._sources.items()}
-        if (times := sum(found.values())) != 1:
-            where = ", ".join(file.name for file, number in found.items() if number) or "nowhere"
-            raise SystemExit(f"{bug.id}: `old` is there {times} times ({where})")
-        return max(found, key=lambda file: found[file])
+        return place(bug, self._sources)
 
     @contextmanager
     def planted(self, bug: Bug) -> Iterator[None]:
         """While it is open, the copy has the bug."""
         file = self.place(bug)
-        text = self._sources[file].replace(bug.old, bug.new)
+        text = bug.planted_in(self._sources[file])
         compile(text, str(file), "exec")
         self._write(file, text)
         try:
@@ -210,12 +171,21 @@ def run_with(tree: Tree, bug: Bug) -> Outcome:
     return Outcome(bug.id, outcome, test, FOLDER.sub("...", why), seconds)
 
 
-def record(file: Path, outcomes: Sequence[Outcome]) -> None:
-    """A line for each bug in the order of the list; those that were not run keep theirs."""
-    before = file.read_text().splitlines() if file.exists() else []
-    lines = {json.loads(line)["id"]: line for line in before}
-    lines |= {outcome.id: json.dumps(asdict(outcome)) for outcome in outcomes}
-    file.write_text("".join(f"{lines[b.id]}\n" for b in read_bugs(()) if b.id in lines))
+def record(file: Path, outcome: Outcome, planted: Path) -> None:
+    """The row of a bug that was planted into this file of the project; bugs that are no longer in
+    the list lose theirs."""
+    row = asdict(outcome) | records.header(["/".join(planted.parts[:2])])
+    records.write(file, [row], by=("id",), only={"id": [bug.id for bug in read_bugs()]})
+
+
+def caught_by(outcomes: Iterable[Outcome]) -> Mapping[Length, int]:
+    """How many bugs are caught by a test that each command runs; a longer one runs all of these."""
+    caught = Counter(length_of(o.test) for o in outcomes if o.outcome == "caught" and o.test)
+    return dict(zip(Length, accumulate(caught[length] for length in Length), strict=True))
+
+
+def in_words(counts: Mapping[Length, int]) -> str:
+    return "caught by " + ", ".join(f"`{key.value}`: {count}" for key, count in counts.items())
 
 
 def main() -> int:
@@ -229,6 +199,7 @@ def main() -> int:
     for module in SLOW_TO_IMPORT:
         importlib.import_module(module)
     bugs = read_bugs(asked.only)
+    records.commit()  # remembered: it may be another one in hours
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         tree = Tree(Path(folder).resolve() / "tree")
         for bug in bugs:
@@ -239,14 +210,15 @@ def main() -> int:
         for bug in bugs:
             outcomes.append(run_with(tree, bug))
             print(f"{outcomes[-1].outcome:9} {bug.id}", flush=True)
-    if asked.record is not None:
-        record(asked.record, outcomes)
+            if asked.record is not None:
+                record(asked.record, outcomes[-1], tree.place(bug).relative_to(tree.path))
     known = {bug.id: "survived" if bug.survives else "caught" for bug in bugs}
     for o in outcomes:
         remark = "" if o.outcome == known[o.id] else f"  <- {known[o.id]} by the list"
         print(f"{o.id:56}  {o.outcome:8} {o.seconds:6.1f} s  {o.test}{remark}")
     counts = dict(Counter(outcome.outcome for outcome in outcomes))
     print(f"\n{len(bugs)} bugs: {counts}, in {time.monotonic() - began:.0f} s")
+    print(in_words(caught_by(outcomes)))
     return int(any(outcome.outcome != known[outcome.id] for outcome in outcomes))
 
 

@@ -48,12 +48,11 @@ def newest() -> str | None:
 
 def main() -> None:
     seed_everything(1)
+    saved = task.FOLDER / "saved"
     options: dict[str, Any] = {
         "devices": WORLD,
         "plugins": [SLURMEnvironment(auto_requeue=True)],
-        "callbacks": [
-            ModelCheckpoint(task.FOLDER / "saved", every_n_train_steps=SAVE_EVERY, save_last=True)
-        ],
+        "callbacks": [ModelCheckpoint(saved, every_n_train_steps=SAVE_EVERY, save_last=True)],
         "strategy": "ddp_find_unused_parameters_true" if WORLD > 1 else "auto",
     }
     resume = newest()

@@ -70,7 +70,7 @@ class GlobalBatches:
         return range(position, position + min(self.size, even))
 
     def after(self, position: int, batches: int) -> int:
-        """The position when so many more batches are done."""
+        """The position when `batches` more are done."""
         while batches > 0:
             full = self._left_of_epoch(position) // self.size
             if self.infinite and not self.drop_last:

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from kempner.cluster.world import discover
 from kempner.data.order.global_batches import GlobalBatches, samples_at, share, spans_from
 from kempner.data.order.shuffle import PERMUTATION_VERSION
-from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.process.exit_codes import MismatchError, UsageError
 from kempner.run.process.worker_process import born_deaf, heed_only_parent
 
 T = TypeVar("T")
@@ -95,11 +95,11 @@ class _Resumable(Sampler[T]):
         self._position = self.batches.epoch_start(epoch, self._position)
 
     def position_after(self, count: int) -> int:
-        """The position when so many more of what the sampler yields are consumed on each rank."""
+        """The position when `count` more of what the sampler yields are consumed on each rank."""
         return self.batches.after(self._position, count)
 
     def advance(self, count: int = 1) -> None:
-        """So many more of what the sampler yields are consumed, on this rank and all others."""
+        """`count` more of what the sampler yields are consumed, on this rank and all others."""
         self._position = self.position_after(count)
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,11 +109,11 @@ class _Resumable(Sampler[T]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the position of a `state_dict()`, of any number of ranks and batch size.
 
-        Raises DataError if it is of another data set or order.
+        Raises MismatchError if it is of another data set or order.
         """
         for name, mine in self._order().items():
             if (saved := state_dict.get(name, mine)) != mine:
-                raise DataError(
+                raise MismatchError(
                     f"the checkpoint's data has {name}={saved}, this run's {name}={mine}: "
                     "give the sampler the same data and seed, or begin a new run"
                 )

@@ -38,7 +38,7 @@ class Draws:
     def continue_after(
         self, micro_batches: int, before_fetch: dict[str, Any], resume: Callable[[], None]
     ) -> None:
-        """In the next epoch so many are trained on: the one after them was fetched ahead, and
+        """The next epoch trains on `micro_batches`; the one after them was fetched ahead, and
         `resume` follows that.
         """
         self._continued = _Ahead(micro_batches + 1, before_fetch, resume)
@@ -68,7 +68,7 @@ class WorkerDraws:
         loader.collate_fn, loader.worker_init_fn = self.collate, self.prepare
 
     def begin(self, epoch: int, micro_batches: int) -> None:
-        """Workers that start now fetch what comes after so many micro batches of an epoch."""
+        """Workers that start now fetch what comes after `micro_batches` of an epoch."""
         self._epoch, self._number = epoch, micro_batches
 
     def prepare(self, worker: int) -> None:

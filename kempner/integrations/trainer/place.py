@@ -1,7 +1,7 @@
 """The place of a Trainer in its data, counted in samples, so that any number of ranks finds it.
 
 An epoch has one order of its samples, whatever the ranks: each micro batch of the world takes the
-next so many of it. Accelerate deals them out to the ranks; what comes first is decided here.
+next samples of it. Accelerate deals them out to the ranks; what comes first is decided here.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Leg:
 
 
 def steps_to_go(place: Place, grid: Grid, epochs: float) -> int:
-    """The steps from `place` to the end of so many epochs."""
+    """The steps from `place` to the end of `epochs` epochs."""
     if place.epoch >= epochs:
         return 0
     leg = Leg.after(place, grid)
@@ -131,7 +131,7 @@ class PlacedSampler(Sampler[int]):
         self._order: torch.Tensor | None = None
 
     def continue_at(self, place: Place, skipped: int) -> None:
-        """The loop itself skips so many samples; those from there to the place are left out."""
+        """Leave out the samples up to `place`; the loop itself skips the first `skipped`."""
         self._left_out, self._order = range(skipped, place.samples), place.order
 
     def order(self, begun: bool) -> torch.Tensor | None:
@@ -209,7 +209,7 @@ class DataPlace:
             batches.sampler = self._sampler = PlacedSampler(sampler)
 
     def cut(self, micro_batches: int) -> None:
-        """An epoch has so many micro batches."""
+        """An epoch has `micro_batches` of them."""
         loader, samples = self._loader, None if self._sampler is None else len(self._sampler)
         batch = getattr(loader, "total_batch_size", None) or loader.batch_size or 1
         drop_last = bool(getattr(loader, "_drop_last", loader.drop_last))

@@ -115,6 +115,7 @@ def test_a_loop_trains_the_same_wherever_it_was_left(tmp_path: Path, kind: str) 
 
 LOOP = """
 import torch
+import itertools
 from torch.utils.data import DataLoader, TensorDataset
 from kempner import survive
 
@@ -156,6 +157,10 @@ for number, _ in bar:
     if number == 2:
         break
 del bar
+for _ in itertools.islice(loop("sliced"), 4):
+    pass
+kept = loop("kept")
+print([next(kept)[1] for _ in range(3)])
 """
 
 AGAIN = """
@@ -175,6 +180,7 @@ def test_what_ends_a_loop_and_what_it_refuses(tmp_path: Path) -> None:
         "a step of survive(...) is one of the optimizer; train in the loop, and for several "
         "batches a step give survive(accumulate=...)"
     )
+    on = "start it again to go on, or call steps.finish() before, where this is the end"
     assert done.stdout.splitlines() == [
         f"UsageError no optimizer has stepped in 6 steps in a row: {idle}",
         f"UsageError no optimizer has stepped in 8 steps in a row: {idle}",
@@ -187,9 +193,14 @@ def test_what_ends_a_loop_and_what_it_refuses(tmp_path: Path) -> None:
         "Face's IterableDataset",
         "UsageError survive(state=...): the place in the data comes back by itself; leave 'data' "
         "out of state, or give it another name",
-        "left after step 2 of 12: start it again to go on, or call steps.finish() before, where "
-        "this is the end",
+        f"left after step 2 of 12: {on}",
+        f"left after step 3 of 12: {on}",
+        "[1, 2, 3]",
     ]
+    assert done.stderr.splitlines()[-1] == (
+        "kempner: the loop was left after step 2 of 12 by an exception, or with its iterator kept "
+        "in a variable; the steps since the newest checkpoint are made again at the next start"
+    )
     again = run(tmp_path, AGAIN)
     said = ["resumed at step 5", "completed 5 steps", "[]"]
     assert again.stdout.splitlines() == said, again.stderr

@@ -26,6 +26,7 @@ from kempner.checkpoint.format.manifest import (
     whole_sum,
 )
 from kempner.checkpoint.format.names import (
+    METADATA,
     CheckpointFolder,
     in_progress_name,
     parse_step,
@@ -71,11 +72,10 @@ class Store:
         data = path / "__0_0.distcp"
         data.write_bytes(random.Random(step).randbytes(2 * BLOCK_BYTES + 17))
         sidecar = encode_sidecar({data.name: sum_file(data)})
-        (path / sidecar_name(0)).write_bytes(sidecar)
-        files = {
-            data.name: FileEntry(bytes=data.stat().st_size, sums=sidecar_name(0)),
-            sidecar_name(0): FileEntry(bytes=len(sidecar), xxh3_128=whole_sum(sidecar)),
-        }
+        files = {data.name: FileEntry(bytes=data.stat().st_size, sums=sidecar_name(0))}
+        for name, content in {sidecar_name(0): sidecar, METADATA: b"contents"}.items():
+            (path / name).write_bytes(content)
+            files[name] = FileEntry(bytes=len(content), xxh3_128=whole_sum(content))
         train_state = TrainState(step=step, cursor=8 * step, tokens=256 * step)
         return path, Manifest(train_state, IDENTITY, attempt.number, 0.5, files)
 

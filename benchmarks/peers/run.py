@@ -28,7 +28,7 @@ from typing import Any
 
 import tomli
 from job import Ended, Job, Start, free_port
-from measure import Notes, measured
+from outcome import Notes, measured
 from scenarios import How, Scenario, scenarios
 
 HERE = Path(__file__).resolve().parent

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections import Counter
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 def note(step: int, samples: list[int], loss: float, rank: int = RANK) -> None:
     """This rank trains on these samples in `step`; the interruption of `step` follows."""
-    line = {"pid": os.getpid(), "time": time.monotonic(), "step": step}
+    line = {"pid": os.getpid(), "time": monotonic(), "step": step}
     with open(FOLDER / f"notes-{rank}.jsonl", "a") as notes:
         notes.write(json.dumps({**line, "samples": samples, "loss": loss.hex()}) + "\n")
     MADE[step] += 1
@@ -79,10 +79,10 @@ def interrupt(place: str, step: int, rank: int) -> None:
         if mine and not ASKED.exists():
             ASKED.write_text(str(os.getpid()))
         while not DONE.exists():
-            time.sleep(0.01)
-        time.sleep(PLAN["notice"])
+            sleep(0.01)
+        sleep(PLAN["notice"])
     elif DONE.exists() and not OVER:
-        time.sleep(0.1)
+        sleep(0.1)
 
 
 def finish(model: nn.Module, rank: int = RANK) -> None:

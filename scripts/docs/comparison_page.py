@@ -17,6 +17,7 @@ from typing import Any
 import tomli
 
 ROOT = Path(__file__).resolve().parents[2]
+PEERS = ROOT / "benchmarks" / "peers" / "peers.toml"
 RECORD, SOURCES = ROOT / "docs" / "peers.jsonl", ROOT / "docs" / "peers.toml"
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "comparison.md"
 BEGIN = "<!-- Made by scripts/docs/comparison_page.py: {}. -->\n"
@@ -59,11 +60,13 @@ def main() -> int:
 
 
 def read() -> Record:
-    record: dict[str, dict[str, Row]] = {}
+    """In the order of peers.toml."""
+    peers = [peer["name"] for peer in tomli.loads(PEERS.read_text())["peer"]]
+    record: dict[str, dict[str, Row]] = {peer: {} for peer in peers}
     for line in RECORD.read_text().splitlines():
         row = json.loads(line)
-        record.setdefault(row["peer"], {})[row["scenario"]] = row
-    return record
+        record[row["peer"]][row["scenario"]] = row
+    return {peer: rows for peer, rows in record.items() if rows}
 
 
 def made(text: str, record: Record, sources: Mapping[str, Any]) -> str:
@@ -205,14 +208,15 @@ def cell(row: Row | None) -> str:
 
 
 def not_run(record: Record) -> str:
-    """The peers that never trained to the end here, and why."""
-    lines = ["| | how | what it said |", "|---|---|---|"]
+    """What never trained to the end here, and what it said."""
+    lines = ["| | how | it said |", "|---|---|---|"]
     for peer, rows in record.items():
-        if peer not in ran(record):
-            row = next(iter(rows.values()))
-            error = row["error"].replace("|", "\\|")
-            lines.append(f"| {peer}: {row['of']} | {row['options']} | `{error}` |")
-    return "\n".join(lines) + "\n" if len(lines) > 2 else "All of them ran.\n"
+        for name, row in rows.items():
+            if not row["complete"]:
+                error = row["error"].replace("|", "\\|")
+                what = SAID.get(name, row["options"])
+                lines.append(f"| {peer}: {row['of']} | {what} | `{error}` |")
+    return "\n".join(lines) + "\n"
 
 
 def better(record: Record, sources: Mapping[str, Any]) -> str:
@@ -255,9 +259,7 @@ def conditions(record: Record) -> str:
         source = f"[its pages]({row['source']})" if row["source"] else "[here](integrations.md)"
         lines.append(f"| {peer} | {row['of']} | {row['options']} | {source} |")
     dates = sorted({row["date"][:10] for rows in record.values() for row in rows.values()})
-    commits = sorted({row["commit"] for rows in record.values() for row in rows.values()})
-    machine = next(iter(next(iter(record.values())).values()))["machine"]
-    made = f"On {' and '.join(dates)}, at {' and '.join(commits)}, on {machine}."
+    made = f"On {' and '.join(dates)}; each row of the record names its commit and machine."
     return "\n".join(lines) + f"\n\n{made}\n"
 
 

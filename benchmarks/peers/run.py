@@ -1,6 +1,6 @@
 """Plays the scenarios with each peer, and writes what happened: docs/peers.jsonl.
 
-    python benchmarks/peers/run.py [--peer WORD] [--scenario WORD] [--record FILE]
+    python benchmarks/peers/run.py [--peer NAME] [--scenario PATTERN] [--record FILE]
 
 A row a peer and scenario: samples that came twice and that were missed, steps made again, whether
 it hung, exit codes, and what a person had to do. A new row replaces the old one. Peers that are not
@@ -229,7 +229,7 @@ def main() -> None:
             continue
         folders = Path(tempfile.mkdtemp(dir=given.folder)).resolve()
         for scenario in scenarios(given.seed):
-            needed = scenario.name == "undisturbed" or given.scenario in scenario.name
+            needed = scenario.name == "undisturbed" or re.search(given.scenario, scenario.name)
             if peer.plays(scenario) and needed:
                 found = row(peer, scenario, folders)
                 print(json.dumps(found), flush=True)

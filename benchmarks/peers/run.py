@@ -169,10 +169,10 @@ def asks_for_requeue(peer: Peer, ended: Ended) -> bool:
 
 
 def last_error(log: Path) -> str:
-    """The last line that names an exception, or the last of all."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line.split(":")[0].split("]")[-1][:60]]
-    return (named or lines or [""])[-1][-200:]
+    """The last exception that it names, or its last line."""
+    text = log.read_text(errors="replace")
+    named = re.findall(r"\b\w+(?:Error|Exception): .+", text)
+    return str((named or text.strip().split("\n"))[-1])[:200]
 
 
 def row(peer: Peer, scenario: Scenario, folders: Path) -> dict[str, Any]:

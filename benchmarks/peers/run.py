@@ -117,7 +117,7 @@ def play(peer: Peer, scenario: Scenario, folder: Path) -> History:
     scontrol.chmod(0o755)
     history, fruitless = History(), 0
     for number in range(1, MOST_STARTS + 1):
-        ranks = RANKS if number == 1 else scenario.ranks_after
+        ranks = scenario.ranks_after if (folder / "interrupt-now").exists() else RANKS
         before = Notes.read(folder).made()
         ended = start_once(peer, scenario, folder, number, ranks)
         history.codes.append(ended.codes)
@@ -137,10 +137,10 @@ def play(peer: Peer, scenario: Scenario, folder: Path) -> History:
 
 
 def start_once(peer: Peer, scenario: Scenario, folder: Path, number: int, ranks: int) -> Ended:
-    first = number == 1
+    pending = not (folder / "interrupt-now").exists()
     plan = {
         "start": number,
-        "interrupt": scenario.place if first else "",
+        "interrupt": scenario.place if pending else "",
         "rank": scenario.rank,
         "together": scenario.how is not How.HANG,
         "notice": peer.notice,
@@ -159,7 +159,7 @@ def start_once(peer: Peer, scenario: Scenario, folder: Path, number: int, ranks:
     commands = peer.commands(ranks, apart=scenario.how is How.APART)
     warning = signal.Signals[peer.warning]
     job = Job(Start(folder, number, commands, variables, warning, peer.signals == "ranks"))
-    return job.wait(scenario.how if first else How.NOT)
+    return job.wait(scenario.how if pending else How.NOT)
 
 
 def asks_for_requeue(peer: Peer, ended: Ended) -> bool:
@@ -181,6 +181,7 @@ def row(peer: Peer, scenario: Scenario, folders: Path) -> dict[str, Any]:
     history = play(peer, scenario, folder)
     found: dict[str, Any] = {"peer": peer.name, "scenario": scenario.name, "place": scenario.place}
     complete = (folder / "final-0.pt").exists()
+    found["interrupted"] = (folder / "interrupt-now").exists()
     found |= {"options": peer.options, "source": peer.source, "complete": complete}
     if complete:
         same = scenario.how is not How.NOT and scenario.ranks_after == RANKS

@@ -160,6 +160,7 @@ def worst(rows: Sequence[Row], key: str) -> int:
 
 
 def of_kill(row: Row | None) -> str:
+    """Its steps made again, and whether a person had to start it."""
     if row is None:
         return ""
     if not row["complete"]:
@@ -228,7 +229,7 @@ def better(record: Record, sources: Mapping[str, Any]) -> str:
         if mine is None or not mine["complete"]:
             continue
         fewer = [
-            f"{peer} ({record[peer][name]['made_again']})"
+            f"{peer} ({of_kill(record[peer][name])})"
             for peer in ran(record)
             if not peer.startswith("kempner")
             and name in record[peer]

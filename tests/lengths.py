@@ -242,13 +242,15 @@ def _passed(config: pytest.Config) -> frozenset[str]:
     record = Path(config.option.passed or os.devnull)
     lines = record.read_text().splitlines() if record.is_file() else []
     now = commit() if lines else ""
-    return frozenset(line["file"] for line in map(json.loads, lines) if line["commit"] == now)
+    return frozenset(line["file"] for line in map(json.loads, lines) if line["commit"] == now != "")
 
 
 def commit() -> str:
-    """The commit that is checked out, with a + where files differ from it."""
+    """The commit that is checked out, with a + where files differ from it; empty where there is no
+    repository."""
     command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=-1, text=True).stdout.strip()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def _file(test: str) -> str:

@@ -26,7 +26,7 @@ from kempner.data.serve.sampler import ResumableDataLoader
 from kempner.integrations.lightning_data import HeldLoader, hold
 from kempner.integrations.lightning_files import ModelFiles
 from kempner.integrations.lightning_metrics import restore_metrics, saved_metrics
-from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.exit_codes import MismatchError
 from kempner.training.compute.seeds import seed_for, set_rng
 
 BATCH, TAIL, NEXT = 0, 1, 2
@@ -171,7 +171,7 @@ class FitProgress:
                 loader.skip(fit.epoch_loop.batch_progress.current.ready)
             return
         if len(states) != len(loaders):
-            raise UsageError(
+            raise MismatchError(
                 f"the checkpoint has places in {len(states)} training loaders, and trainer.fit got "
                 f"{len(loaders)}: give it the same ones, or begin a new run"
             )
@@ -182,7 +182,7 @@ class FitProgress:
     def _refuse_other_world(self, loader: Any) -> None:
         was = (self._saved or {}).get("world", self._world)
         if was != self._world and not _fits_any_world(loader):
-            raise UsageError(
+            raise MismatchError(
                 f"the checkpoint is of {was} ranks, and this run has {self._world}: the place in "
                 f"the data of {type(loader).__name__} is one for each rank; start as many ranks, "
                 "or give trainer.fit a DataLoader of a data set with a length and torch's samplers"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 
@@ -29,12 +29,20 @@ class Program:
     """Whether a SIGTERM has it commit its step."""
     family: str = ""
     """Of the kind: one of each is always drawn."""
-    refused: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """For `how` of a cell, the words of the sentence that refuses it: docs/integrations.md."""
+    refused: str = ""
+    """Of the sentence that refuses another number of ranks, words that docs/integrations.md has in
+    its list; empty where it is not refused."""
+    by_others: bool = False
+    """Whether that is the library's own error, and so longer than a sentence."""
 
     @property
     def name(self) -> str:
         return f"{self.kind}-{self.variant}"
+
+    @property
+    def moves(self) -> bool:
+        """Whether there are cells in which it is started on another number of ranks."""
+        return bool(self.refused) or (self.worlds and self.ranks == (1, 2))
 
     def boundaries(self) -> dict[str, int]:
         """A step at each kind of boundary that the program has, by name."""
@@ -64,6 +72,11 @@ class Cell:
         return f"{self.program.name}-{self.ranks}-{self.how}-{self.where}"
 
     @property
+    def refused(self) -> str:
+        """The words with which the second start is refused; empty if it is to go on."""
+        return self.program.refused if self.how == "world" else ""
+
+    @property
     def goes_on_with(self) -> int:
         """How many ranks the second start has."""
         return {1: 2, 2: 1}[self.ranks] if self.how == "world" else self.ranks
@@ -80,7 +93,7 @@ def cells_of(programs: Iterable[Program]) -> list[Cell]:
         for program in programs
         for ranks in program.ranks
         for how in MOST
-        if how != "world" or (program.worlds and program.ranks == (1, 2))
+        if how != "world" or program.moves
         for cell in _some(list(_struck(program, ranks, how)), MOST[how])
     ]
 

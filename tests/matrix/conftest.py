@@ -7,30 +7,44 @@ plays one, drawn or not.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
 from drilling import ALL
+from lengths import commit
 
-from matrix.cells import cells_of, draw
-from matrix.commit import commit
+from matrix import snippets
+from matrix.cells import Cell, cells_of, draw
 from matrix.kinds import FILES
 from matrix.play import Player
+from matrix.snippets import Case
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each cell of the file's programs."""
-    if "cell" not in metafunc.fixturenames:
-        return
-    group = FILES[Path(metafunc.module.__file__ or "").stem]
-    cells = cells_of(group.programs)
-    played = set(cells) if metafunc.config.option.keyword else draw(cells, commit(), group.drawn)
-    long = (pytest.mark.drill,)
+    """One test for each cell of the file's programs, and for each case of a snippet."""
+    if "cell" in metafunc.fixturenames:
+        group = FILES[Path(metafunc.module.__file__ or "").stem]
+        cells = cells_of(group.programs)
+        _parametrize(metafunc, "cell", cells, draw(cells, commit(), group.drawn))
+    if "case" in metafunc.fixturenames:
+        _parametrize(metafunc, "case", snippets.CASES, snippets.draw(snippets.CASES, commit()))
+
+
+def _parametrize(
+    metafunc: pytest.Metafunc,
+    name: str,
+    every: Sequence[Cell | Case],
+    drawn: Collection[Cell | Case],
+) -> None:
+    asked_for, long = bool(metafunc.config.option.keyword), (pytest.mark.drill,)
     metafunc.parametrize(
-        "cell",
+        name,
         [
-            pytest.param(cell, id=cell.name, marks=long if ALL or cell not in played else ())
-            for cell in cells
+            pytest.param(
+                one, id=one.name, marks=long if ALL or not (asked_for or one in drawn) else ()
+            )
+            for one in every
         ],
     )
 

@@ -31,6 +31,11 @@ RANKS_DIFFER = {
 }
 """Features whose losses depend on the number of ranks, undisturbed or not, and why."""
 
+PER_RANK = ("perrank", "custom", "replay", "stream")
+"""Of these, those with a state of each rank's own."""
+
+GENERATES = "what its trainer generates depends on the ranks: go on with as many"
+
 HUGGING_FACE = (
     Program("hugging_face.py", "Trainer", "steps"),
     Program("hugging_face.py", "Trainer", "epochs", 15, save_every=5, evaluate_every=5),
@@ -48,8 +53,8 @@ HUGGING_FACE = (
     Program("hugging_face.py", "LoRA", "best", save_every=3),
     Program("hugging_face.py", "DPO", "steps"),
     Program("hugging_face.py", "DPO", "accumulate", epoch=3, micro=2),
-    Program("hugging_face.py", "GRPO", "generations", evaluate_every=0, epoch=0, worlds=False),
-    Program("hugging_face.py", "GRPO", "steps", evaluate_every=0, epoch=0, worlds=False),
+    Program("hugging_face.py", "GRPO", "generations", evaluate_every=0, epoch=0, refused=GENERATES),
+    Program("hugging_face.py", "GRPO", "steps", evaluate_every=0, epoch=0, refused=GENERATES),
 )
 HUGGING_FACE_MODULES = (
     "datasets",
@@ -89,7 +94,14 @@ LIGHTNING = (
     Program("with_lightning.py", "Lightning", "weighted", evaluate_every=5, worlds=False),
     Program("with_lightning.py", "Lightning", "augmented", evaluate_every=5, worlds=False),
     Program("with_lightning.py", "Lightning", "stateful", evaluate_every=5, worlds=False),
-    Program("with_lightning.py", "Lightning", "stream", evaluate_every=5, ranks=(1,)),
+    Program(
+        "with_lightning.py",
+        "Lightning",
+        "stream",
+        evaluate_every=5,
+        ranks=(1,),
+        refused="is one for each rank; start as many ranks",
+    ),
     Program("with_lightning.py", "Lightning", "manual", save_every=2, evaluate_every=5),
     Program("with_lightning.py", "Lightning", "uneven", 15, evaluate_every=5, worlds=False),
     Program("with_lightning.py", "Lightning", "defaults", 15, evaluate_every=5),
@@ -118,8 +130,9 @@ TITAN = tuple(
         variant,
         evaluate_every=0,
         micro=2 if variant == "accumulate" else 1,
-        worlds=False,
         heeds=False,
+        refused="dataloader",
+        by_others=True,
     )
     for variant in ("plain", "accumulate")
 )
@@ -145,6 +158,7 @@ PLAIN = tuple(
         ranks={"sharded": (2,)}.get(feature, (1, 2)),
         worlds=feature not in RANKS_DIFFER,
         family=family,
+        refused="among whom it cannot be divided" if feature in PER_RANK else "",
     )
     for family, features in FEATURES.items()
     for feature in features.split()

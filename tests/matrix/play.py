@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -58,11 +58,8 @@ class Player:
         self._check_trouble(cell, first)
         before = notes(folder, max(cell.ranks, cell.goes_on_with))
         second = self.start(cell.program, cell.goes_on_with, folder)
-        if refused := cell.program.refused.get(cell.how):
-            assert set(second.codes) <= {ExitCode.USAGE, ExitCode.BAD_DATA}, second.printed
-            assert refused in " ".join(second.printed.split()), second.printed
-            assert notes(folder, len(before)) == before, "it was refused after a step"
-            return []
+        if cell.refused:
+            return list(_not_refused(cell, second, before, notes(folder, len(before))))
         if set(second.codes) != {0}:
             return [f"started again, it ended with {second.codes}: {second.printed}"]
         found = notes(folder, max(cell.ranks, cell.goes_on_with))
@@ -111,9 +108,24 @@ class Player:
                 if trouble and rank == ranks - 1:
                     mine[TROUBLE] = f"{kind}@{trouble.place}"
                 fork = template(*self.modules).fork
-                started.append(fork(command, mine, output, folder))
+                started.append(fork(command, mine, output, folder, brief=True))
         codes = _wait(started, lambda: log.read_text(errors="replace"))
         return Start(codes, log.read_text(errors="replace")[-2000:])
+
+
+def _not_refused(
+    cell: Cell, second: Start, before: Sequence[Notes], after: Sequence[Notes]
+) -> Iterator[str]:
+    """What was otherwise than it is where a cell is refused."""
+    wanted = {1} if cell.program.by_others else {ExitCode.USAGE, ExitCode.BAD_DATA}
+    if not wanted.issuperset(second.codes):
+        yield f"started again, it was not refused but ended with {second.codes}"
+    if before != after:
+        yield "it was refused after a step"
+    lines = [line for line in second.printed.splitlines() if cell.refused in line]
+    sentences = [line for line in lines if "kempner: " in line or cell.program.by_others]
+    if not sentences or ("Traceback" in second.printed and not cell.program.by_others):
+        yield f"no sentence has refused it: {second.printed}"
 
 
 def _wait(ranks: Sequence[Process], said: Callable[[], str]) -> tuple[int, ...]:

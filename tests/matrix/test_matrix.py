@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from harness import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,10 +44,20 @@ def test_60_are_drawn_and_some_of_every_kind(commit: str) -> None:
     assert Counter(cell.program.kind for cells in drawn for cell in cells).keys() == KINDS
 
 
+REFUSED = [cell for cell in ALL if cell.refused]
+
+
 def test_few_are_refused_and_none_on_as_many_ranks() -> None:
-    refused = [cell for cell in ALL if cell.how in cell.program.refused]
-    assert len(refused) <= 0.05 * len(ALL)
-    assert {cell.how for cell in refused} <= {"world"}
+    assert len(REFUSED) <= 0.05 * len(ALL)
+    assert {cell.how for cell in REFUSED} == {"world"}
+    assert {cell.program.kind for cell in REFUSED} == {"plain", "GRPO", "Lightning", "torchtitan"}
+
+
+def test_the_page_lists_what_is_refused_and_says_how_much_it_is() -> None:
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    listed = page[page.index("### What is refused") : page.index("## transformers and TRL")]
+    assert [cell.name for cell in REFUSED if cell.refused not in listed] == []
+    assert f"{len(REFUSED)} of {len(ALL):,} cells ({len(REFUSED) / len(ALL):.1%})" in listed
 
 
 def test_other_commits_draw_other_cells() -> None:

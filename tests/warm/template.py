@@ -111,9 +111,12 @@ class Template:
         cwd: Path | None = None,
         spare: bool = False,
         stdout: Path | None = None,
+        brief: bool = False,
     ) -> Warm:
-        """`python ARGUMENTS` in a session of its own; the rest is as in `start`."""
-        options = ("spare" if spare else "alone", str(cwd or Path.cwd()), str(stdout or ""))
+        """`python ARGUMENTS` in a session of its own; the rest is as in `start`. A `brief` one does
+        not take its interpreter down."""
+        kind = "spare" if spare else "brief" if brief else "alone"
+        options = (kind, str(cwd or Path.cwd()), str(stdout or ""))
         command = (sys.executable, str(PROGRAM), *options, *arguments)
         fork = partial(self._server.fork, command, environ, output.fileno(), ours=True)
         with self._lock:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint.registered.objects import Held
-from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.exit_codes import MismatchError, UsageError
 
 _PARAMETERS = "params"
 _BY_THE_PROGRAM = frozenset({_PARAMETERS, "foreach", "fused", "capturable", "differentiable"})
@@ -97,7 +97,7 @@ class ParameterGroups:
     def take(self, saved: Any) -> None:
         """Give every parameter the hyperparameters that it had.
 
-        Raises `UsageError` where no group has all of what its parameters had.
+        Raises `MismatchError` where no group has all of what its parameters had.
         """
         if isinstance(saved, list):  # as up to 6743c10, without names
             self._take_by_place(saved)
@@ -105,7 +105,7 @@ class ParameterGroups:
         self.reordered = saved["order"] != self._names.order
         then = [group[_PARAMETERS].splitlines() for group in saved["groups"]]
         if self._in_order and then != self._named():
-            raise UsageError(
+            raise MismatchError(
                 f"{self._name} keeps its state in the order of its parameters, and they are in "
                 "another order than in the checkpoint: build it as it was, or begin a new run"
             )
@@ -143,13 +143,13 @@ class ParameterGroups:
         self, names: Sequence[str], saved: Sequence[Mapping[str, Any]], where: Mapping[str, int]
     ) -> int:
         if missing := [name for name in names if name not in where]:
-            raise UsageError(
+            raise MismatchError(
                 f"{self._name} trains {missing[0]}, which it did not when the checkpoint was made: "
                 "build its groups as they were, or begin a new run"
             )
         first, *others = sorted({where[name] for name in names})
         if not all(_alike(saved[first], saved[other]) for other in others):
-            raise UsageError(
+            raise MismatchError(
                 f"{self._name} has {names[0]} in one group with parameters that had other "
                 "hyperparameters when the checkpoint was made: build its groups as they were, or "
                 "begin a new run"
@@ -174,7 +174,7 @@ class ParameterGroups:
     def _take_by_place(self, saved: Sequence[Mapping[str, Any]]) -> None:
         groups = self.optimizer.param_groups
         if len(saved) != len(groups):
-            raise UsageError(
+            raise MismatchError(
                 f"the checkpoint's optimizer has {len(saved)} groups of parameters, this one "
                 f"{len(groups)}: begin a new run"
             )
@@ -195,7 +195,7 @@ def in_their_order(name: str, thing: object, held: Held, every: Iterable[Paramet
             if is_optimizer_of(groups.optimizer, optimizer) and groups.order is not None:
                 saved = _reordered(saved, groups.order, where)
             if groups.reordered and _goes_by_parameters(saved, groups.parameters):
-                raise UsageError(
+                raise MismatchError(
                     f"{where} has a list with a tensor for each parameter, and the model has its "
                     "parameters in another order than in the checkpoint: build the model as it "
                     "was, or register a dict of these tensors by name"
@@ -239,7 +239,7 @@ def _reordered(saved: Any, order: Sequence[int], where: str) -> Any:
             if key in _BY_GROUP:
                 moved[key] = type(value)(value[place] for place in order)
             elif len(value) == then and any(item != value[0] for item in value):
-                raise UsageError(
+                raise MismatchError(
                     f"{where} keeps {key!r}, which may have an entry for each group of its "
                     "optimizer, and these are in another order than in the checkpoint: build the "
                     "groups as they were"

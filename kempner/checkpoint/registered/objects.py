@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kempner.checkpoint.registered.values import decode, encode
-from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.exit_codes import MismatchError, UsageError
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,13 @@ def unpack(
 ) -> dict[str, Any]:
     """The states that are for these objects; None is what was saved without any.
 
-    Raises `UsageError` unless the names are the same, and `DataError` for what is no such content.
+    Raises `MismatchError` unless the names are the same, and `DataError` for what is no
+    such content.
     """
     states: dict[str, Any] = {} if content is None else decode(content, where)
     wanted = {name for name, held in objects.items() if not held.automatic}
     if wanted - states.keys() or states.keys() - objects.keys():
-        raise UsageError(
+        raise MismatchError(
             f"the checkpoint was made with {argument}={_listed(states)}, and survive() was called "
             f"with {argument}={_listed(objects)} ({where}): register the same names, or begin a "
             "new run"

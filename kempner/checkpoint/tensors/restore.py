@@ -31,6 +31,7 @@ from kempner.checkpoint.tensors.open_contents import open_contents
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import (
     DataError,
+    MismatchError,
     NotSharedError,
     PeersLostError,
     RunError,
@@ -209,12 +210,12 @@ class StateRestorer(Restorer):
         return damages
 
     def _read_objects(self, path: Path, manifest: Manifest) -> dict[str, Any]:
-        """Raises `UsageError` if other names are registered than the checkpoint has."""
+        """Raises `MismatchError` if other names are registered than the checkpoint has."""
         shared = read_checked(path, manifest, SHARED_OBJECTS)
         return unpack(shared, self._registered.shared, "state", str(path))
 
     def _take_objects(self, path: Path, manifest: Manifest, shared: Mapping[str, Any]) -> None:
-        """Raises `UsageError` if other names are registered than the checkpoint has."""
+        """Raises `MismatchError` if other names are registered than the checkpoint has."""
         registered, rank = self._registered, self._context.rank
         take(shared, registered.shared)
         saved_by, world = manifest.identity.world, self._context.world
@@ -224,9 +225,11 @@ class StateRestorer(Restorer):
             take(unpack(own, per_rank, "per_rank", str(path)), per_rank)
             return
         if not all(held.automatic for held in per_rank.values()):
-            raise UsageError(
-                f"survive(per_rank=...) was saved by {saved_by} ranks ({path}), and now there are "
-                f"{world}, among whom it cannot be divided: start as many ranks again"
+            names = ", ".join(sorted(name for name, one in per_rank.items() if not one.automatic))
+            raise MismatchError(
+                f"what each rank has for itself ({names}) was saved by {saved_by} ranks ({path}), "
+                f"and this run has {world}, among which it cannot be divided: start as many ranks "
+                "again"
             )
         first = read_checked(path, manifest, objects_file(0))
         states = unpack(first, per_rank, "per_rank", str(path))
@@ -247,4 +250,6 @@ def _of_another(rank: int, error: RunError) -> RunError:
     """What to raise where another rank cannot load its part."""
     if isinstance(error, StorageUnavailableError | WaitStoppedError):
         return type(error)(f"rank {rank}: {error}")
+    if isinstance(error, MismatchError):
+        return error  # the same on all ranks
     return PeersLostError(f"rank {rank} cannot load its part: {error}")

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from kempner.data.serve.draws import Drawn, Item, is_pure, kept, key, seed_all, show_own_dataset
 from kempner.data.serve.plans import Batch, Plan, plan_of
 from kempner.data.serve.sampler import ResumableDataLoader
-from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.exit_codes import MismatchError, UsageError
 
 _SHELLS = ("base_dataloader", "_dataloader")
 """Where a loader that wraps another has it: accelerate's, Fabric's."""
@@ -52,7 +52,7 @@ class Supply(Protocol):
         """The place after the last batch that was taken."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a place. Raises `UsageError` or `DataError` if this data has no such place."""
+        """Go to a place. Raises `MismatchError` if this data has no such place."""
 
     def close(self) -> None:
         """Let go of the workers."""
@@ -203,7 +203,7 @@ class Streamed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a place that was saved with as many workers."""
         if (saved := state["workers"]) != self._workers:
-            raise UsageError(
+            raise MismatchError(
                 f"survive(data=...): the checkpoint was made with num_workers={saved} and the "
                 f"stream has num_workers={self._workers} now; each worker reads its own part, so "
                 f"set num_workers={saved}, or begin a new run"

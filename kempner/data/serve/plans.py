@@ -28,7 +28,7 @@ from torch.utils.data import (
 from kempner.data.order.global_batches import GlobalBatches, samples_at, share
 from kempner.data.serve.draws import Item, generators_of, kept, key, seed_all
 from kempner.data.serve.sampler import ResumableBatchSampler, ResumableSampler
-from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.process.exit_codes import MismatchError, UsageError
 
 Draw: TypeAlias = Callable[[int], Sequence[Any]]
 """The order of an epoch."""
@@ -76,7 +76,7 @@ class Plan(Protocol):
         """The place, and what it refers to."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a place. Raises `DataError` for one in other data."""
+        """Go to a place. Raises `MismatchError` for one in other data."""
 
 
 class Dealt:
@@ -131,12 +131,12 @@ class Dealt:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position of any number of ranks and any batch size."""
         if (saved := state.get("samples")) != (mine := self._batches.samples):
-            raise DataError(
+            raise MismatchError(
                 f"the checkpoint was made with data of {saved} samples, this run's has {mine}: "
                 "give survive(data=...) the same data, or begin a new run"
             )
         if state.get("order", self._order) != self._order:
-            raise DataError(
+            raise MismatchError(
                 "the checkpoint was made with the samples of data in another order: give "
                 "survive(data=...) the same data, sampler and seed, or begin a new run"
             )

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from kempner.cluster.world import discover
 from kempner.data.order.global_batches import GlobalBatches, samples_at, share, spans_from
 from kempner.data.order.shuffle import PERMUTATION_VERSION
-from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.process.exit_codes import MismatchError, UsageError
 from kempner.run.process.worker_process import born_deaf, heed_only_parent
 
 T = TypeVar("T")
@@ -109,11 +109,11 @@ class _Resumable(Sampler[T]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to the position of a `state_dict()`, of any number of ranks and batch size.
 
-        Raises DataError if it is of another data set or order.
+        Raises MismatchError if it is of another data set or order.
         """
         for name, mine in self._order().items():
             if (saved := state_dict.get(name, mine)) != mine:
-                raise DataError(
+                raise MismatchError(
                     f"the checkpoint's data has {name}={saved}, this run's {name}={mine}: "
                     "give the sampler the same data and seed, or begin a new run"
                 )

@@ -102,8 +102,10 @@ class TrainerRun:
         place = Place(epochs, micro_batches * grid.batch, grid.per_step, self.data.world.size)
         if self.before is not None:
             place = self.before.place(grid)
+        leg = self.data.continue_at(place, self.load_generators)
+        if self.before is not None:
             self._say_what_changed(place)
-        return place.epoch, self.data.continue_at(place, self.load_generators).done
+        return place.epoch, leg.done
 
     def load_generators(self) -> None:
         """Training goes on: its random numbers are those that come next; once."""

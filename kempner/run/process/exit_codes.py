@@ -58,6 +58,12 @@ class DataError(RunError):
     code = ExitCode.BAD_DATA
 
 
+class MismatchError(RunError):
+    """A checkpoint is whole, and of another program, other data or another number of ranks."""
+
+    code = ExitCode.BAD_DATA
+
+
 class CannotReadError(RunError):
     """A file that a command needs cannot be read now, though its path is right."""
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from kempner.checkpoint.registered.groups import ParameterNames
 from kempner.checkpoint.registered.objects import Held
 from kempner.checkpoint.tensors.state import is_sharded, local_part
-from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.exit_codes import MismatchError
 
 NAME = "kept.gradients"
 """Under which they are held: no name that a program could register."""
@@ -80,7 +80,7 @@ class KeptGradients:
 
     def _refuse_others(self, saved: Any, step: int, rank: int) -> None:
         if saved:
-            raise UsageError(
+            raise MismatchError(
                 f"the checkpoint of step {step} was made while each rank added up its gradients, "
                 "which cannot be divided among another number of ranks: start as many ranks again, "
                 "or let survive(data=..., accumulate=...) make a step of such batches"

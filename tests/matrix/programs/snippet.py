@@ -11,13 +11,18 @@ from typing import Any
 
 import record
 import torch
+import torch.distributed as dist
 from loops import Points
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from kempner import survive
+
+WRAPS_THE_MODEL = ("surviving(", "accelerator", "lightning")
+"""Words of snippets whose library sees to several ranks by itself."""
 
 made = 0
 
@@ -34,6 +39,9 @@ class Names:
     def __init__(self, code: str) -> None:
         torch.manual_seed(3)
         model, critic = nn.Linear(4, 1), nn.Linear(4, 1)
+        if record.WORLD > 1 and not any(shell in code for shell in WRAPS_THE_MODEL):
+            dist.init_process_group("gloo")
+            model, critic = DistributedDataParallel(model), DistributedDataParallel(critic)
         optimizer = torch.optim.AdamW(model.parameters())
         points = Points(48)
         self.all: dict[str, Any] = {
@@ -106,7 +114,7 @@ def of_lightning() -> dict[str, Any]:
             return self.layers(batch[1]).square().mean()
 
     module = Quiet("steps")
-    return {"Trainer": Trainer, "module": module, "model": module, "points": Points(400)}
+    return {"Trainer": Trainer, "module": module, "model": module, "points": Points(1200)}
 
 
 def completed(code: str) -> str:

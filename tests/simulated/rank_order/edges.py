@@ -34,6 +34,7 @@ from kempner.run.process.fail_points import set_fail_point
 from kempner.run.record.attempts import Attempt, SupersededError
 from kempner.training import loop, session
 from kempner.training.compute.forward_backward import sum_over_ranks
+from kempner.training.groups import process_groups
 from kempner.training.observe import evaluation
 from kempner.training.policy.anomalies import Numbers
 from kempner.training.rank_link import shutdown
@@ -332,7 +333,8 @@ class Edges:
             (loop, {"weightless": lambda *sizes: []}),
             (evaluation, {"eval_batches": self.eval_batches}),
             (evaluation, {"summed_loss": lambda *arguments: _ONE}),
-            (session, {"set_rng": lambda *seeds: None, "say": lambda words: None}),
+            (session, {"set_rng": lambda *seeds: None}),
+            (process_groups, {"say": lambda words: None}),
         ]
         timed = [loop, final_save, shutdown, heartbeat, manager, save, background]
         exchanged += [(module, {"time": self.clock}) for module in timed]
@@ -356,6 +358,8 @@ def _write_stream(path: object, content: object) -> FileSums:
 _LAYOUT = SimpleNamespace(
     described={},
     described_entries={},
+    placed={},
+    has_base=False,
     digest=7,
 )
 
@@ -363,9 +367,11 @@ _LAYOUT = SimpleNamespace(
 _ROUTE = SimpleNamespace(
     layout=_LAYOUT,
     image=SimpleNamespace(content=b""),
+    base=None,
     binding=SimpleNamespace(table={}, buffers=frozenset()),
 )
 _STATE = SimpleNamespace(
+    by_plain_names=lambda contents, model: contents,
     saved_optimizer_tensors=lambda contents: {},
     create_optimizer_state=lambda model, optimizer, saved: None,
     capture=lambda model, optimizer: {},

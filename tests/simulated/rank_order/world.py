@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import structlog
@@ -19,6 +20,7 @@ from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity, Manifest
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.registered.everything import gather
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors.background import RunningSave
 from kempner.cluster.world import World
@@ -31,17 +33,22 @@ from kempner.run.record.events.base import LedgerEvent
 from kempner.run.record.events.checkpoint import CheckpointFailed
 from kempner.run.record.events.stop import Completed, Stopped
 from kempner.run.record.history import RunHistory
+from kempner.run.record.run_dir import RunDirectory
 from kempner.training import loop
 from kempner.training.build import _resume
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks
+from kempner.training.homes import Claim, Home
 from kempner.training.loop import Data, LoopState, Tools, Training
 from kempner.training.main import Ownership
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.policy.anomalies import Health
 from kempner.training.rank_link.shutdown import ShutdownHandler
 from kempner.training.session import Session
-from kempner.training.survive import Survivor, Todo
+from kempner.training.survivor import Plan as loop_plan
+from kempner.training.survivor import Survivor
+from kempner.training.watch.strangers import Given
+from kempner.training.watch.watch import LOOKS, Watch
 from simulated.rank_order.edges import ATTEMPT, BATCH, MODEL, OPTIMIZER, Edges, Feed, Metrics, Scene
 from simulated.rank_order.plan import Plan, Stop
 from simulated.rank_order.slots import give_slots
@@ -49,6 +56,33 @@ from simulated.rank_order.slots import give_slots
 CPU = torch.device("cpu")
 GRACE = 60.0
 """Seconds that a rank has after a signal."""
+
+NOWHERE = Path("no run is here")
+STANDING = SimpleNamespace(
+    refuse_if_complete=lambda step: None,
+    keep=lambda run: None,
+    now=SimpleNamespace(facts={}),
+)
+
+
+class Looks(Watch):
+    """Looks when a `Watch` does, and finds nothing: all ranks have one model and one optimizer."""
+
+    def begin(self, seed: int, first_rank: bool) -> bool:
+        return False
+
+    def begin_step(self) -> None:
+        pass
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def end_step(self, save: bool) -> bool:
+        self._steps += 1
+        return save or self._steps <= LOOKS
+
+    def look(self) -> None:
+        pass
 
 
 @dataclass
@@ -160,20 +194,23 @@ class Rank:
         rank_link = SimpleNamespace(
             progress=Progress(), record=lambda attempt, event: self.record(event), launch=None
         )
-        checkpoints, saves = self._manager(ranks), config.checkpoint
-        todo = Todo(config.train.max_steps, saves.interval, seed=0, keep_last=saves.keep_last)
+        checkpoints, steps = self._manager(ranks), config.train.max_steps
+        todo, here = loop_plan(steps, config.checkpoint.interval, seed=0), RunDirectory(NOWHERE)
         session = Session(
             rank_link,  # type: ignore[arg-type]
-            Ownership(ATTEMPT),
+            Claim(Ownership(ATTEMPT)),
+            Home(here, here),
             ranks,
             self.shutdown,
             SimpleNamespace(code=None),  # type: ignore[arg-type]
         )
-        survivor = Survivor(todo, session, checkpoints)
+        session.standing = STANDING  # type: ignore[assignment]
+        watch = Looks(gather(MODEL, OPTIMIZER, {}, {}), Given(MODEL, OPTIMIZER, {}, {}))
+        survivor = Survivor[int](todo, session, checkpoints, None, watch)
         try:
             for _ in survivor:
                 dist.all_reduce(torch.ones(()))
-                checkpoints.release_staging()
+                survivor._before_optimizer(OPTIMIZER)
         finally:
             self.stands = survivor.train_state
         return ExitCode.COMPLETED.name

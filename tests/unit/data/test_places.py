@@ -38,7 +38,7 @@ from kempner.data.serve.sampler import (
     ResumableDataLoader,
     ResumableSampler,
 )
-from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.process.exit_codes import MismatchError, UsageError
 
 SAMPLES, BATCH, SEED = 22, 4, 5
 READ = 2 * -(-SAMPLES // BATCH) + 2
@@ -352,9 +352,9 @@ def test_what_has_no_place_is_refused_in_one_sentence(kind: str) -> None:
 
 def test_a_place_in_other_data_is_refused() -> None:
     state = opened(plain()).state_dict()
-    with pytest.raises(DataError, match="data of 22 samples, this run's has 21"):
+    with pytest.raises(MismatchError, match="data of 22 samples, this run's has 21"):
         opened(DataLoader(Augmented(21))).load_state_dict(state)
-    with pytest.raises(DataError, match="the samples of data in another order"):
+    with pytest.raises(MismatchError, match="the samples of data in another order"):
         opened(plain(shuffle=True)).load_state_dict(state)
 
 
@@ -366,7 +366,7 @@ def test_a_stream_with_other_workers_is_refused_before_it_is_read() -> None:
     read(first, 2)
     state = first.state_dict()
     first.close()
-    with pytest.raises(UsageError, match="num_workers=2 and the stream has num_workers=1 now"):
+    with pytest.raises(MismatchError, match="num_workers=2 and the stream has num_workers=1 now"):
         opened(make(1)).load_state_dict(state)
 
 

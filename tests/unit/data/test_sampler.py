@@ -19,7 +19,7 @@ from kempner.data.serve.sampler import (
     ResumableDataLoader,
     ResumableSampler,
 )
-from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.process.exit_codes import MismatchError, UsageError
 
 
 def merged(parts: list[list[int]]) -> list[int]:
@@ -226,9 +226,9 @@ def test_iterable_data_is_sent_elsewhere() -> None:
 
 def test_the_state_of_other_data_is_refused() -> None:
     state = ResumableBatchSampler(range(10), 4, seed=1).state_dict()
-    with pytest.raises(DataError, match="samples=10, this run's samples=11"):
+    with pytest.raises(MismatchError, match="samples=10, this run's samples=11"):
         ResumableBatchSampler(range(11), 4, seed=1).load_state_dict(state)
-    with pytest.raises(DataError, match="seed=1, this run's seed=2"):
+    with pytest.raises(MismatchError, match="seed=1, this run's seed=2"):
         ResumableBatchSampler(range(10), 4, seed=2).load_state_dict(state)
     with pytest.raises(UsageError, match="no position -1"):
         ResumableBatchSampler(range(10), 4).set_position(-1)

@@ -15,8 +15,11 @@ import pytest
 import warm
 from harness import Run, rank_processes, wait_until
 from patience import scaled
+from warm.template import Template
 
 pytestmark = pytest.mark.skipif(warm.ALL_COLD, reason="KEMPNER_TESTS_COLD=1: nothing is forked")
+
+TEMPLATE = Template(())
 
 PROGRAM = """
 import gc, json, os, random, signal, sys
@@ -56,6 +59,30 @@ def test_a_forked_process_is_as_one_that_was_started(tmp_path: Path, module: boo
     assert forked == started
     assert drawn_too != drawn
     assert forked["environment"]["SAID"] == "\udce9"
+
+
+ENDS = {"": 0, "sys.exit()": 0, "sys.exit(75)": 75, "sys.exit('a word')": 1, "raise OSError(1)": 1}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_brief_process_ends_as_any_other_does(tmp_path: Path, end: str) -> None:
+    """Its buffers are written, its threads waited for, and what it has registered is called."""
+    program = tmp_path / "ends.py"
+    program.write_text(
+        "import atexit, sys, threading, time\n"
+        "atexit.register(print, 'exit')\n"
+        "last = threading.Timer(0.05, lambda: print('thread'))\n"
+        f"last.start()\nprint('main')\n{end}\n"
+    )
+    told = []
+    for brief in (False, True):
+        out, errors = tmp_path / f"out-{brief}", tmp_path / f"errors-{brief}"
+        with open(errors, "wb") as output:
+            process = TEMPLATE.fork([str(program)], os.environ, output, stdout=out, brief=brief)
+            assert process.wait(scaled(60)) == ENDS[end], errors.read_text()
+        said = errors.read_text().splitlines()
+        told.append((out.read_text(), said[-1:]))
+    assert told[0] == told[1] == ("main\nthread\nexit\n", told[0][1])
 
 
 def test_a_process_that_goes_on_can_be_waited_for_and_killed(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def own_sources(script: Path, root: Path) -> dict[str, Path]:
     while waiting and len(found) < _MOST:
         path = waiting.pop()
         name = os.path.relpath(path, root)
-        if name in found or not _is_own(path, root, script):
+        if name in found or not (path.is_file() if path == script else _is_own(path, root)):
             continue
         found[name] = path
         waiting += _imported_by(path, root)
@@ -57,12 +57,17 @@ def own_sources(script: Path, root: Path) -> dict[str, Path]:
 def loaded_sources(modules: Mapping[str, ModuleType], root: Path) -> dict[str, Path]:
     """The files of the modules that are loaded, such as those that no import names literally."""
     found: dict[str, Path] = {}
+    below = f"{str(root).rstrip(os.sep)}{os.sep}"
     for name, module in list(modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and name.partition(".")[0] != "kempner":
-            path = Path(file).absolute()
-            if path.is_relative_to(root) and _is_own(path, root, path) and len(found) < _MOST:
-                found[os.path.relpath(path, root)] = path
+        if not isinstance(file, str) or name.partition(".")[0] == "kempner":
+            continue
+        # Thousands of modules are loaded: a `Path` of each would take longer than all the rest.
+        if os.path.isabs(file) and not file.startswith(below):  # noqa: PTH117
+            continue
+        path = Path(file).absolute()
+        if _is_own(path, root) and len(found) < _MOST:
+            found[os.path.relpath(path, root)] = path
     return found
 
 
@@ -122,10 +127,8 @@ def _without_folders(value: str | None) -> str | None:
     return Path(value).name if value and Path(value).is_absolute() else value
 
 
-def _is_own(path: Path, root: Path, script: Path) -> bool:
+def _is_own(path: Path, root: Path) -> bool:
     """Whether a file is one of the program's: no part of an installation, and not hidden."""
-    if path == script:
-        return path.is_file()
     if not path.is_relative_to(root):
         return False
     parts = path.relative_to(root).parts

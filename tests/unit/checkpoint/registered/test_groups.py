@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
 
 from kempner.checkpoint.registered.everything import gather
 from kempner.checkpoint.registered.objects import Registered, pack, take, unpack
-from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.exit_codes import MismatchError, UsageError
 
 PARTS = 5
 NAMES = [f"{at}.{kind}" for at in range(PARTS) for kind in ("weight", "bias")]
@@ -166,7 +166,7 @@ def test_groups_that_the_loop_has_changed_come_back(
 )
 def test_other_groups_are_refused_in_a_sentence(groups: Groups, sentence: str) -> None:
     saved = Program([["0.weight"], ["0.bias"]], None).save()
-    with pytest.raises(UsageError, match=sentence):
+    with pytest.raises(MismatchError, match=sentence):
         Program(groups, None).resume(saved)
 
 
@@ -190,7 +190,7 @@ def test_a_list_that_may_go_by_the_groups_is_refused_in_another_order() -> None:
     groups = [["0.weight"], ["0.bias"]]
     saved = Program(groups, lambda o, _: Odd(o)).save()
     Program(groups, lambda o, _: Odd(o)).resume(saved)
-    with pytest.raises(UsageError, match=r"\['schedule'\] keeps 'speeds', which may have an entry"):
+    with pytest.raises(MismatchError, match=r"\['schedule'\] keeps 'speeds', which may have"):
         Program(groups[::-1], lambda o, _: Odd(o)).resume(saved)
 
 
@@ -226,7 +226,7 @@ def test_tensors_by_the_place_of_parameters_are_refused_in_another_order(kind: s
     saved = pack(program("ab").shared, "state")
     take(unpack(saved, (same := program("ab").shared), "state", "there"), same)
     other = program("ba").shared
-    with pytest.raises(UsageError, match=r"\['average'\] has a list with a tensor for each"):
+    with pytest.raises(MismatchError, match=r"\['average'\] has a list with a tensor for each"):
         take(unpack(saved, other, "state", "there"), other)
 
 
@@ -247,5 +247,5 @@ def test_lbfgs_is_refused_in_another_order() -> None:
     saved = pack(program(1).shared, "state")
     take(unpack(saved, (same := program(1).shared), "state", "there"), same)
     other = program(-1).shared
-    with pytest.raises(UsageError, match="optimizer keeps its state in the order"):
+    with pytest.raises(MismatchError, match="optimizer keeps its state in the order"):
         take(unpack(saved, other, "state", "there"), other)

@@ -22,7 +22,8 @@ from kempner.checkpoint.manager import CheckpointManager
 from kempner.checkpoint.registered.everything import gather
 from kempner.checkpoint.registered.values import decode, encode
 from kempner.checkpoint.store.retention import Keep
-from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.data.serve.sampler import ResumableBatchSampler
+from kempner.run.process.exit_codes import DataError, MismatchError, UsageError
 from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
 
@@ -50,6 +51,10 @@ def open_checkpoints(
     return CheckpointManager(
         context, every.model, every.optimizer, keep=Keep(2), registered=every.registered
     )
+
+
+def data_of(samples: int) -> ResumableBatchSampler:
+    return ResumableBatchSampler(range(samples), 2, seed=1)
 
 
 def save(folder: Path, step: int, state: Mapping[str, object], **more: Any) -> None:
@@ -107,13 +112,19 @@ def test_one_flipped_bit_in_it_and_the_one_before_is_taken(tmp_path: Path, file:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    ("saved", "now"), [({"best": {}}, {"other": {}}), ({"best": {}}, {}), ({}, {"best": {}})]
+    ("saved", "now", "sentence"),
+    [
+        ({"best": {}}, {"other": {}}, "register the same names, or begin a new run"),
+        ({"best": {}}, {}, "register the same names, or begin a new run"),
+        ({}, {"best": {}}, "register the same names, or begin a new run"),
+        ({"place": data_of(10)}, {"place": data_of(11)}, "give the sampler the same data and seed"),
+    ],
 )
-def test_other_names_are_refused_and_no_damage(
-    tmp_path: Path, saved: dict[str, object], now: dict[str, object]
+def test_what_does_not_fit_is_refused_and_no_damage(
+    tmp_path: Path, saved: dict[str, object], now: dict[str, object], sentence: str
 ) -> None:
     save(tmp_path, 1, saved)
-    with pytest.raises(UsageError, match="register the same names, or begin a new run"):
+    with pytest.raises(MismatchError, match=sentence):
         open_checkpoints(tmp_path, now).restore()
     assert [p.name for p in (tmp_path / "checkpoints").glob("step*")] == ["step-00000001"]
 
@@ -121,7 +132,7 @@ def test_other_names_are_refused_and_no_damage(
 @pytest.mark.usefixtures("one_rank")
 def test_what_differs_on_each_rank_wants_as_many_ranks_again(tmp_path: Path) -> None:
     save(tmp_path, 1, {}, per_rank={"order": [1]}, world=2)
-    with pytest.raises(UsageError, match=r"was saved by 2 ranks .* now there are 1"):
+    with pytest.raises(MismatchError, match=r"was saved by 2 ranks .* this run has 1"):
         open_checkpoints(tmp_path, {}, {"order": []}).restore()
 
 

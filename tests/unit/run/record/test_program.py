@@ -160,6 +160,7 @@ def test_a_program_leads_to_its_files_and_its_variables(project: Path) -> None:
         "__main__": main_module(file=script),
         "other": main_module(file=project / "other.py"),
         "sys": sys,  # has no file
+        "json2": main_module(file=project / ".venv/lib/python3/site-packages/json2.py"),
     }
     inside = identity_of_process(words, modules, values, project)
     outside = identity_of_words(["python", *words], values, project)

@@ -141,7 +141,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     monkeypatch.setattr(srun, "reachable_addresses", lambda *_: ("127.0.0.1",))
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # answers of nodes must not mix
-    monkeypatch.setattr(launcher, "COME_WITHIN", scaled(30.0))
+    monkeypatch.setattr(launcher, "COME_WITHIN", scaled(120.0))
     monkeypatch.setattr(srun_probe, "_PAUSE", 0.0)
     monkeypatch.setattr(srun_probe, "PROBE_WITHIN", 60.0)  # a busy machine loses no node
     script = tmp_path / "program.py"
@@ -265,7 +265,7 @@ def test_one_agent_that_does_not_connect_costs_one_start_its_forks(
     job.end()
     assert job.launcher.prepare_again([], {}) is None
     (job.folder / "cut off").unlink()
-    monkeypatch.setattr(launcher, "COME_WITHIN", scaled(30.0))
+    monkeypatch.setattr(launcher, "COME_WITHIN", scaled(120.0))
     job.start()
     assert job.agent(0) != job.agent(1)
     job.end()

@@ -287,10 +287,10 @@ def main(*measured: str) -> None:
         rows = (f"  {json.dumps(test)}: {json.dumps(cost)}" for test, cost in dear(lines).items())
         head = json.dumps(facts, indent=1).removesuffix("\n}")
         COSTS.write_text(f'{head},\n "tests": {{\n' + ",\n".join(rows) + "\n }\n}\n")
-    CHOSEN.write_text("\n".join(choose(read_promises(), read_costs(), tests_of_bugs())) + "\n")
+    CHOSEN.write_text("\n".join(choose(read_promises(), read_costs(), read_tests_of_bugs())) + "\n")
 
 
-def tests_of_bugs() -> list[Sequence[str]]:
+def read_tests_of_bugs() -> list[Sequence[str]]:
     """The tests of each planted bug."""
     from planted.bugs import read_bugs  # which asks here what `make test` runs
 

@@ -9,7 +9,7 @@ import lengths
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lengths import choose, dear, nearest, read_chosen, read_costs, tests_of_bugs, witnesses
+from lengths import choose, dear, nearest, read_chosen, read_costs, read_tests_of_bugs, witnesses
 from promises_kept import read_promises
 
 pytest_plugins = ["pytester"]
@@ -17,7 +17,7 @@ pytest_plugins = ["pytester"]
 
 def test_the_choice_that_is_committed_is_the_one_that_is_computed() -> None:
     """If this fails: python tests/lengths.py."""
-    assert read_chosen() == choose(read_promises(), read_costs(), tests_of_bugs())
+    assert read_chosen() == choose(read_promises(), read_costs(), read_tests_of_bugs())
 
 
 def test_every_promise_is_exercised_on_ranks_or_on_slurm_where_it_can_be() -> None:

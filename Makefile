@@ -16,7 +16,7 @@ NEWER_SLURMS := 24.11 26.05
 PARTS := tests/unit tests/matrix $(sort $(wildcard tests/d*/*/) $(wildcard tests/slurm/*/))
 
 .PHONY: install demo lock resolve test check long pytest pytest-slurm pytest-others newer-slurms \
-	planted walk lint docs clean
+	planted walk benchmarks stale lint docs clean
 
 install: $(READY)
 
@@ -48,6 +48,7 @@ long: $(READY)
 			|| test $$? -eq 5 || exit 1; \
 	done
 	$(BIN)/python scripts/docs/storage_fault_page.py
+	$(BIN)/python scripts/docs/performance_page.py
 
 # The tests on a real Slurm mostly wait for it, so they run beside the others.
 pytest: $(READY)
@@ -70,7 +71,15 @@ planted: $(READY)
 
 # The first hour of a new user, in an environment of its own: tests/walk/first_hour.py.
 walk: $(READY)
-	$(BIN)/python tests/walk/first_hour.py --record docs/first_hour.json
+	$(BIN)/python tests/walk/first_hour.py --record docs/first_hour.jsonl
+
+# Which records are older than the code that they prove, and by how many commits.
+stale: $(READY)
+	$(BIN)/python tests/records.py
+
+# What two cores can measure, hours of it, and the pages made of it; cut off, it goes on where it was.
+benchmarks: $(READY)
+	$(BIN)/python benchmarks/measure.py
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -35,6 +35,15 @@ from ways_to_save import WAYS, Nothing, Subject
 from kempner.checkpoint.tensors.state import local_part
 from kempner.run.output import logs
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import records
+
+PROVES = ("kempner/checkpoint",)
+
+
+NAMES = {"ours": "kempner", "nothing": "none (the control)", "meta": "Meta's torch_checkpointing"}
+"""What the tables call a way to save, where its own name does not say it."""
+
 
 def segment(way: Nothing, number: int | None, steps: int) -> tuple[float, float]:
     """Wall time and time stopped of some steps, with a save at their beginning or without."""
@@ -103,8 +112,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
             costs.setdefault(name, []).append((walls[True][0] - walls[False][0]) / floor)
             stops.setdefault(name, []).append(walls[True][1] / floor)
     if dist.get_rank() == 0:
-        report(arguments, subject, table, costs, stops, steps)
-        print(f"memory beyond the staging buffer, first save, rank 0: {memory / 1e6:.0f} MB")
+        report(arguments, subject, table, costs, stops, steps, memory)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
@@ -149,8 +157,9 @@ def report(
     costs: dict[str, list[float]],
     stops: dict[str, list[float]],
     steps: int,
+    memory: float,
 ) -> None:
-    """Print a table in units of the floor."""
+    """A table in units of the floor; `memory` is what a save takes beyond its staging buffer."""
     size = own_size(table)
     floor = statistics.median(subject.floor)
     control = statistics.median(costs["nothing"]) if "nothing" in costs else 0.0
@@ -158,16 +167,19 @@ def report(
         f"{dist.get_world_size()} ranks, {size / 1e6:.0f} MB and {len(table)} tensors each, "
         f"{steps} steps a half, {arguments.pairs} pairs; a copy is {floor * 1e3:.0f} ms"
     )
-    print(f"{'':<14} {'stopped':>8} {'worst':>7} | {'cost':>7} {'quartiles':>15}  (in copies)")
+    rows: list[dict[str, object]] = []
     for name in costs:
-        low, middle, high = statistics.quantiles(costs[name], n=4)
         shift = 0.0 if name == "nothing" else control
-        spread = f"{low - shift:.2f} to {high - shift:.2f}"
-        stopped = statistics.median(stops[name])
-        print(
-            f"{name:<14} {stopped:>8.2f} {max(stops[name]):>7.2f} | "
-            f"{middle - shift:>7.2f} {spread:>15}"
-        )
+        low, middle, high = (q - shift for q in statistics.quantiles(costs[name], n=4))
+        row = {
+            "ranks": dist.get_world_size(),
+            "MB a rank": size / 1e6,
+            "save": NAMES.get(name, name),
+        }
+        row |= {"stopped": statistics.median(stops[name]), "at worst": max(stops[name])}
+        row |= {"cost": middle, "quartiles of the cost": [low, high]}
+        rows.append(row | ({"memory, MB": memory / 1e6} if name == "ours" else {}))
+    records.result(arguments.record, "checkpoint", PROVES, rows, "ranks")
 
 
 def main() -> None:
@@ -179,6 +191,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a half")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--folder", default=None, help="where to write; a temporary one otherwise")
+    records.add_option(parser)
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         run_rank(arguments)

@@ -41,6 +41,11 @@ from kempner.run.output import logs
 from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import records
+
+PROVES = ("kempner/checkpoint",)
+
 
 def write_no_data(path: Path, content: memoryview) -> FileSums:
     """In place of a rank's data file an empty one; index and `.metadata` as they are."""
@@ -50,8 +55,8 @@ def write_no_data(path: Path, content: memoryview) -> FileSums:
     return FileSums(0, ())
 
 
-def measure_saves(items: int, saves: int, folder: Path) -> None:
-    """Saves without their data, in this process group; rank 0 prints."""
+def measure_saves(items: int, saves: int, folder: Path, record: Path | None) -> None:
+    """Saves without their data, in this process group; rank 0 tells."""
     torch.set_num_threads(1)
     logs.configure()
     dist.init_process_group("gloo")
@@ -77,14 +82,15 @@ def measure_saves(items: int, saves: int, folder: Path) -> None:
         seconds.append(took.item())
     if rank == 0:
         first, rest = seconds[0], seconds[1:]
-        print(f"{world} ranks x {items} items, {saves} saves, slowest rank of each, seconds:")
-        print(f"median {statistics.median(rest):.3f}, worst {max(rest):.3f}; first {first:.2f}")
+        row = {"ranks": world, "tensors of each": items, "saves": saves}
+        row |= {"slowest rank, s": statistics.median(rest), "at worst, s": max(rest)}
+        records.result(record, "agreeing", PROVES, [row | {"the first save, s": first}])
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
 
 
-def simulate(world: int, saves: int, folder: Path) -> None:
+def simulate(world: int, saves: int, folder: Path) -> dict[str, object]:
     """Rank 0's part at `world` ranks, with the notes of the others made up."""
     specs = list(llama_70b(world))
     start = time.perf_counter()
@@ -119,11 +125,11 @@ def simulate(world: int, saves: int, folder: Path) -> None:
         seconds.append(time.perf_counter() - start)
         busy.append(time.thread_time() - cpu)
     size = sum(map(len, described.values())) / 1e6
-    print(
-        f"{world:>6} ranks: own plan {own:.2f} s, first plan {first:.1f} s, {size:.1f} MB; "
-        f"a save {statistics.median(seconds):.3f} s, busy {statistics.median(busy):.3f} s",
-        flush=True,
-    )
+    plans = {"ranks": world, "own plan, s": own, "first plan, s": first, "size, MB": size}
+    return plans | {
+        "a save, s": statistics.median(seconds),
+        "busy, s": statistics.median(busy),
+    }
 
 
 def main() -> None:
@@ -133,13 +139,16 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=40)
     parser.add_argument("--simulate", type=int, nargs="+", default=[])
     parser.add_argument("--folder", default=None, help="where to write; a temporary one otherwise")
+    records.add_option(parser)
     arguments = parser.parse_args()
     if "RANK" in os.environ:
-        measure_saves(arguments.items, arguments.saves, Path(arguments.folder))
+        folder = Path(arguments.folder)
+        measure_saves(arguments.items, arguments.saves, folder, arguments.record)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        for world in arguments.simulate:
-            simulate(world, 7, Path(folder))
-        if not arguments.simulate:
+        if arguments.simulate:
+            rows = [simulate(world, 7, Path(folder)) for world in arguments.simulate]
+            records.result(arguments.record, "agreeing, simulated", PROVES, rows)
+        else:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += [f"--nproc-per-node={arguments.ranks}", __file__, *sys.argv[1:]]
             subprocess.run([*command, "--folder", folder], check=True)

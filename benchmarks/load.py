@@ -15,6 +15,7 @@ stock reader only that it reads `.metadata`, before it plans anything. Each in a
 from __future__ import annotations
 
 import argparse
+import json
 import mmap
 import os
 import statistics
@@ -56,7 +57,13 @@ from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor
 from kempner.checkpoint.tensors.load import fill
 from kempner.checkpoint.tensors.open_contents import open_contents
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import records
+
+PROVES = ("kempner/checkpoint",)
+
 WIDTH = 1024
+NAMES = {"ours": "kempner", "stock": "stock, .metadata alone"}
 
 
 def save(state: dict[str, Tensor], folder: Path, world: int) -> Manifest:
@@ -124,7 +131,7 @@ def llama_70b(world: int) -> Iterator[TensorSpec]:
         yield TensorSpec(f"optimizer.{name}.step", (), "float32", (world,), (None,))
 
 
-def simulate(world: int, folder: Path) -> None:
+def simulate(world: int, folder: Path) -> Iterator[dict[str, object]]:
     """Describe a checkpoint of `world` ranks, and plan its load as ranks of several worlds do."""
     folder.mkdir()
     specs = list(llama_70b(world))
@@ -146,7 +153,9 @@ def simulate(world: int, folder: Path) -> None:
     for way in ways:
         for readers_world, rank in readers if way == "ours" else readers[:1]:
             command = [sys.executable, __file__, "--plan", way, str(folder)]
-            subprocess.run([*command, str(readers_world), str(rank)], check=True)
+            command += [str(readers_world), str(rank)]
+            said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            yield json.loads(said)
 
 
 def plan(way: str, folder: Path, world: int, rank: int) -> None:
@@ -163,8 +172,8 @@ def plan(way: str, folder: Path, world: int, rank: int) -> None:
         FileSystemReader(folder).read_metadata()
     took, more = time.process_time() - start, memory("VmHWM") - before
     saved = manifest.identity.world
-    said = f"saved by {saved}, loaded by {world}, rank {rank}: {way} {took:.2f} s of processor time"
-    print(f"{said}, {more:.0f} MB, {pieces} reads", flush=True)
+    row = {"saved by": saved, "loaded by": world, "rank": rank, "reader": NAMES[way]}
+    print(json.dumps({**row, "processor s": took, "MB": more, "reads": pieces}))
 
 
 def memory(name: str) -> float:
@@ -189,6 +198,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--simulate", type=int, nargs="+", default=[])
     parser.add_argument("--plan", nargs=4, help=argparse.SUPPRESS)
+    records.add_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.plan:
@@ -196,10 +206,10 @@ def main() -> None:
         plan(way, Path(folder), int(world), int(rank))
         return
     with tempfile.TemporaryDirectory() as temporary:
-        for world in arguments.simulate:
-            simulate(world, Path(temporary) / str(world))
-    if not arguments.simulate:
-        compare(arguments.megabytes, arguments.runs)
+        rows = [row for n in arguments.simulate for row in simulate(n, Path(temporary) / str(n))]
+    name = "load, simulated" if rows else "load"
+    rows = rows or compare(arguments.megabytes, arguments.runs)
+    records.result(arguments.record, name, PROVES, rows)
 
 
 def in_memory(folder: Path) -> dict[str, MemoryCopy]:
@@ -212,7 +222,7 @@ def in_memory(folder: Path) -> dict[str, MemoryCopy]:
     return copies
 
 
-def compare(megabytes: int, runs: int) -> None:
+def compare(megabytes: int, runs: int) -> list[dict[str, object]]:
     """Load what one rank and what three saved, beside the stock reader."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     count = max(1, round(megabytes * 1e6 / (4 * WIDTH * WIDTH)))
@@ -220,6 +230,7 @@ def compare(megabytes: int, runs: int) -> None:
     state |= {f"step.{n}": torch.tensor(float(n)) for n in range(count)}
     buffer = mmap.mmap(-1, 16 * BLOCK_BYTES)
     print(f"{count * 4 * WIDTH * WIDTH / 1e6:.0f} MB in {len(state)} tensors; median, worst ratio")
+    rows = []
     with tempfile.TemporaryDirectory() as temporary:
         for world in (1, 3):
             folder = Path(temporary) / str(world)
@@ -242,12 +253,13 @@ def compare(megabytes: int, runs: int) -> None:
                     / floor
                 )
             needed = sum(t.numel() * t.element_size() for t in state.values())
-            found = {"kempner": ours, "from memory": remembered, "stock": stock}
-            told = "; ".join(
-                f"{k} {statistics.median(v):.2f}, {max(v):.2f}" for k, v in found.items()
-            )
-            share = f"bytes read against needed {taken / needed:.3f}"
-            print(f"saved by {world}, loaded by 1: {told}; {share}")
+            row = {"saved by": world, "loaded by": 1}
+            found = {"kempner": ours, "kempner, from memory": remembered, "stock": stock}
+            for way, ratios in found.items():
+                each = {"reader": way, "median": statistics.median(ratios), "at worst": max(ratios)}
+                share = {"bytes read, to needed": taken / needed} if way == "kempner" else {}
+                rows.append(row | each | share)
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
-"""Nanoseconds per index of the sample order: `python benchmarks/order.py [SAMPLES]` (1e9)."""
+"""Nanoseconds per index of the sample order.
+
+python benchmarks/order.py [--samples 1000000000]
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from time import process_time
 from timeit import repeat
@@ -11,6 +16,9 @@ from timeit import repeat
 import numpy as np
 
 from kempner.data.order.shuffle import Order
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import records
 
 _REPEATS = 15
 
@@ -22,14 +30,20 @@ def per_call(call: Callable[[], object], number: int) -> float:
 
 def main() -> None:
     """Measure single indices and batches, in the third epoch."""
-    n = int(float(sys.argv[1])) if len(sys.argv) > 1 else 10**9
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--samples", type=int, default=10**9)
+    records.add_option(parser)
+    arguments = parser.parse_args()
+    n = arguments.samples
     order, start = Order(n, seed=1), 2 * n + 12_345
-    print(f"{n:,} samples, processor time, median of {_REPEATS} runs")
-    print(f"single index       {per_call(lambda: order.locate(start), 5_000):9,.0f} ns/index")
+    rows = [
+        {"samples": n, "at once": 1, "ns an index": per_call(lambda: order.locate(start), 5_000)}
+    ]
     for size in (64, 4096):
         positions = np.arange(start, start + size)
         nanoseconds = per_call(lambda at=positions: order.samples(at), 200) / size  # type: ignore[misc]
-        print(f"batch of {size:5,}     {nanoseconds:9,.1f} ns/index")
+        rows.append({"samples": n, "at once": size, "ns an index": nanoseconds})
+    records.result(arguments.record, "order", ("kempner/data/order",), rows)
 
 
 if __name__ == "__main__":

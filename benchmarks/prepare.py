@@ -33,7 +33,13 @@ import numpy as np
 import psutil
 import tokenizers
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import records
+
 _CHUNK = 2**20
+
+Taken = tuple[float, float, int]
+"""Seconds of wall time and of processor time, and the most bytes resident."""
 
 
 def corpus(megabytes: int) -> Iterator[bytes]:
@@ -105,8 +111,7 @@ def plain_pool(text: Path, tokenizer: Path, out: Path, workers: int) -> None:
         print(sum(pool.imap_unordered(task, itertools.pairwise(edges))), "tokens")
 
 
-def measure(command: list[str]) -> tuple[float, float, int]:
-    """Seconds of wall time and of processor time, and the most bytes resident."""
+def measure(command: list[str]) -> Taken:
     before = os.times()
     start, most = time.perf_counter(), 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -139,6 +144,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", default=None, help="where to write; a temporary one otherwise")
     parser.add_argument("--pool", nargs=3, help=argparse.SUPPRESS)  # one turn of the pool
+    records.add_option(parser)
     arguments = parser.parse_args()
     workers = arguments.workers
     if arguments.pool:
@@ -155,25 +161,26 @@ def main() -> None:
             "plain pool": [*python, __file__, "--pool", text, tokenizer, out, "--workers", count],
             "kempner": [*ours, "--out", out, "--workers", count],
         }
-        found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in ways}
+        found: dict[str, list[Taken]] = {name: [] for name in ways}
         for _ in range(arguments.rounds):
             for name, command in ways.items():
                 found[name].append(measure([str(part) for part in command]))
                 shutil.rmtree(out)
     print(f"{arguments.megabytes} MB, {workers} workers, {arguments.rounds} rounds; medians")
-    print(f"{'':<12} {'wall':>9} {'processor':>10} {'most memory':>12}")
-    for name, rounds in found.items():
-        wall, spent = (statistics.median(each[n] for each in rounds) for n in (0, 1))
-        print(
-            f"{name:<12} {wall:>7.1f} s {spent:>8.1f} s {max(r[2] for r in rounds) / 1e6:>9.0f} MB"
-        )
-    for n, what in enumerate(("wall time", "processor time")):
-        pairs = zip(found["plain pool"], found["kempner"], strict=True)
-        speeds = [pool[n] / own[n] for pool, own in pairs]
-        print(
-            f"speed by {what}, the pool's is 1: {statistics.median(speeds):.2f} "
-            f"({min(speeds):.2f} to {max(speeds):.2f})"
-        )
+    rows = [row(name, rounds, found["plain pool"]) for name, rounds in found.items()]
+    proves = ("kempner/data/prepare", "kempner/data/files")
+    records.result(arguments.record, "prepare", proves, rows)
+
+
+def row(name: str, rounds: list[Taken], pool: list[Taken]) -> dict[str, object]:
+    """Medians of seconds, the most bytes, and the speed against the pool of the same round."""
+    wall, spent = (statistics.median(each[n] for each in rounds) for n in (0, 1))
+    found = {"program": name, "processor s": spent, "wall s": wall}
+    found["most memory, MB"] = max(each[2] for each in rounds) / 1e6
+    for n, what in enumerate(("wall", "processor")):
+        pairs = zip(pool, rounds, strict=True)
+        found[f"speed by {what} time"] = statistics.median(a[n] / b[n] for a, b in pairs)
+    return found
 
 
 if __name__ == "__main__":

@@ -36,6 +36,11 @@ from two_loops import NAME, STORE_PORT, Result, Turn, What
 
 from kempner.cluster.network.ports import free_port
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import records
+
+PROVES = ("kempner/run", "kempner/supervisor", "kempner/training")
+
 CONFIG = """
 [run]
 dir = "{folder}/runs"
@@ -179,36 +184,29 @@ def compete(programs: dict[str, Program], rounds: int, steps: int) -> Measured:
     return measured
 
 
-def report(size: int, measured: Measured) -> None:
-    """Print it all."""
+def row_of(size: int, measured: Measured) -> dict[str, object]:
     walls, busy = measured.walls, measured.busy
-    rounds, took = len(walls["plain"]), statistics.median(walls["plain"]) / measured.steps
-    print(f"{size} ranks, {rounds} rounds of {measured.steps} steps, {1000 * took:.1f} ms each")
-    print(f"{'':<24} {'median':>8} {'quartiles':>16}")
-    for name in ("kempner", "control"):
-        row(f"{name}, wall", ratios(walls[name], walls["plain"]))
-        row(f"{name}, processor time", ratios(busy[name], busy["plain"]))
-    print(f"{'':<24} {'median':>8} {'p95':>8}  (microseconds)")
-    waits("wait for the vote", measured.votes)
-    waits("all-reduce at its place", measured.in_place)
-    waits("all-reduces in a row", measured.in_a_row, end="\n\n")
+    took = statistics.median(walls["plain"]) / measured.steps
+    row: dict[str, object] = {"ranks": size, "a step, ms": 1e3 * took}
+    row |= against("wall", ratios(walls["kempner"], walls["plain"]))
+    row |= against("control, wall", ratios(walls["control"], walls["plain"]))
+    row |= against("processor time", ratios(busy["kempner"], busy["plain"]))
+    row["vote, µs"] = 1e6 * statistics.median(measured.votes)
+    row["vote, p95, µs"] = 1e6 * statistics.quantiles(measured.votes, n=20)[-1]
+    row["all-reduce there, µs"] = 1e6 * statistics.median(measured.in_place)
+    row["all-reduces in a row, µs"] = 1e6 * statistics.median(measured.in_a_row)
+    return row
+
+
+def against(name: str, values: Sequence[float]) -> dict[str, object]:
+    """Median and quartiles of ratios, as columns."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {name: middle, f"{name}, quartiles": [low, high]}
 
 
 def ratios(ours: Sequence[float], plain: Sequence[float]) -> list[float]:
     """Round by round."""
     return [one / other for one, other in zip(ours, plain, strict=True)]
-
-
-def row(name: str, values: Sequence[float]) -> None:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    print(f"{name:<24} {middle:>8.4f} {f'{low:.4f} to {high:.4f}':>16}")
-
-
-def waits(name: str, seconds: Sequence[float], end: str = "\n") -> None:
-    """Median and 95th percentile."""
-    high = statistics.quantiles(seconds, n=20)[-1]
-    print(f"{name:<24} {1e6 * statistics.median(seconds):>8.0f} {1e6 * high:>8.0f}", end=end)
 
 
 def prepare(folder: Path, size: int) -> Path:
@@ -227,12 +225,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=3.0, help="length of a turn")
+    records.add_option(parser)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # or the programs would stay
     for size in arguments.ranks:
         with tempfile.TemporaryDirectory() as folder:
             config = prepare(Path(folder), size)
-            report(size, measure(size, arguments.rounds, arguments.seconds, config))
+            found = row_of(size, measure(size, arguments.rounds, arguments.seconds, config))
+            records.result(arguments.record, "step overhead", PROVES, [found], "ranks")
 
 
 if __name__ == "__main__":

@@ -26,12 +26,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "slurm")]
 
+import records  # noqa: E402
 from harness import KEMPNER, wait_until  # noqa: E402
 from lab import Cluster  # noqa: E402
 from submitting import Project  # noqa: E402
 
 from kempner.run.record.ledger import read_lines  # noqa: E402
 
+PROVES = ("kempner/cluster", "kempner/run", "kempner/supervisor", "kempner/training")
 LONG = ["--train.max_steps=1000000", "--checkpoint.interval=1000000", "--train.log_samples=true"]
 
 
@@ -73,8 +75,8 @@ def times(events: Iterable[dict[str, Any]], name: str) -> dict[int, float]:
     return found
 
 
-def report(project: Project, stops: int) -> None:
-    """Print it all."""
+def measured(project: Project, stops: int) -> list[dict[str, object]]:
+    """Seconds of each part of a stop and of a return, and what was lost."""
     events = list(read_lines(project.run.record.ledger))
     stop, commit = times(events, "stop_requested"), times(events, "checkpoint_committed")
     requeue, start = times(events, "requeued"), times(events, "attempt_started")
@@ -87,22 +89,35 @@ def report(project: Project, stops: int) -> None:
     floor = statistics.median(steps) + statistics.median(
         raw_write(project.folder, size) for _ in range(20)
     )
-    row("signal to durable checkpoint", [commit[n] - stop[n] for n in requeue])
-    print(f"{'one step and one raw write':<34} {floor:>8.2f}   ({size / 1e6:.1f} MB)")
-    row("decision to first new step", [first[n + 1] - requeue[n] for n in requeue])
-    row("  Slurm's wait", [start[n + 1] - requeue[n] for n in requeue])
     ranks = {n: ready(project, n) for n in start if n > 1}
-    row("  srun, Python up", [joined(project, n) - start[n] for n in ranks])
-    row("  import torch", [r["rendezvous"] for r in ranks.values()])
-    row("  rendezvous", [r["load"] - r["rendezvous"] for r in ranks.values()])
-    row("  build and load", [r["step"] - r["load"] for r in ranks.values()])
-    row("  first step", [first[n] - joined(project, n) - r["step"] for n, r in ranks.items()])
+    whole = {
+        "signal to durable checkpoint": [commit[n] - stop[n] for n in requeue],
+        f"one step and one raw write of the same {size / 1e6:.1f} MB": [floor],
+        "decision to requeue until the first new step": [
+            first[n + 1] - requeue[n] for n in requeue
+        ],
+    }
+    parts = {
+        "Slurm's wait": [start[n + 1] - requeue[n] for n in requeue],
+        "srun, Python up": [joined(project, n) - start[n] for n in ranks],
+        "import of torch": [r["rendezvous"] for r in ranks.values()],
+        "rendezvous": [r["load"] - r["rendezvous"] for r in ranks.values()],
+        "build and load": [r["step"] - r["load"] for r in ranks.values()],
+        "first step": [first[n] - joined(project, n) - r["step"] for n, r in ranks.items()],
+    }
     made = [line["step"] for line in lines]
     taken = [sample for step in project.run.samples().values() for sample in step]
-    print(f"steps made again: {len(made) - len(set(made))}")
-    print(f"samples repeated: {len(taken) - len(set(taken))}")
-    print(f"samples missed: {max(taken) + 1 - len(set(taken))}")
     assert len(requeue) == stops
+    lost = {
+        "steps made again": len(made) - len(set(made)),
+        "samples repeated": len(taken) - len(set(taken)),
+        "samples missed": max(taken) + 1 - len(set(taken)),
+    }
+    return [
+        *(row(what, "whole", seconds) for what, seconds in whole.items()),
+        *(row(what, "part", seconds) for what, seconds in parts.items()),
+        *({"what": what, "kind": "lost", "median": count} for what, count in lost.items()),
+    ]
 
 
 def ready(project: Project, attempt: int) -> dict[str, float]:
@@ -119,17 +134,18 @@ def joined(project: Project, attempt: int) -> float:
     return datetime.fromisoformat(next(seen)["timestamp"]).timestamp()
 
 
-def row(name: str, seconds: Sequence[float]) -> None:
+def row(what: str, kind: str, seconds: Sequence[float]) -> dict[str, object]:
     """Median and 95th percentile."""
     ordered = sorted(seconds)
     high = ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
-    print(f"{name:<34} {statistics.median(ordered):>8.2f} {high:>8.2f}")
+    return {"what": what, "kind": kind, "median": statistics.median(ordered), "p95": high}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stops", type=int, default=20)
     parser.add_argument("--nodes", type=int, default=2)
+    records.add_option(parser)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="lab-"))
     text = folder / "text.txt"
@@ -140,8 +156,7 @@ def main() -> None:
         cluster.up()
         project = Project.make(cluster, folder / "project", folder / "tokens")
         stop_again_and_again(project, arguments.stops, arguments.nodes)
-        print(f"{'seconds':<34} {'median':>8} {'p95':>8}")
-        report(project, arguments.stops)
+        records.result(arguments.record, "stops", PROVES, measured(project, arguments.stops))
     finally:
         cluster.down()
 

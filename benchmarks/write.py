@@ -15,6 +15,7 @@ import os
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +26,9 @@ import torch.distributed.checkpoint as dcp
 
 from kempner.checkpoint.io.file_writer import SLAB_BYTES, write_stream
 from kempner.checkpoint.tensors.file_buffer import page_aligned
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import records
 
 
 def raw(path: Path, data: torch.Tensor) -> None:
@@ -60,6 +64,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--folder", default=None, help="where to write; a temporary one otherwise")
+    records.add_option(parser)
     arguments = parser.parse_args()
     data = page_aligned(arguments.megabytes * 1_000_000).random_()
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
@@ -74,10 +79,16 @@ def main() -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     floor = statistics.median(seconds["raw"])
     print(f"{arguments.megabytes} MB, {arguments.rounds} rounds; raw takes {floor:.2f} s")
-    print(f"{'':<8} {'median / raw':>12} {'slowest / own median':>22}")
-    for name, times in seconds.items():
-        middle = statistics.median(times)
-        print(f"{name:<8} {middle / floor:>12.2f} {max(times) / middle:>22.2f}")
+    middle = {name: statistics.median(times) for name, times in seconds.items()}
+    rows = [
+        {
+            "writer": name,
+            "median, to raw": middle[name] / floor,
+            "slowest, to its own median": max(times) / middle[name],
+        }
+        for name, times in seconds.items()
+    ]
+    records.result(arguments.record, "write", ("kempner/checkpoint/io",), rows)
 
 
 if __name__ == "__main__":

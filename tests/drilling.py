@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import time
+import shlex
+from pathlib import Path
+
+import records
 
 ALL = os.environ.get("KEMPNER_DRILLS") == "all"
 """Everything (`make long`), or a subset with a fixed seed that fits beside the other tests."""
@@ -21,9 +23,31 @@ SMALLEST_MODEL = (
 """Overrides for steps of next to no work."""
 
 
+PROVES = {
+    "tests/drills/rehearsals": ("kempner/rehearse", "kempner/training"),
+    "tests/drills/saves": ("kempner/checkpoint", "kempner/training"),
+    "tests/drills": ("kempner/checkpoint", "kempner/run", "kempner/supervisor", "kempner/training"),
+    "tests/matrix": ("kempner/checkpoint", "kempner/training"),
+    "tests/slurm": ("kempner/cluster", "kempner/run", "kempner/supervisor"),
+}
+"""The code that the tests of a folder prove."""
+
+_noted: dict[str, list[records.Row]] = {}
+"""What this process has recorded, by test."""
+
+
 def note(drill: str, **facts: object) -> None:
-    """Add a line to the raw record, if one is asked for."""
+    """Add a row to the record, if one is asked for, in the place of those of this test."""
     if record := os.environ.get("KEMPNER_DRILLS_RECORD"):
-        line = {"drill": drill, "time": round(time.time(), 1), "seed": SEED, **facts}
-        with open(record, "a") as file:
-            file.write(json.dumps(line) + "\n")
+        test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
+        much = "KEMPNER_DRILLS=all " if ALL else ""
+        command = f"{much}KEMPNER_DRILLS_SEED={SEED} pytest {shlex.quote(test)}"
+        told = records.header(proved_by(test), command)
+        rows = _noted.setdefault(test, [])
+        rows.append({"drill": drill, "test": test, **facts, **told})
+        records.write(Path(record), rows, by=("test",))
+
+
+def proved_by(test: str) -> tuple[str, ...]:
+    """The folders whose code a test proves."""
+    return next(folders for place, folders in PROVES.items() if test.startswith(place))

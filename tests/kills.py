@@ -127,7 +127,7 @@ def note_healing(drill: str, run: Run, kills: Sequence[Kill], plain: Sequence[fl
             seconds_to_new_step=seconds,
         )
     note(
-        f"{drill}s",
+        f"{drill}, all",
         kills={moment: sum(k.moment == moment for k in kills) for moment in MOMENTS},
         steps_alike=len(run.steps()),
         seconds_to_restart=_middle_and_longest(restarts),

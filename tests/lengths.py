@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 
 import pytest
 from promises_kept import NO_TIME, Promise, function_of, read_promises
+from records import commit, header
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -259,14 +259,6 @@ def _passed(config: pytest.Config) -> frozenset[str]:
     return frozenset(line["file"] for line in map(json.loads, lines) if line["commit"] == now != "")
 
 
-def commit() -> str:
-    """The commit that is checked out, with a + where files differ from it; empty where there is no
-    repository."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
 def _file(test: str) -> str:
     return test.partition("::")[0]
 
@@ -275,11 +267,7 @@ def main(*measured: str) -> None:
     for file in measured:
         lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
         facts = {
-            "commit": commit(),
-            "date": time.strftime("%Y-%m-%d", time.gmtime()),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python "
-            f"{platform.python_version()}",
-            "command": "KEMPNER_TEST_COSTS=FILE make check",
+            **header(["kempner", "tests"], "KEMPNER_TEST_COSTS=FILE make check"),
             "unit": "CPU seconds and seconds of all cases of a function; those of the cheap "
             "functions are left out",
             "all": [round(sum(line[key] for line in lines)) for key in ("cpu", "seconds")],

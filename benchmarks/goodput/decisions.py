@@ -30,6 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
+import records
 from simulated.faults import Fault, Kind, Schedule, Setting
 from simulated.files import in_memory
 from simulated.world import simulate
@@ -41,6 +42,7 @@ HARDWARE = 0.78
 """The share of failures that take out a node."""
 
 DAY = 86_400.0
+PROVES = ("kempner/supervisor/policy", "kempner/checkpoint/store")
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -62,24 +64,24 @@ def goodput(setting: Setting, faults: tuple[Fault, ...]) -> float:
     return setting.max_steps * setting.step / outcome.seconds
 
 
-def measure(gpus: int, days: float, setting: Setting, seed: int) -> str:
+def measure(gpus: int, days: float, setting: Setting, seed: int) -> dict[str, object]:
     """A row of the table."""
     between = 1 / (RATE * gpus)
     young = math.sqrt(2 * setting.stall * between)
     intervals = sorted({max(1, round(factor * young / setting.step)) for factor in FACTORS})
-    cells = [f"{gpus:,}", f"{between / 3600:.1f} h", f"{young:.0f} s"]
+    row: dict[str, object] = {"GPUs": gpus, "h between failures": between / 3600}
+    row["Young's interval, s"] = young
     for in_place in (True, False):
         faults = failures(gpus, 2 * days * DAY, in_place, seed)
         mode = setting if in_place else replace(setting, spare=0)
         found = {n: goodput(replace(mode, interval=n), faults) for n in intervals}
         best = max(found, key=lambda n: found[n])
         nearest = min(intervals, key=lambda n: abs(n * setting.step - young))
-        cells += [
-            f"{best * setting.step:.0f} s",
-            f"{found[best]:.2%}",
-            f"{found[nearest]:.2%}",
-        ]
-    return "| " + " | ".join(cells) + " |"
+        how = "in place" if in_place else "requeued"
+        row[f"{how}, best interval, s"] = best * setting.step
+        row[f"{how}, goodput, %"] = f"{found[best]:.2%}".rstrip("%")
+        row[f"{how}, at Young's, %"] = f"{found[nearest]:.2%}".rstrip("%")
+    return row
 
 
 def main() -> None:
@@ -91,18 +93,16 @@ def main() -> None:
     parser.add_argument("--stall", type=float, default=0.8, help="seconds that a save stops")
     parser.add_argument("--write", type=float, default=60.0, help="seconds until it is durable")
     parser.add_argument("--seed", type=int, default=1)
+    records.add_option(parser)
     options = parser.parse_args()
     setting = Setting(
         nodes=4, per_node=1, spare=2, pool=12, max_steps=round(options.days * DAY / options.step),
         eval_interval=1 << 30, step=options.step, looks=options.step, start=40.0, load=20.0,
         stall=options.stall, write=options.write, begin=121.0, budget=10,
     )  # fmt: skip
-    print("| GPUs | between failures | Young | best in place | goodput | at Young's |"
-          " best requeued | goodput | at Young's |")  # fmt: skip
-    print("|---" * 9 + "|")
     with in_memory():
-        for gpus in options.gpus:
-            print(measure(gpus, options.days, setting, options.seed), flush=True)
+        rows = [measure(n, options.days, setting, options.seed) for n in options.gpus]
+    records.result(options.record, "goodput", PROVES, rows)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.slots.board import Board
 from kempner.checkpoint.slots.copies import CopyHolder
@@ -28,6 +26,9 @@ from kempner.run.control.protocol import Secret
 from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver
 from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender
 from kempner.supervisor.launchers.agents.buddy.wire import CHUNK
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+import records
 
 LOOK = 0.001
 """Seconds between two looks whether a copy has arrived."""
@@ -98,23 +99,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
+    records.add_option(parser)
     arguments = parser.parse_args()
     size = arguments.megabytes << 20
-    ways: dict[str, Callable[[], None]] = {"to a buddy": ToBuddy(size), "plain": Plain(size)}
+    ways: dict[str, Callable[[], None]] = {
+        "to a buddy": ToBuddy(size),
+        "a plain socket": Plain(size),
+    }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(-2, arguments.rounds):  # both copies have their pages after two
         for name, send in ways.items():
             measured = timed(send)
             if number >= 0:
                 times[name].append(measured)
-    for name, measured_all in times.items():
-        wall, busy = (statistics.median(column) for column in zip(*measured_all, strict=True))
-        rate, cost = size / wall / 1e9, busy / size * 1e9
-        print(f"{name:<12} {rate:6.2f} GB/s  {cost:6.2f} processor s/GB")
-    pairs = zip(times["to a buddy"], times["plain"], strict=True)
-    ratios = [[a / b for a, b in zip(ours, plain, strict=True)] for ours, plain in pairs]
-    wall, busy = (statistics.median(column) for column in zip(*ratios, strict=True))
-    print(f"ratio        {wall:6.2f} by wall   {busy:6.2f} by processor time")
+    rows = []
+    for name, each in times.items():
+        wall, busy = (statistics.median(column) for column in zip(*each, strict=True))
+        pairs = list(zip(each, times["a plain socket"], strict=True))
+        row = {"sent": name, "MB": arguments.megabytes, "GB/s": size / wall / 1e9}
+        row["processor s a GB"] = busy / size * 1e9
+        row["time, to the socket's"] = statistics.median(a[0] / b[0] for a, b in pairs)
+        row["processor time, to its"] = statistics.median(a[1] / b[1] for a, b in pairs)
+        rows.append(row)
+    proves = ("kempner/checkpoint/slots", "kempner/supervisor/launchers/agents/buddy")
+    records.result(arguments.record, "copies", proves, rows)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,9 @@ from kempner.checkpoint.slots.pour import offers, pour
 from kempner.checkpoint.store import commit
 from kempner.run.record.attempts import Fence, begin_attempt
 from kempner.run.record.run_dir import RunDirectory
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+import records
 
 PIECE = 1 << 24
 
@@ -79,6 +83,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=0.5, help="of one rank")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", type=Path, default=None)
+    records.add_option(parser)
     arguments = parser.parse_args()
     ratios, taken = [], []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
@@ -97,9 +102,10 @@ def main() -> None:
             taken.append(seconds)
         images.clear()
     low, middle, high = statistics.quantiles(ratios, n=4)
-    print(f"{arguments.ranks} ranks of {arguments.gib} GiB, {arguments.rounds} rounds")
-    print(f"salvage: {statistics.median(taken):.2f} s, {middle:.2f} of a raw write and fsync")
-    print(f"quartiles {low:.2f} to {high:.2f}")
+    row = {"ranks": arguments.ranks, "GiB a rank": arguments.gib, "rounds": arguments.rounds}
+    row |= {"salvage, s": statistics.median(taken), "to a raw write and fsync": middle}
+    proves = ("kempner/checkpoint/slots", "kempner/checkpoint/io", "kempner/checkpoint/store")
+    records.result(arguments.record, "salvage", proves, [row | {"quartiles": [low, high]}])
 
 
 if __name__ == "__main__":

@@ -23,17 +23,24 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from step_overhead import CONFIG, WARM_UP, Program, prepare, ratios, row
+from step_overhead import CONFIG, WARM_UP, Program, against, prepare, ratios
 from two_loops import STORE_PORT, Turn
 
 from kempner.config.sections import CheckpointSection
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+import records
+
+PROVES = ("kempner/checkpoint/slots", "kempner/supervisor/launchers/agents/buddy")
+
 PLAIN, CONTROL = "kempner-plain", "kempner-control"
 IN_MEMORY, BUDDY = "kempner-in-memory", "kempner-buddy"
+NAMES = {IN_MEMORY: "checkpoint.in_memory", BUDDY: "and checkpoint.buddy", CONTROL: "neither"}
+"""What the table calls those that are compared with the plain one."""
 
 
-def measure(size: int, rounds: int, seconds: float, folder: Path) -> None:
-    """Let the three take turns, and print what each turn took."""
+def measure(size: int, rounds: int, seconds: float, folder: Path) -> list[dict[str, object]]:
+    """Let the four take turns; what each turn took, against the plain ones."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ[STORE_PORT] = str(store.port)
     programs: dict[str, Program] = {}
@@ -56,10 +63,15 @@ def measure(size: int, rounds: int, seconds: float, folder: Path) -> None:
         for program in programs.values():
             program.kill()
     print(f"{size} ranks, {rounds} rounds of {steps} steps")
-    print(f"{'':<24} {'median':>8} {'quartiles':>16}")
-    for name, label in ((IN_MEMORY, "in memory"), (BUDDY, "buddy"), (CONTROL, "control")):
-        row(f"{label}, wall", ratios(walls[name], walls[PLAIN]))
-        row(f"{label}, processor time", ratios(busy[name], busy[PLAIN]))
+    return [
+        {
+            "ranks": size,
+            "with": label,
+            **against("processor time", ratios(busy[name], busy[PLAIN])),
+            **against("wall", ratios(walls[name], walls[PLAIN])),
+        }
+        for name, label in NAMES.items()
+    ]
 
 
 def write_config(folder: Path, name: str, size: int) -> Path:
@@ -81,10 +93,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=3.0)
+    records.add_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), arguments.ranks)
-        measure(arguments.ranks, arguments.rounds, arguments.seconds, Path(folder))
+        rows = measure(arguments.ranks, arguments.rounds, arguments.seconds, Path(folder))
+    records.result(arguments.record, "steps in memory", PROVES, rows)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ turns of one round, so that what else the machine does touches both alike. Memor
 not that of the process: the tensors that stay from step to step, and the most that torch's
 allocator had handed out on top of them at any moment of one step. With `--how compiled` each model
 is compiled as one and the loss is plain; with `--how best` kempner has its own loss in chunks and
-its own compiled blocks, the others model and loss compiled as one. torchtitan must be
-on PYTHONPATH.
+its own compiled blocks, the others model and loss compiled as one.
 """
 
 from __future__ import annotations
@@ -26,11 +25,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+import records
 
 LIBRARIES = ("kempner", "transformers", "torchtitan")
 HOW = ("eager", "compiled", "best")
@@ -92,44 +95,18 @@ def transformers_model(size: Size) -> nn.Module:
 
 
 def torchtitan_model(size: Size) -> nn.Module:
-    """torchtitan's Llama 3 with its own defaults: one matrix for queries, keys and values."""
-    from torchtitan.models import llama3  # type: ignore[import-not-found]
-    from torchtitan.models.common import (  # type: ignore[import-not-found]
-        ComplexRoPE,
-        Embedding,
-        Linear,
-        RMSNorm,
-    )
-    from torchtitan.models.common.attention import (  # type: ignore[import-not-found]
-        ScaledDotProductAttention,
-    )
+    """torchtitan's Llama 3 with its own defaults."""
+    kernels: Any = ModuleType("torchtitan.models.moe.kernels")  # the real ones want triton
+    kernels.generate_permute_indices = None
+    sys.modules.setdefault(kernels.__name__, kernels)
+    from torchtitan.models.llama3.model.args import TransformerModelArgs
+    from torchtitan.models.llama3.model.model import Transformer
 
-    sides = {"embedding_dim": size.dim, "num_embeddings": size.vocab}
-    rope = ComplexRoPE.Config(dim=size.dim // size.heads, max_seq_len=size.seq, theta=10_000.0)
-    layers = llama3._build_llama3_layers(
-        n_layers=size.layers,
-        dim=size.dim,
-        n_heads=size.heads,
-        hidden_dim=size.ffn,
-        rope=rope,
-        attn_backend="varlen",
-    )
-    for layer in layers:  # what it would take for text needs a GPU, or masks of documents
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config = llama3.Llama3Model.Config(
-        dim=size.dim,
-        vocab_size=size.vocab,
-        tok_embeddings=Embedding.Config(**sides, param_init=llama3._EMBEDDING_INIT),
-        norm=RMSNorm.Config(normalized_shape=size.dim, param_init=llama3._NORM_INIT),
-        lm_head=Linear.Config(
-            in_features=size.dim,
-            out_features=size.vocab,
-            param_init=llama3._output_linear_init(size.dim),
-        ),
-        layers=layers,
-    )
-    model: nn.Module = config.build()
-    model.init_states(buffer_device=None)  # type: ignore[operator]
+    sides = {"dim": size.dim, "n_layers": size.layers, "n_heads": size.heads}
+    rest = {"vocab_size": size.vocab, "multiple_of": size.ffn, "max_seq_len": size.seq}
+    model = Transformer(TransformerModelArgs(**sides, **rest))
+    model.init_weights()
+    assert model.layers["0"].feed_forward.w1.out_features == size.ffn
     return model
 
 
@@ -262,11 +239,11 @@ class Contender:
         self._process.wait()
 
 
-def ratios(ours: list[float], theirs: list[float]) -> str:
-    """Median, and the quarters around it, of the ratios of turns that belong together."""
+def share(ours: list[float], theirs: list[float]) -> tuple[float, list[float]]:
+    """Median of the ratios of turns that belong together, and the quarters around it."""
     each = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     low, middle, high = statistics.quantiles(each, n=4)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    return middle, [low, high]
 
 
 def main() -> None:
@@ -277,6 +254,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="debug")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=4)
+    records.add_option(parser)
     args = parser.parse_args()
     if args.library:
         take_turns(args.library, SIZES[args.size], args.how, args.steps)
@@ -292,23 +270,19 @@ def main() -> None:
     memory = {library: contender.memory() for library, contender in contenders.items()}
     for contender in contenders.values():
         contender.close()
-    print(f"{args.size}, {args.how}, load {os.getloadavg()[0]:.1f}")
-    ours = turns["kempner"]
+    ours = [turn.cpu for turn in turns["kempner"]]
+    rows = []
     for library, theirs in turns.items():
-        wall, cpu = [turn.wall for turn in theirs], [turn.cpu for turn in theirs]
-        line = (
-            f"{library:13} {statistics.median(wall) * 1e3:8.1f} ms wall "
-            f"{statistics.median(cpu) * 1e3:8.1f} ms processor "
-            f"{memory[library].peak / 2**20:7.1f} MiB "
-            f"({memory[library].kept / 2**20:.1f} between steps)"
-        )
+        cpu = [turn.cpu for turn in theirs]
+        row = {"size": args.size, "how": args.how, "library": library}
+        row["processor ms"] = statistics.median(cpu) * 1e3
+        row["MiB"] = memory[library].peak / 2**20
         if library != "kempner":
-            line += (
-                f"   kempner needs {ratios([turn.wall for turn in ours], wall)} wall, "
-                f"{ratios([turn.cpu for turn in ours], cpu)} processor, "
-                f"{memory['kempner'].peak / memory[library].peak:.2f} memory"
-            )
-        print(line)
+            row["kempner's time"], row["quartiles"] = share(ours, cpu)
+            row["kempner's memory"] = memory["kempner"].peak / memory[library].peak
+        rows.append(row)
+    proves = ("kempner/model", "kempner/training/compute")
+    records.result(args.record, "model", proves, rows, "size", "how")
 
 
 if __name__ == "__main__":

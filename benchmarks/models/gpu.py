@@ -43,6 +43,9 @@ from kempner.training.compute.optimizer import build_optimizer, update
 from kempner.training.observe.async_metrics import AsyncMetrics
 from kempner.training.observe.metrics import peak_flops
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+import records
+
 VOCABULARY = 8192
 
 
@@ -292,6 +295,7 @@ def main() -> int:
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq", type=int, default=1024)
+    records.add_option(parser)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print("there is no GPU here; --device cpu shows what can be seen without", file=sys.stderr)
@@ -303,8 +307,8 @@ def main() -> int:
         dim=args.dim, n_layers=args.layers, n_heads=max(1, args.dim // 64), max_seq_len=args.seq
     )
     train = TrainSection(seq_len=args.seq, micro_batch_size=4)
-    failed = 0
-    print(torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU only")
+    failed, rows = 0, list[dict[str, object]]()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(device, Config(model=sizes, train=train), Path(folder))
         for check in CHECKS:
@@ -318,7 +322,10 @@ def main() -> int:
                 verdict, words = "FAILED", f"{type(error).__name__}: {error}"
                 traceback.print_exc()
             took = time.perf_counter() - started
-            print(f"{check.__name__:21} {verdict:9} {took:6.1f} s  {words}", flush=True)
+            row = {"check": check.__name__, "GPU": name, "verdict": verdict}
+            rows.append(row | {"found": words, "s": took})
+            print(f"{check.__name__}: {verdict}", file=sys.stderr, flush=True)
+    records.result(args.record, "GPU", ("kempner/checkpoint", "kempner/training"), rows, "check")
     dist.destroy_process_group()
     return 1 if failed else 0
 

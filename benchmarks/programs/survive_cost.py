@@ -18,9 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+import records
 
 LOOPS = ("plain", "survive")
 
@@ -62,6 +66,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--width", type=int, default=256)
+    records.add_option(parser)
     args = parser.parse_args()
     if args.loop:
         take_turns(args.loop, args.width, args.steps)
@@ -87,17 +92,16 @@ def main() -> None:
         assert process.stdin is not None
         process.stdin.close()
         process.wait()
-    for at, kind in enumerate(("processor", "wall")):
+    rows = []
+    for at, kind in enumerate(("processor time", "wall")):
         plain, ours = ([turn[at] for turn in turns[loop]] for loop in LOOPS)
         low, middle, high = statistics.quantiles(
             [b / a for a, b in zip(plain, ours, strict=True)], n=4
         )
-        print(
-            f"{kind}: plain {statistics.median(plain) * 1e3:.2f} ms, "
-            f"survive {statistics.median(ours) * 1e3:.2f} ms a step, "
-            f"ratio {middle:.3f} ({low:.3f} to {high:.3f})"
-        )
-    print(f"load {os.getloadavg()[0]:.1f}")
+        row = {"by": kind, "plain step, ms": statistics.median(plain) * 1e3}
+        row |= {"under survive, ms": statistics.median(ours) * 1e3, "ratio": middle}
+        rows.append(row | {"quartiles": [low, high], "load": os.getloadavg()[0]})
+    records.result(args.record, "survive", ("kempner/training",), rows)
 
 
 if __name__ == "__main__":

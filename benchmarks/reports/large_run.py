@@ -23,6 +23,9 @@ from kempner.run.record.attempts import CURRENT
 from kempner.run.record.lease import Lease
 from kempner.run.record.run_dir import RunDirectory
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+import records
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -31,20 +34,23 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=1_000_000)
     parser.add_argument("--attempts", type=int, default=60)
     parser.add_argument("--out", type=Path)
+    records.add_option(parser)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = given.out or Path(folder) / "large"
         generate(run, given.ranks, given.events, given.lines, given.attempts)
         page = run / "report.html"
-        for _ in range(3):
-            measure("status", str(run))
-        measure("status", str(run), "--json")
-        measure("report", str(run), "--output", str(page))
-        print(f"report.html: {page.stat().st_size / 1e6:.2f} MB")
+        rows = [measure("status", str(run)) for _ in range(3)][-1:]
+        rows.append(measure("status", str(run), "--json"))
+        report = measure("report", str(run), "--output", str(page))
+        rows.append(report | {"page, MB": page.stat().st_size / 1e6})
+    sizes = {"ranks": given.ranks, "events": given.events, "lines of metrics": given.lines}
+    proves = ("kempner/insight", "kempner/run/record")
+    records.result(given.record, "large run", proves, [row | sizes for row in rows])
 
 
-def measure(*arguments: str) -> None:
-    """Run a command of kempner's, and print what it took."""
+def measure(*arguments: str) -> dict[str, object]:
+    """Run a command of kempner's; what it took."""
     began = time.monotonic()
     command = [sys.executable, "-m", "kempner", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -52,7 +58,8 @@ def measure(*arguments: str) -> None:
     took, processor = time.monotonic() - began, used.ru_utime + used.ru_stime
     assert status == 0
     words = " ".join(word for word in arguments if not word.startswith("/"))
-    print(f"{words}: {took:.2f} s, {processor:.2f} s of it computing, {used.ru_maxrss >> 10} MiB")
+    found = {"command of kempner": words, "wall s": took, "processor s": processor}
+    return {**found, "MiB": used.ru_maxrss >> 10}
 
 
 def generate(run: Path, ranks: int, events: int, lines: int, attempts: int) -> None:

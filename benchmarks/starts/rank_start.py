@@ -27,12 +27,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+import records
+
+PROVES = ("kempner/cli", "kempner/config", "kempner/run", "kempner/supervisor", "kempner/training")
 
 CONFIG = """
 [run]
@@ -73,7 +78,7 @@ print(usage.ru_utime + usage.ru_stime)
 """
 MARKS = "RANK_START_MARKS"
 """Environment variable: the folder in which ranks leave their figures."""
-PARTS = ("python", "command", "torch", "kempner", "meet", "build", "load", "first step")
+PARTS = ("python", "configuration", "torch", "kempner", "meet", "build", "load", "first step")
 LATER, WALL = "later step", "wall"
 
 
@@ -130,7 +135,7 @@ def rank(arguments: Sequence[str]) -> None:
     from kempner.cli.app import load_command
 
     load_command("train")
-    watch.mark("command")
+    watch.mark("configuration")
     importlib.import_module("torch")
     watch.mark("torch")
     main = importlib.import_module("kempner.training.main")
@@ -220,10 +225,10 @@ def write_tokens(folder: Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def measure(worlds: Sequence[int], rounds: int, kinds: Sequence[str], model: str) -> None:
-    """Print a row of medians for every world and kind of start."""
-    columns = (*PARTS, LATER, WALL)
-    print("ranks  kind  bare  rank  ratio (smallest, largest)  " + "  ".join(columns))
+def measure(
+    worlds: Sequence[int], rounds: int, kinds: Sequence[str], model: str
+) -> Iterator[list[dict[str, object]]]:
+    """Medians for every kind of start, world after world."""
     with tempfile.TemporaryDirectory() as name:
         write_tokens(Path(name))
         for ranks in worlds:
@@ -235,19 +240,17 @@ def measure(worlds: Sequence[int], rounds: int, kinds: Sequence[str], model: str
                         bares.append(bare(ranks))
                     else:
                         starts[what].append(start(ranks, Path(name) / "tokens", what, model))
-            for kind, found in starts.items():
-                sums = [sum(parts[part] for part in PARTS) for parts in found]
-                ratios = [whole / least for whole, least in zip(sums, bares, strict=True)]
-                print(
-                    f"{ranks:5}  {kind}  {statistics.median(bares):4.2f}  "
-                    f"{statistics.median(sums):4.2f}  "
-                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})  "
-                    + "  ".join(
-                        f"{part} {statistics.median(parts[part] for parts in found):.2f}"
-                        for part in columns
-                    ),
-                    flush=True,
-                )
+            yield [{"ranks": ranks, "start": k, **row(bares, f)} for k, f in starts.items()]
+
+
+def row(bares: Sequence[float], found: Sequence[dict[str, float]]) -> dict[str, object]:
+    """Medians of the starts of a kind, in all and by part."""
+    sums = [sum(parts[part] for part in PARTS) for parts in found]
+    ratios = [whole / least for whole, least in zip(sums, bares, strict=True)]
+    told: dict[str, object] = {"bare": statistics.median(bares), "rank": statistics.median(sums)}
+    told |= {"ratio": statistics.median(ratios), "ratio, range": [min(ratios), max(ratios)]}
+    columns = (*PARTS, LATER, WALL)
+    return told | {part: statistics.median(each[part] for each in found) for part in columns}
 
 
 def main() -> None:
@@ -261,9 +264,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--preset", help="a model by name, in place of a tiny one")
+    records.add_option(parser)
     options = parser.parse_args()
     model = TINY if options.preset is None else f'preset = "{options.preset}"'
-    measure(options.ranks, options.rounds, options.kinds, model)
+    name = options.preset or "tiny"
+    for rows in measure(options.ranks, options.rounds, options.kinds, model):
+        told = [{"model": name, **each} for each in rows]
+        records.result(options.record, "rank start", PROVES, told, "model", "ranks", "start")
 
 
 if __name__ == "__main__":

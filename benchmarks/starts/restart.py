@@ -22,13 +22,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import psutil
 from rank_start import write_tokens
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+import records
+
+PROVES = ("kempner/cluster", "kempner/run", "kempner/supervisor", "kempner/training")
 
 CONFIG = """
 [run]
@@ -173,13 +178,22 @@ def bare_rank(rank: int, ranks: int, port: int, writer: int) -> int:
     return 0
 
 
-def told(values: list[float]) -> str:
-    """Median, smallest and largest."""
-    return f"{statistics.median(values):6.2f} ({min(values):.2f}, {max(values):.2f})"
+def rows_of(
+    warm: Sequence[Sequence[float]], cold: Sequence[Sequence[float]], *names: str
+) -> list[dict[str, Any]]:
+    """Of each column: median, smallest and largest of forked ranks and of those started anew."""
+    rows = []
+    for column, name in enumerate(names):
+        row: dict[str, Any] = {"s from a kill to": name}
+        for way, found in (("forked", warm), ("anew", cold)):
+            values = [times[column] for times in found]
+            row |= {way: statistics.median(values), f"{way}, range": [min(values), max(values)]}
+        rows.append(row | {"anew, to forked": row["anew"] / row["forked"]})
+    return rows
 
 
-def measure(ranks: int, rounds: int, kills: int) -> None:
-    """Print what each way took."""
+def measure(ranks: int, rounds: int, kills: int) -> list[dict[str, Any]]:
+    """What each way took."""
     cold: list[tuple[float, float, float]] = []
     warm: list[tuple[float, float, float]] = []
     plain: list[list[float]] = []
@@ -191,12 +205,12 @@ def measure(ranks: int, rounds: int, kills: int) -> None:
             plain.append(bare(ranks, kills))
             cold += supervised(folder, f"cold-{number}", False, ranks, kills)
     bares = list(chain.from_iterable(plain))
-    for what, column in (("first step", 0), ("new step", 1), ("processor", 2)):
-        forked, anew = ([row[column] for row in rows] for rows in (warm, cold))
-        ratio = statistics.median(anew) / statistics.median(forked)
-        print(f"{what:10}  forked {told(forked)}  anew {told(anew)}  anew/forked {ratio:.1f}")
-    ratio = statistics.median([row[0] for row in warm]) / statistics.median(bares)
-    print(f"first step  bare {told(bares)}  forked/bare {ratio:.2f}")
+    rows = rows_of(
+        warm, cold, "the first step", "the first new step", "then, processor s of a rank"
+    )
+    middle = statistics.median(bares)
+    rows[0] |= {"bare script": middle, "forked, to bare": rows[0]["forked"] / middle}
+    return rows
 
 
 def main() -> None:
@@ -208,8 +222,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=3)
+    records.add_option(parser)
     options = parser.parse_args()
-    measure(options.ranks, options.rounds, options.kills)
+    rows = measure(options.ranks, options.rounds, options.kills)
+    records.result(options.record, "restart", PROVES, rows)
 
 
 if __name__ == "__main__":

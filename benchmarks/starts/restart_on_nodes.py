@@ -11,7 +11,6 @@ made before; medians, smallest and largest.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -21,8 +20,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "slurm"), str(ROOT / "tests"), str(Path(__file__).parent)]
 
+import records  # noqa: E402
 from lab import Cluster  # noqa: E402
-from restart import CONFIG, SETTLED, first, lines, told, wait_for, write_tokens  # noqa: E402
+from restart import (  # noqa: E402
+    CONFIG,
+    PROVES,
+    SETTLED,
+    first,
+    lines,
+    rows_of,
+    wait_for,
+    write_tokens,
+)
 
 
 def supervised(
@@ -66,6 +75,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--kills", type=int, default=3)
+    records.add_option(parser)
     options = parser.parse_args()
     cold: list[tuple[float, float]] = []
     warm: list[tuple[float, float]] = []
@@ -81,10 +91,8 @@ def main() -> None:
                 print(name, [tuple(round(t, 2) for t in pair) for pair in times], flush=True)
     finally:
         cluster.down()
-    for what, column in (("first step", 0), ("new step", 1)):
-        forked, anew = ([row[column] for row in rows] for rows in (warm, cold))
-        ratio = statistics.median(anew) / statistics.median(forked)
-        print(f"{what:10}  forked {told(forked)}  anew {told(anew)}  anew/forked {ratio:.1f}")
+    rows = rows_of(warm, cold, "the first step", "the first new step")
+    records.result(options.record, "restart on nodes", PROVES, rows)
 
 
 if __name__ == "__main__":

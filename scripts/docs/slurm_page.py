@@ -5,11 +5,13 @@ python scripts/docs/slurm_page.py
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+import records
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SOURCE, PAGE = DOCS / "slurm_versions.jsonl", DOCS / "sites.md"
@@ -24,7 +26,7 @@ def main() -> int:
 
 
 def read() -> list[Run]:
-    return [json.loads(line) for line in SOURCE.read_text().splitlines()]
+    return list(records.read(SOURCE))
 
 
 def page(text: str, runs: Sequence[Run]) -> str:
@@ -35,19 +37,22 @@ def page(text: str, runs: Sequence[Run]) -> str:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Each test by version; the newest run of each counts."""
-    newest = {(function(run), run["slurm"], run["test"]): run["outcome"] for run in runs}
+    """Each test by version."""
+    outcomes = {(function(run), run["slurm"], run["test"]): run["outcome"] for run in runs}
     versions = sorted({run["slurm"] for run in runs})
     lines = [f"| test | {' | '.join(versions)} |", f"|---|{'---|' * len(versions)}"]
     for test in sorted({function(run) for run in runs}):
         cells = [
-            cell([out for (name, slurm, _), out in newest.items() if (name, slurm) == (test, v)])
+            cell([out for (name, slurm, _), out in outcomes.items() if (name, slurm) == (test, v)])
             for v in versions
         ]
         path, _, name = test.partition("::")
         words = name.removeprefix("test_").replace("_", " ")
         lines.append(f"| [{words}](../{path}) | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    said = (
+        f"Of {records.origin(runs)}; each with its command in [the record](slurm_versions.jsonl)."
+    )
+    return "\n".join([*lines, "", said]) + "\n"
 
 
 def function(run: Run) -> str:

@@ -5,14 +5,16 @@ python scripts/docs/storage_fault_page.py
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-SOURCE, PAGE = DOCS / "drills.jsonl", DOCS / "storage_faults.md"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests"))
+import records  # noqa: E402
+
+SOURCE, PAGE = ROOT / "docs" / "drills.jsonl", ROOT / "docs" / "storage_faults.md"
 
 Cell = Mapping[str, Any]
 
@@ -45,9 +47,12 @@ NONE = "The record of the drills has no such runs.\n"
 
 
 def main() -> int:
-    lines = map(json.loads, SOURCE.read_text().splitlines())
-    PAGE.write_text(page([line for line in lines if line["drill"] == "storage fault"]))
+    PAGE.write_text(page(read()))
     return 0
+
+
+def read() -> list[Cell]:
+    return [row for row in records.read(SOURCE) if row["drill"] == "storage fault"]
 
 
 def page(cells: Sequence[Cell]) -> str:
@@ -68,7 +73,9 @@ def summary(cells: Sequence[Cell]) -> str:
     good, faults = sum(not cell["wrong"] for cell in cells), sum(cell["faults"] for cell in cells)
     return (
         f"Of {len(cells)} cells {good} held; {faults:,} operations met a fault. An entry gives how "
-        "long the fault lasted, and the seconds from the launch to the end.\n"
+        "long the fault lasted, and the seconds from the launch to the end. Of "
+        f"{records.origin(cells)}, on {', '.join(in_order(cell['machine'] for cell in cells))}; "
+        "each with its command in [the record](drills.jsonl).\n"
     )
 
 

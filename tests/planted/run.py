@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import re
 import select
@@ -33,6 +32,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
+import records  # noqa: E402
 from patience import scaled  # noqa: E402
 from planted.bugs import Bug, Length, length_of, place, read_bugs, read_sources  # noqa: E402
 
@@ -171,12 +171,11 @@ def run_with(tree: Tree, bug: Bug) -> Outcome:
     return Outcome(bug.id, outcome, test, FOLDER.sub("...", why), seconds)
 
 
-def record(file: Path, outcomes: Sequence[Outcome]) -> None:
-    """A line for each bug in the order of the list; those that were not run keep theirs."""
-    before = file.read_text().splitlines() if file.exists() else []
-    lines = {json.loads(line)["id"]: line for line in before}
-    lines |= {outcome.id: json.dumps(asdict(outcome)) for outcome in outcomes}
-    file.write_text("".join(f"{lines[b.id]}\n" for b in read_bugs(()) if b.id in lines))
+def record(file: Path, outcome: Outcome, planted: Path) -> None:
+    """The row of a bug that was planted into this file of the project; bugs that are no longer in
+    the list lose theirs."""
+    row = asdict(outcome) | records.header(["/".join(planted.parts[:2])])
+    records.write(file, [row], by=("id",), only={"id": [bug.id for bug in read_bugs()]})
 
 
 def caught_by(outcomes: Iterable[Outcome]) -> Mapping[Length, int]:
@@ -200,6 +199,7 @@ def main() -> int:
     for module in SLOW_TO_IMPORT:
         importlib.import_module(module)
     bugs = read_bugs(asked.only)
+    records.commit()  # remembered: it may be another one in hours
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         tree = Tree(Path(folder).resolve() / "tree")
         for bug in bugs:
@@ -210,8 +210,8 @@ def main() -> int:
         for bug in bugs:
             outcomes.append(run_with(tree, bug))
             print(f"{outcomes[-1].outcome:9} {bug.id}", flush=True)
-    if asked.record is not None:
-        record(asked.record, outcomes)
+            if asked.record is not None:
+                record(asked.record, outcomes[-1], tree.place(bug).relative_to(tree.path))
     known = {bug.id: "survived" if bug.survives else "caught" for bug in bugs}
     for o in outcomes:
         remark = "" if o.outcome == known[o.id] else f"  <- {known[o.id]} by the list"

@@ -7,7 +7,7 @@ job that is preempted and completes. Each part is timed; what takes more than a 
 second try, is explained by `EXPLAINED`, or marked as what nobody can explain. Exits with 1 if a
 part fails.
 
-    python tests/walk/first_hour.py --record docs/first_hour.json
+    python tests/walk/first_hour.py --record docs/first_hour.jsonl
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -29,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "slurm")]
 
+import records  # noqa: E402
 from harness import wait_until  # noqa: E402
 from patience import scaled  # noqa: E402
 from terminal import CTRL_C, Terminal  # noqa: E402
@@ -321,7 +321,7 @@ def show(parts: list[Part]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--record", type=Path, help="JSON file to write")
+    parser.add_argument("--record", type=Path, help="where to keep how it went")
     parser.add_argument("--no-cluster", action="store_true", help="leave the Slurm cluster out")
     parser.add_argument("--env", type=Path, help="an environment that has kempner: install nothing")
     given = parser.parse_args()
@@ -342,9 +342,9 @@ def main() -> int:
         shutil.rmtree(walk.folder, ignore_errors=True)
     show(walk.parts)
     if given.record:
-        machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
-        record = {"machine": machine, "parts": [asdict(part) for part in walk.parts]}
-        given.record.write_text(json.dumps(record, indent=2) + "\n")
+        told = records.header(["kempner"])
+        rows = [asdict(part) | told for part in walk.parts]
+        records.write(given.record, rows, by=())  # the whole record
     return 0 if all(part.outcome == "ok" for part in walk.parts) else 1
 
 

@@ -7,24 +7,28 @@ import sys
 from pathlib import Path
 
 import pytest
+import records
 from patience import scaled
 
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "models" / "gpu.py"
 
 
 @pytest.mark.parametrize("planted", ["", "no checkpoint is found"])
-def test_the_checks_of_a_gpu_run_on_a_cpu_and_one_that_fails_is_told(planted: str) -> None:
+def test_the_checks_of_a_gpu_run_on_a_cpu_and_one_that_fails_is_told(
+    planted: str, tmp_path: Path
+) -> None:
     plant = "CheckpointManager.restore = lambda *_: None; " if planted else ""
     sizes = ["--device", "cpu", "--dim", "32", "--layers", "1", "--seq", "16"]
+    record = tmp_path / "record.jsonl"
     program = (
         "import sys, runpy; from kempner.checkpoint.manager import CheckpointManager; "
-        f"{plant}sys.argv = {['gpu.py', *sizes]!r}; "
+        f"{plant}sys.argv = {['gpu.py', *sizes, '--record', str(record)]!r}; "
         f"runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=scaled(200)
     )
-    verdicts = {line.split()[0]: line[22:31].strip() for line in ended.stdout.splitlines()[1:]}
+    verdicts = {row["check"]: row["verdict"] for row in records.read(record)}
     held = "FAILED" if planted else "passed"
     assert verdicts == {
         "staging": held,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import storage_fault_page  # noqa: E402 - a script
 
 def cell(what: str, when: str, how: str, *wrong: str) -> dict[str, Any]:
     place = {"what": what, "where": "tokens", "when": when, "how": how}
-    return {**place, "seconds": 12.3, "faults": 4, "wrong": list(wrong)}
+    told = {"commit": "0" * 12, "date": "2026-11-25T10:00Z", "machine": "2 cores"}
+    return {**place, "seconds": 12.3, "faults": 4, "wrong": list(wrong), **told}
 
 
 def test_the_page_has_every_cell_and_what_did_not_hold() -> None:
@@ -27,13 +27,14 @@ def test_the_page_has_every_cell_and_what_did_not_hold() -> None:
         ]
     )
     assert "Of 3 cells 2 held; 12 operations met a fault" in page
+    assert f"Of 2026-11-25, at {'0' * 12}, on 2 cores;" in page
     assert "## tokens\n| | start | step |\n" in page
     assert "| EIO | p: **failed** | 10 s: 12 s |\n| hang |  | p: 12 s |\n" in page
     assert "- EIO, tokens, start, p: exit code 65\n" in page
 
 
 def test_the_page_is_made_from_the_record() -> None:
-    lines = map(json.loads, storage_fault_page.SOURCE.read_text().splitlines())
-    cells = [line for line in lines if line["drill"] == "storage fault"]
     hint = "run `python scripts/docs/storage_fault_page.py`"
-    assert storage_fault_page.PAGE.read_text() == storage_fault_page.page(cells), hint
+    assert storage_fault_page.PAGE.read_text() == storage_fault_page.page(
+        storage_fault_page.read()
+    ), hint

@@ -6,8 +6,9 @@ chooses anew and writes `chosen.txt`; with a file that `cost.py` wrote, the cost
 first, and `costs.json` is written, too.
 
 `make test` runs every test that is cheap, and of the dear ones as few as exercise every promise of
-docs/promises.toml: on ranks or on the real Slurm, where the promise has such a test. `make check`
-runs all, and `make long` the drills.
+docs/promises.toml, on ranks or on the real Slurm where the promise has such a test, and as notice
+every planted bug that a test notices for a few seconds. `make check` runs all, and `make long` the
+drills.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ CHEAP = (1.0, 3.0)
 WAITING = 1 / 6
 """What a second costs that a test only waits, in CPU seconds: others run meanwhile."""
 
+WORTH_A_BUG = 8.0
+"""What a test may cost, in CPU seconds, that is run because it notices a planted bug."""
+
 ON_RANKS = ("tests/distributed/", "tests/slurm/", "tests/drills/")
 
 NEAREST_SECONDS = 600.0
@@ -51,13 +55,17 @@ Cost = tuple[float, float]
 # Choosing
 
 
-def choose(promises: Sequence[Promise], costs: Mapping[str, Cost]) -> list[str]:
-    """The dear tests that `make test` runs, sorted: a small set that exercises every promise.
+def choose(
+    promises: Sequence[Promise], costs: Mapping[str, Cost], bugs: Iterable[Sequence[str]] = ()
+) -> list[str]:
+    """The dear tests that `make test` runs, sorted: a small set that exercises every promise, and
+    notices what it can of the `bugs`, of each of which the tests are given that notice it.
 
     A greedy weighted set cover, after which every test is dropped that the others make superfluous.
     A test without a cost is cheap, and so always run.
     """
     wanted = [want for entry in promises if (want := witnesses(entry))]
+    wanted += [want for tests in bugs if (want := _worth_it(tests, costs))]
     missing = [want for want in wanted if want <= costs.keys()]
     chosen: set[str] = set()
     while left := [want for want in missing if not want & chosen]:
@@ -73,6 +81,12 @@ def witnesses(entry: Promise) -> frozenset[str]:
     """The tests of which one must run: those on ranks or on Slurm, if the promise has any."""
     tests = [] if entry.get("drill") else entry.get("tests", [])
     return frozenset([test for test in tests if test.startswith(ON_RANKS)] or tests)
+
+
+def _worth_it(tests: Sequence[str], costs: Mapping[str, Cost]) -> frozenset[str]:
+    """Those that are not too dear to be run for what they notice."""
+    functions = map(function_of, tests)
+    return frozenset(t for t in functions if _price(costs.get(t, (0.0, 0.0))) <= WORTH_A_BUG)
 
 
 def _price(cost: Cost) -> float:
@@ -261,7 +275,14 @@ def main(*measured: str) -> None:
         rows = (f"  {json.dumps(test)}: {json.dumps(cost)}" for test, cost in dear(lines).items())
         head = json.dumps(facts, indent=1).removesuffix("\n}")
         COSTS.write_text(f'{head},\n "tests": {{\n' + ",\n".join(rows) + "\n }\n}\n")
-    CHOSEN.write_text("\n".join(choose(read_promises(), read_costs())) + "\n")
+    CHOSEN.write_text("\n".join(choose(read_promises(), read_costs(), read_tests_of_bugs())) + "\n")
+
+
+def read_tests_of_bugs() -> list[Sequence[str]]:
+    """The tests of each planted bug."""
+    from planted.bugs import read_bugs  # which asks here what `make test` runs
+
+    return [bug.tests for bug in read_bugs()]
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ CHEAP = (1.0, 3.0)
 WAITING = 1 / 6
 """What a second costs that a test only waits, in CPU seconds: others run meanwhile."""
 
-WORTH_A_BUG = 8.0
+WORTH_A_BUG = 10.0
 """What a test may cost, in CPU seconds, that is run because it notices a planted bug."""
 
 ON_RANKS = ("tests/distributed/", "tests/slurm/", "tests/drills/")

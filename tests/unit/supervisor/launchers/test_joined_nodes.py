@@ -180,7 +180,8 @@ def test_what_hangs_on_a_node_of_another_job_is_sent_away_and_not_ended(
 ) -> None:
     pool, done = Pool(), list[str]()
     pool.come("node5")
-    pool._agents = SimpleNamespace(dismiss=lambda node: done.append(f"{node} is sent away"))
+    agents = SimpleNamespace(dismiss=lambda node: done.append(f"{node} is sent away"))
+    monkeypatch.setattr(Pool, "_agents", agents)
     end = lambda _, node: done.append(f"{node} is ended")  # noqa: E731
     monkeypatch.setattr(AgentLauncher, "_give_up", end)
     for node in ("node5", "node1"):

@@ -6,8 +6,9 @@ chooses anew and writes `chosen.txt`; with a file that `cost.py` wrote, the cost
 first, and `costs.json` is written, too.
 
 `make test` runs every test that is cheap, and of the dear ones as few as exercise every promise of
-docs/promises.toml: on ranks or on the real Slurm, where the promise has such a test. `make check`
-runs all, and `make long` the drills.
+docs/promises.toml, on ranks or on the real Slurm where the promise has such a test, and as notice
+every planted bug that a test notices for a few seconds. `make check` runs all, and `make long` the
+drills.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ CHEAP = (1.0, 3.0)
 WAITING = 1 / 6
 """What a second costs that a test only waits, in CPU seconds: others run meanwhile."""
 
+WORTH_A_BUG = 10.0
+"""What a test may cost, in CPU seconds, that is run because it notices a planted bug."""
+
 ON_RANKS = ("tests/distributed/", "tests/slurm/", "tests/drills/")
 
 NEAREST_SECONDS = 600.0
@@ -51,13 +55,17 @@ Cost = tuple[float, float]
 # Choosing
 
 
-def choose(promises: Sequence[Promise], costs: Mapping[str, Cost]) -> list[str]:
-    """The dear tests that `make test` runs, sorted: a small set that exercises every promise.
+def choose(
+    promises: Sequence[Promise], costs: Mapping[str, Cost], bugs: Iterable[Sequence[str]] = ()
+) -> list[str]:
+    """The dear tests that `make test` runs, sorted: a small set that exercises every promise, and
+    notices what it can of the `bugs`, of each of which the tests are given that notice it.
 
     A greedy weighted set cover, after which every test is dropped that the others make superfluous.
     A test without a cost is cheap, and so always run.
     """
     wanted = [want for entry in promises if (want := witnesses(entry))]
+    wanted += [want for tests in bugs if (want := _worth_it(tests, costs))]
     missing = [want for want in wanted if want <= costs.keys()]
     chosen: set[str] = set()
     while left := [want for want in missing if not want & chosen]:
@@ -73,6 +81,12 @@ def witnesses(entry: Promise) -> frozenset[str]:
     """The tests of which one must run: those on ranks or on Slurm, if the promise has any."""
     tests = [] if entry.get("drill") else entry.get("tests", [])
     return frozenset([test for test in tests if test.startswith(ON_RANKS)] or tests)
+
+
+def _worth_it(tests: Sequence[str], costs: Mapping[str, Cost]) -> frozenset[str]:
+    """Those that are not too dear to be run for what they notice."""
+    functions = map(function_of, tests)
+    return frozenset(t for t in functions if _price(costs.get(t, (0.0, 0.0))) <= WORTH_A_BUG)
 
 
 def _price(cost: Cost) -> float:
@@ -166,7 +180,7 @@ class Lengths:
             left_out = read_costs().keys() - set(read_chosen())
             self._keep(items, lambda item: (function_of(item.nodeid) in left_out) == option.rest)
         if passed := _passed(self.config):
-            self._keep(items, lambda item: _file(item.nodeid) not in passed)
+            self._keep(items, lambda item: item.nodeid not in passed)
         files = sorted({_file(item.nodeid) for item in items})
         turn = option.turn % len(files) if files else 0
         place = {name: n for n, name in enumerate(files[turn:] + files[:turn])} if turn else {}
@@ -207,22 +221,18 @@ class Record:
     config: pytest.Config
     late: set[str] = field(default_factory=set)
     bad: set[str] = field(default_factory=set)
-    seen: set[str] = field(default_factory=set)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = _file(report.nodeid)
-        self.seen.add(name)
         if report.skipped and NO_TIME in str(report.longrepr):
-            self.late.add(name)
+            self.late.add(_file(report.nodeid))
+            self.bad.add(report.nodeid)
         elif report.failed:
-            self.bad.add(name)
-
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if self.config.option.passed and exitstatus in (0, 1):
+            self.bad.add(report.nodeid)
+        over = report.when == "teardown" and report.nodeid not in self.bad
+        if over and self.config.option.passed:  # at once: a run that is killed has done that much
+            line = {"test": report.nodeid, "commit": commit(), "time": round(time.time())}
             with open(self.config.option.passed, "a") as record:
-                for name in sorted(self.seen - self.bad - self.late):
-                    line = {"file": name, "commit": commit(), "time": round(time.time())}
-                    record.write(json.dumps(line) + "\n")
+                record.write(json.dumps(line) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.late:
@@ -238,11 +248,11 @@ def watch(config: pytest.Config) -> None:
 
 
 def _passed(config: pytest.Config) -> frozenset[str]:
-    """The files that a record says have passed at this commit."""
+    """The tests that a record says have passed at this commit."""
     record = Path(config.option.passed or os.devnull)
     lines = record.read_text().splitlines() if record.is_file() else []
     now = commit() if lines else ""
-    return frozenset(line["file"] for line in map(json.loads, lines) if line["commit"] == now != "")
+    return frozenset(line["test"] for line in map(json.loads, lines) if line["commit"] == now != "")
 
 
 def _file(test: str) -> str:
@@ -261,7 +271,14 @@ def main(*measured: str) -> None:
         rows = (f"  {json.dumps(test)}: {json.dumps(cost)}" for test, cost in dear(lines).items())
         head = json.dumps(facts, indent=1).removesuffix("\n}")
         COSTS.write_text(f'{head},\n "tests": {{\n' + ",\n".join(rows) + "\n }\n}\n")
-    CHOSEN.write_text("\n".join(choose(read_promises(), read_costs())) + "\n")
+    CHOSEN.write_text("\n".join(choose(read_promises(), read_costs(), read_tests_of_bugs())) + "\n")
+
+
+def read_tests_of_bugs() -> list[Sequence[str]]:
+    """The tests of each planted bug."""
+    from planted.bugs import read_bugs  # which asks here what `make test` runs
+
+    return [bug.tests for bug in read_bugs()]
 
 
 if __name__ == "__main__":

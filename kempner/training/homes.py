@@ -41,7 +41,8 @@ class Home:
         """What the ledger calls the folder; empty for the run's own."""
         if self.folder == self.run:
             return ""
-        return str(self.folder.path.relative_to(self.run.path) if self._within else self.folder)
+        path = self.folder.path
+        return str(path.relative_to(self.run.path) if self._within else path)
 
     @property
     def _within(self) -> bool:

@@ -174,7 +174,8 @@ def run_with(tree: Tree, bug: Bug) -> Outcome:
 def record(file: Path, outcome: Outcome, planted: Path) -> None:
     """The row of a bug that was planted into this file of the project; bugs that are no longer in
     the list lose theirs."""
-    row = asdict(outcome) | records.header(["/".join(planted.parts[:2])])
+    command = f"python tests/planted/run.py --only {outcome.id}"
+    row = asdict(outcome) | records.header(["/".join(planted.parts[:2])], command)
     records.write(file, [row], by=("id",), only={"id": [bug.id for bug in read_bugs()]})
 
 

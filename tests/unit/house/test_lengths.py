@@ -9,7 +9,7 @@ import lengths
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lengths import choose, dear, nearest, read_chosen, read_costs, witnesses
+from lengths import choose, dear, nearest, read_chosen, read_costs, read_tests_of_bugs, witnesses
 from promises_kept import read_promises
 
 pytest_plugins = ["pytester"]
@@ -17,7 +17,7 @@ pytest_plugins = ["pytester"]
 
 def test_the_choice_that_is_committed_is_the_one_that_is_computed() -> None:
     """If this fails: python tests/lengths.py."""
-    assert read_chosen() == choose(read_promises(), read_costs())
+    assert read_chosen() == choose(read_promises(), read_costs(), read_tests_of_bugs())
 
 
 def test_every_promise_is_exercised_on_ranks_or_on_slurm_where_it_can_be() -> None:
@@ -55,6 +55,20 @@ def test_a_choice_covers_everything_and_holds_nothing_superfluous(
     assert all(run(chosen))
     assert chosen <= costs.keys()
     assert not any(all(run(chosen - {test})) for test in chosen)
+
+
+@pytest.mark.parametrize(
+    ("tests", "chosen"),
+    [
+        (["tests/a.py::dear[1]"], ["tests/a.py::dear"]),
+        (["tests/a.py::cheap", "tests/a.py::dear"], []),
+        (["tests/a.py::too_dear"], []),
+        (["tests/a.py::too_dear", "tests/a.py::dear"], ["tests/a.py::dear"]),
+    ],
+)
+def test_a_bug_is_noticed_where_that_is_not_too_dear(tests: list[str], chosen: list[str]) -> None:
+    costs = {"tests/a.py::dear": (6.0, 12.0), "tests/a.py::too_dear": (9.6, 3.0)}
+    assert choose([], costs, [tests]) == chosen
 
 
 def test_the_cases_of_a_function_are_added_up() -> None:
@@ -102,9 +116,10 @@ def test_what_has_passed_at_this_commit_is_left_out_and_what_has_no_time_is_name
     record = pytester.path / "record.jsonl"
     run = lambda *options: pytester.runpytest_subprocess(f"--passed={record}", *options)  # noqa: E731
     run().assert_outcomes(passed=3, failed=1)
-    run().assert_outcomes(passed=1, failed=1, deselected=2)
-    (line,) = [json.loads(line) for line in record.read_text().splitlines()]
-    record.write_text(json.dumps(line | {"commit": "another"}) + "\n")
+    run().assert_outcomes(failed=1, deselected=3)
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert len({line["test"] for line in lines}) == len(lines) == 3
+    record.write_text(json.dumps(lines[0] | {"commit": "another"}) + "\n")
     late = run("--until=1")
     late.assert_outcomes(skipped=4)
     late.stdout.fnmatch_lines(["*no time was left for*", "test_bad.py", "test_good.py"])

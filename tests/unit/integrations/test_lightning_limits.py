@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from kempner.integrations.lightning import KempnerEnvironment, Survive
 from kempner.integrations.lightning_data import hold
+from kempner.integrations.lightning_loop import FitProgress
 from kempner.run.process.exit_codes import UsageError
 
 
@@ -52,6 +54,21 @@ def held(loader: Any) -> Any:
 def test_data_without_a_place_is_refused(loader: Any, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         held(loader)
+
+
+def test_a_run_of_before_there_were_places_goes_on_by_its_count_of_batches() -> None:
+    loader = held(DataLoader(range(11), batch_size=2))  # type: ignore[arg-type]
+    done = SimpleNamespace(current=SimpleNamespace(ready=2))
+    fit = SimpleNamespace(
+        epoch_loop=SimpleNamespace(batch_progress=done, on_advance_end=None),
+        epoch_progress=SimpleNamespace(current=SimpleNamespace(processed=1)),
+        _combined_loader=SimpleNamespace(flattened=[loader]),
+        _combined_loader_states_to_load=[],
+    )
+    trainer: Any = SimpleNamespace(fit_loop=fit)
+    files: Any = None
+    FitProgress(trainer, (0, 1), 0, {}, files)._load_places()
+    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8, 9], [10]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

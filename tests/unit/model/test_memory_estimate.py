@@ -151,6 +151,8 @@ def test_parts_follow_their_formulas() -> None:
     assert pair.parameters == 2 * shape.parameters
     assert pair.gathered == 2 * (shape.head_parameters + 2 * shape.block_parameters)
     assert pair.gradient_buffers == 6 * max(shape.head_parameters, shape.block_parameters)
+    # A rank that is alone computes under autocast, which keeps two tensors of SwiGLU more.
+    assert alone.activations == pair.activations + (2 * 32) * 3 * 2 * 2 * 160
     once = estimate_memory(
         shape, world=2, compute_bytes=2, choice=Choice(reduce_once=True), **sizes
     )

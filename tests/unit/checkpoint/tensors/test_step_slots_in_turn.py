@@ -24,8 +24,8 @@ PLACED = shard_plan.place(tensor_specs({"weight": torch.zeros(1000)}, 1), 0, con
 
 
 @pytest.fixture
-def slots(tmp_path: Path) -> Iterator[StepSlots]:
-    """Of a world of one."""
+def slots(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[StepSlots]:
+    """Of a world of one, which has a buddy if the test asks for one."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     fence = Fence(tmp_path, Attempt(1, "now"))
@@ -33,7 +33,7 @@ def slots(tmp_path: Path) -> Iterator[StepSlots]:
     assert group is not None
     context = CheckpointContext(tmp_path, Identity(1, {}, 0, None, {}), fence, group)
     holder, environ = SlotHolder(), dict[str, str]()
-    holder.lend(0, environ)
+    holder.lend(0, environ, with_buddy=getattr(request, "param", False))
     yield StepSlots(context, StepMemory(open_slots(environ), group))
     holder.keep_only([])
     dist.destroy_process_group()
@@ -96,6 +96,23 @@ def test_a_rank_that_is_ahead_does_not_take_what_the_others_have(slots: StepSlot
     for step in range(2, 6):
         keep(slots, step)
         assert 1 in held(slots)
+
+
+@pytest.mark.parametrize("slots", [True], indirect=True)
+def test_a_buddy_gets_the_newest_step_and_the_one_before_it_stays(slots: StepSlots) -> None:
+    slots.lay_out(PLACED)
+    assert slots.memory is not None
+    board = slots.memory.pins.board
+    assert board is not None
+    sent = [0]
+    for step in range(1, 16):
+        if step % 3 == 1:  # what was sent has arrived
+            board.allow()
+        keep(slots, step)
+        agree(slots)
+        sent += [step] if step % 3 == 1 else []
+        assert slots.slots[board.pinned.slot].step == sent[-1]
+        assert {*sent[-2:], step} <= held(slots) | {0}
 
 
 def test_a_rollback_leaves_nothing(slots: StepSlots) -> None:

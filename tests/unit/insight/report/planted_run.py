@@ -49,7 +49,7 @@ class PlantedRun:
         self.attempt += 1
         fields: dict[str, Any] = {"ranks": self.ranks, "nodes": "n[1-2]", "job": "7", "restarts": 0}
         if supervisor is not None:
-            fields["process_began"] = self._supervisor_began = self.now
+            fields["process_began"] = self._supervisor_began = round(self.now, 3)
             self.spend("start", supervisor)
         elif self._supervisor_began is not None:
             fields["process_began"] = self._supervisor_began

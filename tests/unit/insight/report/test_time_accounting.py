@@ -116,6 +116,9 @@ def stopped_and_started_by_hand(run: PlantedRun) -> None:
     run.spend("idle", 900.0)
     run.begin()
     run.steps(20)
+    run.stop("interrupt")
+    run.begin(supervisor=4.0)  # in the same instant
+    run.steps(20)
     run.complete()
 
 

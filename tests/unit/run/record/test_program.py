@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import stat
 import subprocess
+import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -158,6 +159,7 @@ def test_a_program_leads_to_its_files_and_its_variables(project: Path) -> None:
     modules = {
         "__main__": main_module(file=script),
         "other": main_module(file=project / "other.py"),
+        "sys": sys,  # has no file
         "json2": main_module(file=project / ".venv/lib/python3/site-packages/json2.py"),
     }
     inside = identity_of_process(words, modules, values, project)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 from harness import wait_until
 from patience import scaled
@@ -165,6 +166,20 @@ def test_ranks_are_forked_with_their_place_and_their_ends_are_told(
     wait_until(lambda: place.statuses() == {0: 40, 1: 41}, "both have ended", 30)
     place.fleet.close()
     assert agent.wait(scaled(10)) == 0
+
+
+def test_a_fork_server_that_has_died_is_replaced(
+    place: Place, program: Callable[[str], Program]
+) -> None:
+    agent = place.agent(program("import os, sys\nsys.exit(40 + ('KEMPNER_FORKED' in os.environ))"))
+    for attempt in (1, 2, 3):  # that it has died may be noticed in the second
+        place.start(attempt, 1)
+        wait_until(lambda n=attempt: len(place.ends) == n, "the rank has ended", 30)
+        if attempt == 1:
+            (server,) = psutil.Process(agent.pid).children()
+            server.kill()
+            wait_until(lambda pid=server.pid: not psutil.pid_exists(pid), "it was seen", 10)
+    assert (place.ends[0].status, place.ends[2].status) == (41, 41)
 
 
 def test_what_happens_while_the_link_is_broken_is_told_once_it_is_back(

@@ -232,6 +232,18 @@ def test_a_rank_whose_buddy_cannot_be_reached_pins_no_more_and_goes_on(
     assert steps(copies) == [7]
 
 
+def test_what_an_attempt_that_is_over_has_pinned_is_sent_no_more(node: Node, port: int) -> None:
+    def sends() -> int:
+        return [thread.name for thread in threading.enumerate()].count("copies of rank 0")
+
+    wait_until(lambda: sends() == 0, "other tests' senders are gone", 20)
+    for _ in range(3):
+        begin(node, port)
+    wait_until(lambda: sends() == 1, "the last alone sends", 20)
+    node.sender.end()
+    wait_until(lambda: sends() == 0, "nothing is sent", 20)
+
+
 @contextmanager
 def nobody() -> Iterator[int]:
     """A port at which nobody listens."""

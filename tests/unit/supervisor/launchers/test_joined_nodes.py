@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import KEMPNER, wait_until
@@ -17,16 +19,21 @@ from patience import scaled
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
 from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.process.signals import inbox
 from kempner.run.record.events.attempt import AttemptEnded
 from kempner.run.record.events.checkpoint import CheckpointCommitted
 from kempner.run.record.events.health import PhaseDurationsLearned, PhaseTimes
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import SaveSeconds
+from kempner.supervisor.joining import joiner
+from kempner.supervisor.joining.agent import AgentEnded
 from kempner.supervisor.joining.stop_times import StopTimes
 from kempner.supervisor.launchers import srun
+from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.joined.invitation import Invitation
 from kempner.supervisor.launchers.agents.joined.launcher import PoolLauncher
+from kempner.supervisor.launchers.agents.launcher import AgentLauncher
 from kempner.supervisor.launchers.agents.messages import Departs, Here, Joins
 from kempner.supervisor.launchers.base import Idle, Program
 
@@ -166,6 +173,33 @@ def test_where_the_run_directory_cannot_be_written_nobody_joins_and_all_goes_on(
     pool.invite(tmp_path / "nowhere" / "invitation.json")  # before it has agents: nothing at all
     pool._program = Program.of_user(["true"])
     pool.close()
+
+
+def test_what_hangs_on_a_node_of_another_job_is_sent_away_and_not_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, done = Pool(), list[str]()
+    pool.come("node5")
+    agents = SimpleNamespace(dismiss=lambda node: done.append(f"{node} is sent away"))
+    monkeypatch.setattr(Pool, "_agents", agents)
+    end = lambda _, node: done.append(f"{node} is ended")  # noqa: E731
+    monkeypatch.setattr(AgentLauncher, "_give_up", end)
+    for node in ("node5", "node1"):
+        pool._give_up(node)
+    assert done == ["node5 is sent away", "node1 is ended"]
+
+
+@pytest.mark.parametrize(("code", "left"), [(0, None), (node_agent.ALONE_CODE, INVITATION)])
+def test_one_that_was_let_go_waits_for_another_invitation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, left: Invitation | None
+) -> None:
+    """The supervisor is about to withdraw its own."""
+    monkeypatch.setattr(joiner, "AGAIN_AFTER", 0.0)
+    waits = joiner.Joiner(RunDirectory(tmp_path), 2, None, inbox(), 60.0)
+    waits._invitation = INVITATION
+    agent = SimpleNamespace(invitation=INVITATION, began=time.monotonic())
+    assert waits._take_in(AgentEnded(agent, code)) is None
+    assert waits._invitation == left
 
 
 # The command

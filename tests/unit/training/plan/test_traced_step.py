@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import fields
+from typing import Any
+
 import pytest
 
 from kempner.config.sections import Config
@@ -10,7 +14,7 @@ from kempner.model.spec.flops import step_flops
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 from kempner.training.plan.plan import plan
-from kempner.training.plan.timeline import peak
+from kempner.training.plan.timeline import Memory, Phase, Traced, peak
 from kempner.training.plan.trace import Step, trace, traced, whole
 
 VOCAB = 1000
@@ -125,3 +129,14 @@ def test_the_formula_of_flops_is_that_of_a_whole_step() -> None:
     multiplied = shape.n_layers * (shape.block_parameters - shape.block_norm_parameters)
     expected = 6 * (multiplied + VOCAB * shape.dim) + 14 * 7 * shape.q_dim * asked.train.seq_len
     assert step_flops(shape, asked.train, sequences=3) == tokens * expected
+
+
+def test_what_a_step_computes_is_its_forwards_and_backwards() -> None:
+    nothing: Counter[Any] = Counter()
+    phases = [
+        Phase("forward", 4, Counter({(5, 0): 2}), nothing),
+        Phase("backward", 3, Counter({(10, 0): 1}), nothing),
+        Phase("update", 1, Counter({(7, 0): 1}), nothing),
+    ]
+    memory = Memory(*(0 for _ in fields(Memory)))
+    assert Traced(memory, phases, state=0).flops == 4 * 2 * 5 + 3 * 10

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kempner.cluster.slurm.command import SlurmError
+from kempner.cluster.slurm.command import SlurmError, SlurmRefusedError
 from kempner.cluster.slurm.job import JobState, parse_job
 from kempner.cluster.slurm.put_back import Means
 from kempner.run.output import logs
@@ -17,7 +18,8 @@ from kempner.run.record.events.checkpoint import CheckpointCommitted
 from kempner.run.record.lease import RELEASED, Holder, Seen
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.run_dir import RunDirectory
-from kempner.training.rank_link.lost_supervisor import Watched, has_died
+from kempner.training.rank_link import lost_supervisor, orphan_requeue
+from kempner.training.rank_link.lost_supervisor import SupervisorWatch, Watched, has_died
 from kempner.training.rank_link.orphan_requeue import decide_orphan_requeue, hand_back
 
 
@@ -112,6 +114,26 @@ def test_a_job_that_loses_its_supervisor_again_and_again_is_given_up(run: RunDir
         assert ("requeue" in slurm.asked) is back
 
 
+def test_only_a_job_that_did_not_go_back_is_to_be_submitted_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    quiet = SimpleNamespace(warning=told.append, info=lambda *_, **__: None)
+    monkeypatch.setattr(orphan_requeue, "logger", lambda: quiet)
+
+    def refuse(job: str) -> JobState:
+        raise SlurmRefusedError("scontrol show job 7", "Invalid job id specified")
+
+    slurm = Slurm(away=0)
+    for means in (slurm.means, replace(slurm.means, look=refuse)):
+        hand_back("7", run, begin_attempt(run), 0, means)
+    assert told == [
+        "the supervisor is gone: requeueing the job",
+        "`scontrol show job 7` was refused: Invalid job id specified; submit the same command "
+        "again to continue",
+    ]
+
+
 HOLDER = Holder("node1", "boot-a/1", 10, 500, "7", 0, "now", lasts=45.0)
 
 
@@ -130,3 +152,22 @@ def test_a_supervisor_that_no_longer_renews_its_lease_has_died(
     seen: Seen, seconds: float, lives: bool, died: bool
 ) -> None:
     assert has_died(Watched(seen, 100.0), 100.0 + seconds, "boot-a/1", lives) is died
+
+
+def test_the_lease_is_looked_at_from_time_to_time_and_what_has_died_stays_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of ranks ask again and again."""
+    at = SimpleNamespace(now=0.0, beat="4", looks=0)
+
+    def look(folder: Path) -> Seen:
+        at.looks += 1
+        return Seen(1, replace(HOLDER, machine="boot-b/1"), at.beat)
+
+    monkeypatch.setattr(lost_supervisor, "look", look)
+    monkeypatch.setattr(lost_supervisor, "AwakeClock", lambda: SimpleNamespace(now=lambda: at.now))
+    watch, found = SupervisorWatch(tmp_path), []
+    for now, beat in ((0.0, "4"), (0.4, "4"), (0.5, "4"), (8.0, "4"), (9.0, "5")):
+        at.now, at.beat = now, beat
+        found.append((watch.died(), at.looks))
+    assert found == [(False, 1), (False, 1), (False, 2), (True, 3), (True, 3)]

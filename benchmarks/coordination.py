@@ -103,7 +103,7 @@ def simulate(world: int, saves: int, folder: Path) -> dict[str, object]:
     run = RunDirectory(folder / str(world))
     fence = Fence(run.attempts, begin_attempt(run))
     checkpoints = CheckpointFolder(run.checkpoints)
-    note = save._Note(True, layout.digest, 1 << 30, 40_000, "0" * 32)
+    note = save._Note(True, layout.digest, 0, data_bytes=1 << 30, sidecar_bytes=40_000)
     identity = Identity(world, {"fsdp": world}, 0, "", {})
     seconds, busy = [], []
     for number in range(saves):

@@ -180,7 +180,7 @@ class Lengths:
             left_out = read_costs().keys() - set(read_chosen())
             self._keep(items, lambda item: (function_of(item.nodeid) in left_out) == option.rest)
         if passed := _passed(self.config):
-            self._keep(items, lambda item: _file(item.nodeid) not in passed)
+            self._keep(items, lambda item: item.nodeid not in passed)
         files = sorted({_file(item.nodeid) for item in items})
         turn = option.turn % len(files) if files else 0
         place = {name: n for n, name in enumerate(files[turn:] + files[:turn])} if turn else {}
@@ -221,22 +221,18 @@ class Record:
     config: pytest.Config
     late: set[str] = field(default_factory=set)
     bad: set[str] = field(default_factory=set)
-    seen: set[str] = field(default_factory=set)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = _file(report.nodeid)
-        self.seen.add(name)
         if report.skipped and NO_TIME in str(report.longrepr):
-            self.late.add(name)
+            self.late.add(_file(report.nodeid))
+            self.bad.add(report.nodeid)
         elif report.failed:
-            self.bad.add(name)
-
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if self.config.option.passed and exitstatus in (0, 1):
+            self.bad.add(report.nodeid)
+        over = report.when == "teardown" and report.nodeid not in self.bad
+        if over and self.config.option.passed:  # at once: a run that is killed has done that much
+            line = {"test": report.nodeid, "commit": commit(), "time": round(time.time())}
             with open(self.config.option.passed, "a") as record:
-                for name in sorted(self.seen - self.bad - self.late):
-                    line = {"file": name, "commit": commit(), "time": round(time.time())}
-                    record.write(json.dumps(line) + "\n")
+                record.write(json.dumps(line) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.late:
@@ -252,11 +248,11 @@ def watch(config: pytest.Config) -> None:
 
 
 def _passed(config: pytest.Config) -> frozenset[str]:
-    """The files that a record says have passed at this commit."""
+    """The tests that a record says have passed at this commit."""
     record = Path(config.option.passed or os.devnull)
     lines = record.read_text().splitlines() if record.is_file() else []
     now = commit() if lines else ""
-    return frozenset(line["file"] for line in map(json.loads, lines) if line["commit"] == now != "")
+    return frozenset(line["test"] for line in map(json.loads, lines) if line["commit"] == now != "")
 
 
 def _file(test: str) -> str:

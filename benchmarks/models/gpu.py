@@ -155,7 +155,7 @@ def pinned(bench: Bench) -> str:
     manager.release_staging()
     manager.save(TrainState(step=1))
     manager.join()
-    image = manager._saver._image
+    image = manager._saver._routes._image
     assert image is not None
     assert all(view.is_pinned() for view in image.views if view.numel()), "pageable"
     return f"{len(image.content) / 2**20:.0f} MiB"

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from drilling import ALL
 from harness import PYTHON
-from lengths import commit
 from matrix.cells import Program
 from matrix.compare import Notes
 from matrix.kinds import HUGGING_FACE_MODULES, LIGHTNING_MODULES
 from matrix.play import PROGRAMS, Player, notes
 from matrix.snippets import TRAIN, Snippet
+from records import commit
 from submitting import Project
 
 from kempner.run.record.ledger import read_lines
@@ -24,7 +24,7 @@ from kempner.run.record.ledger import read_lines
 pytestmark = pytest.mark.timeout(600)
 
 BY_LIBRARY = {snippet.integration: snippet for snippet in reversed(TRAIN)}
-DRAWN = random.Random(commit()).choice(sorted(BY_LIBRARY))
+DRAWN = random.Random(commit().rstrip("+")).choice(sorted(BY_LIBRARY))
 SCRIPT = f"""#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=2
 #SBATCH --requeue --open-mode=append --output=logs/%j_snippet.out

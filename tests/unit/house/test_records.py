@@ -16,6 +16,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import measure
 
 RECORDS = sorted(records.DOCS.glob("*.jsonl"))
+AUTHOR = ("-c", "user.name=nn", "-c", "user.email=nn@example.org")
 
 
 def row(name: str, case: int, found: str = "") -> dict[str, Any]:
@@ -73,12 +74,20 @@ def test_rows_are_told_by_how_many_commits_changed_their_code() -> None:
     ]
 
 
-def test_the_commits_of_other_folders_are_not_counted() -> None:
-    newest = records._git("log", "-1", "--no-merges", "--format=%H", "--", "docs")
-    if not newest:
-        pytest.skip("not in a repository")
-    assert records.commits_since(newest, ("docs",)) == 0
-    assert (records.commits_since(f"{newest}^", ("docs",)) or 0) >= 1
+def test_the_commits_of_other_folders_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    records._git("init", "-q")
+    for number, name in enumerate(("docs", "docs", "tests", "docs")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "file").write_text(str(number))
+        records._git("add", ".")
+        records._git(*AUTHOR, "commit", "-qm", name)
+    first = records._git("rev-list", "--max-parents=0", "HEAD")
+    assert records.commits_since(first, ("docs",)) == 2
+    assert records.commits_since(first, ("docs", "tests")) == 3
+    assert records.commits_since(records._git("rev-parse", "HEAD"), ("docs",)) == 0
     assert records.commits_since("0" * 40, ("docs",)) is None
 
 

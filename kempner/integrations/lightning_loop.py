@@ -266,11 +266,13 @@ class FitProgress:
         """The batches of this epoch that are done, as if they had all been made by these ranks."""
         fit, loaders = self._trainer.fit_loop, self._loaders()
         other_world = (self._saved or {}).get("world", self._world) != self._world
+        loader = _resumable(loaders[0]) if len(loaders) == 1 else None
         if self._at_end_of_epoch:
             if other_world:
                 self._set_counts(int(fit.max_batches))
-            return
-        if len(loaders) == 1 and (loader := _resumable(loaders[0])) is not None:
+            elif loader is not None:  # this epoch may have been a batch shorter than others
+                self._limit(fit.epoch_loop.batch_progress.current.ready)
+        elif loader is not None:
             left = loader.left()
             if other_world:
                 self._set_counts(max(0, len(loader) - left))
@@ -283,8 +285,11 @@ class FitProgress:
 
     def _set_length(self, batches: int) -> None:
         """Of this epoch: another one than `len(loader)` where the ranks share it unevenly."""
+        limits = self._trainer.limit_train_batches
+        self._limit(_parse_num_batches(RunningStage.TRAINING, batches, limits))
+
+    def _limit(self, limit: int | float) -> None:
         trainer, fit = self._trainer, self._trainer.fit_loop
-        limit = _parse_num_batches(RunningStage.TRAINING, batches, trainer.limit_train_batches)
         if limit == fit.max_batches or fit._combined_loader is None:
             return
         fit._combined_loader.limits = [limit]

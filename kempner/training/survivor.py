@@ -191,12 +191,11 @@ class Survivor(Generic[Step]):
         # What follows the loop draws the same, whether or not this process has made any step.
         self._session.seed_step(self._plan.seed, loop.train_state.step + 1)
         made = loop.train_state.step - self._done_before
-        if not agreed.stop:
-            # Before there is a checkpoint that says so: all ranks know then that nothing was done.
-            if made and not self._done_before and loop.ask().idle >= made:
-                raise UsageError(describe_idleness(made))
-            if self._finished:
-                self._write_mark(loop.train_state.step)
+        # Before there is a checkpoint that says so: all ranks know then that nothing was done.
+        if not agreed.stop and made and not self._done_before and loop.ask().idle >= made:
+            raise UsageError(describe_idleness(made))
+        if self._finished:  # also where it was asked to stop in its last step
+            self._write_mark(loop.train_state.step)
         return loop.leave(agreed)
 
     def _leave(self) -> ExitCode:

@@ -158,7 +158,7 @@ PLAIN = tuple(
         ranks={"sharded": (2,)}.get(feature, (1, 2)),
         worlds=feature not in RANKS_DIFFER,
         family=family,
-        refused="among whom it cannot be divided" if feature in PER_RANK else "",
+        refused="among which it cannot be divided" if feature in PER_RANK else "",
     )
     for family, features in FEATURES.items()
     for feature in features.split()

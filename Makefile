@@ -69,7 +69,7 @@ pytest-slurm-%: $(READY)
 planted: $(READY)
 	$(BIN)/python tests/planted/run.py --record docs/planted_bugs.jsonl
 
-# What other tools do when they are interrupted, and the pages that say so: half an hour.
+# What other tools do when they are interrupted, and the pages that say so: an hour or more.
 peers: $(READY)
 	$(BIN)/python benchmarks/peers/run.py --install
 	$(BIN)/python scripts/docs/comparison_page.py

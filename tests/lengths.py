@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 from promises_kept import NO_TIME, Promise, function_of, read_promises
-from records import commit, header
+from records import commit, header, read
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -250,9 +250,9 @@ def watch(config: pytest.Config) -> None:
 def _passed(config: pytest.Config) -> frozenset[str]:
     """The tests that a record says have passed at this commit."""
     record = Path(config.option.passed or os.devnull)
-    lines = record.read_text().splitlines() if record.is_file() else []
-    now = commit() if lines else ""
-    return frozenset(line["test"] for line in map(json.loads, lines) if line["commit"] == now != "")
+    rows = read(record) if record.is_file() else []
+    now = commit() if rows else ""
+    return frozenset(row["test"] for row in rows if row["commit"] == now != "")
 
 
 def _file(test: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -51,12 +50,6 @@ class Ended:
     hung: bool = False
     requeue_asked: bool = False
     left_over: int = 0
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 def processes(folder: Path) -> list[psutil.Process]:

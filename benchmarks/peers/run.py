@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import tomli
-from job import Ended, Job, Start, free_port
+from job import Ended, Job, Start
 from outcome import Notes, measured
 from scenarios import How, Scenario, scenarios
+
+from kempner.cluster.network.ports import free_port
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -81,7 +83,7 @@ class Peer:
     def commands(self, ranks: int, apart: bool) -> list[tuple[list[str], dict[str, str]]]:
         """What the scheduler starts, and the variables of each."""
         words = {"python": self.python, "recipe": str(RECIPES / self.recipe), "ranks": str(ranks)}
-        words["port"] = str(free_port())
+        words["port"] = str(free_port("127.0.0.1", f"{os.getpid()} launcher"))
         line = self.apart if apart and self.apart else self.command
         command = [part.format_map(words) for part in shlex.split(line)]
         if self.each == "rank":
@@ -154,7 +156,7 @@ def start_once(peer: Peer, scenario: Scenario, folder: Path, number: int, ranks:
         "PEERS_FOLDER": str(folder),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(free_port("127.0.0.1", f"{os.getpid()} ranks")),
     }
     commands = peer.commands(ranks, apart=scenario.how is How.APART)
     warning = signal.Signals[peer.warning]

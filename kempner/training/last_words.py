@@ -15,11 +15,6 @@ from kempner.run.process.whereabouts import place_of
 from kempner.training.main import classify
 from kempner.training.rank_link.rank_link import RankLink
 
-_AGAIN = (
-    "by an exception, or with its iterator kept in a variable; the steps since the newest "
-    "checkpoint are made again at the next start"
-)
-
 
 class LastWords:
     """Tells the supervisor how this process ends: at its exit, or with the exception that ends it.
@@ -53,7 +48,7 @@ class LastWords:
         if self.code is not None:
             self._rank_link.leave(self.code, "")
         elif self.uncommitted is not None:
-            say(f"kempner: {self.uncommitted} {_AGAIN}", sys.stderr)
+            say(f"kempner: {self.uncommitted}", sys.stderr)
         if self._status is not ExitCode.COMPLETED:
             leave(self._status)  # or a run that was stopped would pass for one that is complete
         ignore_from_now_on()
@@ -61,9 +56,7 @@ class LastWords:
     def _hook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if self._told(error):
-            self._status = _code_of(error, self._rank_link)
-        else:
+        if not self._told(error):
             self._earlier_hook(kind, error, trace)
 
     def _thread_hook(self, ended: threading.ExceptHookArgs) -> None:
@@ -87,6 +80,7 @@ class LastWords:
             where = f"{place_of(error.__traceback__).words}: " if after_loop else ""
             self._rank_link.leave(code, f"{where}{type(error).__name__}: {error}")
             return False
+        self._status = code
         self._rank_link.report_unfit_node(error)
         self._rank_link.leave(code, str(error))
         say(f"kempner: {error}", sys.stderr)

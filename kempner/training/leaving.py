@@ -66,6 +66,14 @@ class Steps:
         self._steps.close()
 
 
+def describe_uncommitted(step: int, steps: int) -> str:
+    """What becomes of a loop that is left after `step` of its `steps`, but not by hand."""
+    return (
+        f"the loop was left after step {step} of {steps} by an exception, or with its iterator "
+        "kept in a variable; the steps since the newest checkpoint are made again at the next start"
+    )
+
+
 _OPEN: weakref.WeakSet[Steps] = weakref.WeakSet()
 
 

@@ -30,7 +30,7 @@ from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.stop_reason import StopReason
 from kempner.training.batches import Batches
-from kempner.training.leaving import Leaving, Steps
+from kempner.training.leaving import Leaving, Steps, describe_uncommitted
 from kempner.training.own_loop import OwnLoop, describe_idleness
 from kempner.training.policy.final_save import time_to_spare
 from kempner.training.session import Session, at_prompt
@@ -123,8 +123,8 @@ class Survivor(Generic[Step]):
                 code = self._leave()
                 return
             self._wait_for_save()
-            step, steps = self._loop.train_state.step, self._plan.steps
-            self._session.leave_uncommitted(f"the loop was left after step {step} of {steps}")
+            words = describe_uncommitted(self._loop.train_state.step, self._plan.steps)
+            self._session.leave_uncommitted(words)
             raise
         finally:
             self.checkpoints.release_staging()  # nothing waits for that once the hook is gone

@@ -8,7 +8,6 @@ run here, in the words of its own sources, and the evidence of each line that sp
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,9 @@ from typing import Any
 import tomli
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests"))
+import records  # noqa: E402
+
 PEERS = ROOT / "benchmarks" / "peers" / "peers.toml"
 RECORD, SOURCES = ROOT / "docs" / "peers.jsonl", ROOT / "docs" / "peers.toml"
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "comparison.md"
@@ -63,8 +65,7 @@ def read() -> Record:
     """In the order of peers.toml."""
     peers = [peer["name"] for peer in tomli.loads(PEERS.read_text())["peer"]]
     record: dict[str, dict[str, Row]] = {peer: {} for peer in peers}
-    for line in RECORD.read_text().splitlines():
-        row = json.loads(line)
+    for row in records.read(RECORD):
         record[row["peer"]][row["scenario"]] = row
     return {peer: rows for peer, rows in record.items() if rows}
 

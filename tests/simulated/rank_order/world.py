@@ -45,7 +45,7 @@ from kempner.training.observe.evaluation import Evaluation
 from kempner.training.policy.anomalies import Health
 from kempner.training.rank_link.shutdown import ShutdownHandler
 from kempner.training.session import Session
-from kempner.training.survivor import Plan as loop_plan
+from kempner.training.survivor import Plan as LoopPlan
 from kempner.training.survivor import Survivor
 from kempner.training.watch.strangers import Given
 from kempner.training.watch.watch import LOOKS, Watch
@@ -195,7 +195,7 @@ class Rank:
             progress=Progress(), record=lambda attempt, event: self.record(event), launch=None
         )
         checkpoints, steps = self._manager(ranks), config.train.max_steps
-        todo, here = loop_plan(steps, config.checkpoint.interval, seed=0), RunDirectory(NOWHERE)
+        todo, here = LoopPlan(steps, config.checkpoint.interval, seed=0), RunDirectory(NOWHERE)
         session = Session(
             rank_link,  # type: ignore[arg-type]
             Claim(Ownership(ATTEMPT)),

@@ -357,9 +357,16 @@ class AttemptFollower:
         """Ask for a stop when the job's end is near, or Slurm is about to end it."""
         if (warning := self.job.warning(self.times)) is not None:
             logger().warning(warning)
-        order = self.job.stop_order(self.times, self.signals)
+        order = self.job.stop_order(self.times, () if self._stop.by_user else self.signals)
         if order is not None:
             self.ask_to_stop(order)
+
+    def stop_for_user(self) -> None:
+        """Ask the ranks to stop, since a person has asked for it with `kempner stop`."""
+        if not self._stop.by_user:
+            self._stop.by_user = True
+            within = self._life.graces[Deadline.STOP]
+            self.ask_to_stop(StopOrder(StopReason.OPERATOR, "kempner stop", within))
 
     def ask_to_stop(self, order: StopOrder) -> None:
         """Ask the ranks once, and again whenever there is more to say."""

@@ -62,7 +62,7 @@ from kempner.supervisor.recovery import is_asked_to_stop, restart_or_finish
 from kempner.supervisor.salvage import salvage
 from kempner.supervisor.slurm.job_monitor import JobMonitor
 from kempner.supervisor.slurm.job_view import JobView
-from kempner.supervisor.slurm.requeue_job import job_facts, requeue_or_explain
+from kempner.supervisor.slurm.requeue_job import job_facts, requeue_or_explain, stay_out_of_queue
 from kempner.supervisor.start_progress import StartProgress
 
 NOT_KEPT = "checkpoint.in_memory=true is for `kempner train`; this program's steps are not kept"
@@ -158,7 +158,13 @@ def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
     # Read by now, or it cannot be read at all.
     history = context.history.refresh() if "history" in vars(context) else RunHistory()
     suspect = known_suspects(history, context.config.resilience, context.run.path.name)
-    return _leave(end, context.run, context.ledger, history, context.job, follower, suspect)
+    job = context.job
+    if job is not None and context.lease.stop_asked:
+        stay_out_of_queue(
+            job, context.ledger, history, 0 if follower is None else follower.attempt.number
+        )
+        job = None
+    return _leave(end, context.run, context.ledger, history, job, follower, suspect)
 
 
 def _leave(
@@ -302,6 +308,8 @@ def _see_it_through(
             context.job.watch(incoming.put)
         context.growth.watch(launch.attempt, context.history)
         while not (follower.over() or insists(follower.signals) or context.lease.lost):
+            if context.lease.stop_asked:
+                follower.stop_for_user()
             follower.take_in(incoming)
             follower.enforce()
             context.growth.consider(follower)

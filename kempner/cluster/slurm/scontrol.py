@@ -20,6 +20,7 @@ from kempner.cluster.slurm.command import (
     SlurmSilentError,
     ask,
     patiently,
+    submission_environment,
     tell,
 )
 from kempner.cluster.slurm.hostlist import expand_hosts
@@ -148,6 +149,12 @@ def submit(command: Sequence[str], environ: Mapping[str, str]) -> str:
         return found[1] if found else None
 
     return ask(command, read, environ)
+
+
+def try_submission(script: Path, environ: Mapping[str, str]) -> None:
+    """Have sbatch judge a batch script, which it does not submit. Raises `SlurmError`."""
+    command = ["sbatch", "--test-only", str(script)]
+    patiently(lambda: tell(command, environ=submission_environment(environ)), SHORTLY)
 
 
 def cluster_settings(within: float = SHORTLY) -> ClusterSettings:

@@ -1,4 +1,4 @@
-"""How a mixture of experts can be spread, and what memory a rank then needs: `kempner plan MODEL`."""
+"""How a mixture of experts can be spread, and what a rank then needs: `kempner plan MODEL`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from kempner.model.spec.experts import Division, ExpertModel, divide_experts, fits
 from kempner.model.spec.hardware import Gpu, find_gpu
+from kempner.run.output.words import counted
 from kempner.run.process.exit_codes import ExitCode
 
 
@@ -51,7 +52,7 @@ def _to_text(model: ExpertModel, ways: Sequence[Division], gpu: Gpu, world: int)
     lines = [
         f"{model.parameters / 1e9:,.1f} billion parameters, {model.expert_parameters / 1e9:,.1f} "
         f"billion of them in experts: {model.experts} in a layer, {model.layers} layers",
-        f"{world} ranks, one {gpu.name} of {gpu.memory / 1e9:.0f} GB each. GB of a rank, without "
+        f"{counted(world, 'rank')}, one {gpu.name} of {gpu.memory / 1e9:.0f} GB each. GB of a rank, without "
         "activations and caches; * fits",
         "",
         f"{'EP':>5}{'experts':>9}{'bf16 weights':>15}{'training, sharded':>20}"

@@ -69,9 +69,7 @@ def plan(
     """
     if file.is_dir() or file.suffix == ".json":
         if context.args:
-            raise UsageError(
-                f"{context.args[0]} has no effect on a MODEL: only --world and --gpu do"
-            )
+            raise UsageError(f"{context.args[0]} has no effect on a MODEL: --world and --gpu do")
         return divide(file, world, gpu, as_json)
     config = load(file, overrides(context, file))
     # What cannot be is said before torch is imported.

@@ -150,9 +150,8 @@ def needs(config: Config, vocab_size: int, job: Job) -> str:
     choice = choose(config, situation)
     memory = needed_memory(config, situation, shape, choice)
     parts = ", ".join(f"{name} {_gb(size)}" for name, size in asdict(memory).items() if size)
-    lines = [
-        f"one of {counted(job.world, 'rank')} needs about {_gb(memory.total)} on its device: {parts}"
-    ]
+    ranks = counted(job.world, "rank")
+    lines = [f"one of {ranks} needs about {_gb(memory.total)} on its device: {parts}"]
     if mesh.world > 1:
         traffic = step_traffic(config, situation, shape, choice)
         among = f"{_gb(traffic.within)} among its {job.ranks_per_node} ranks"

@@ -52,8 +52,8 @@ def _to_text(model: ExpertModel, ways: Sequence[Division], gpu: Gpu, world: int)
     lines = [
         f"{model.parameters / 1e9:,.1f} billion parameters, {model.expert_parameters / 1e9:,.1f} "
         f"billion of them in experts: {model.experts} in a layer, {model.layers} layers",
-        f"{counted(world, 'rank')}, one {gpu.name} of {gpu.memory / 1e9:.0f} GB each. GB of a rank, without "
-        "activations and caches; * fits",
+        f"{counted(world, 'rank')}, one {gpu.name} of {gpu.memory / 1e9:.0f} GB each. GB of a "
+        "rank, without activations and caches; * fits",
         "",
         f"{'EP':>5}{'experts':>9}{'bf16 weights':>15}{'training, sharded':>20}"
         f"{'training, whole':>18}",

@@ -150,8 +150,8 @@ def introduction(
     nothing that is secret. `meeting` is as from `meeting_place`."""
     return "\n".join(
         [
-            f"job {allocation.job}: {counted(len(allocation.nodes), 'node')} ({_shorten(allocation.nodes)}), "
-            f"{counted(allocation.size, 'rank')}, {_per_node(allocation)} per node",
+            f"job {allocation.job}: {counted(len(allocation.nodes), 'node')} "
+            f"({_shorten(allocation.nodes)}), {counted(allocation.size, 'rank')}, {_per_node(allocation)} per node",
             f"a node has: GPUs {resources.gpus}, CPUs {resources.cpus}, "
             f"memory {resources.memory_mb} MiB",
             f"configuration: {shlex.join(redacted(arguments))}",

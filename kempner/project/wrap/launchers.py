@@ -138,10 +138,10 @@ def _ranks(
             raise CannotWrapError("starts nothing")
         before = tuple(word.source for word in words[:at])
         return replace(start, command=(*before, *made), kept=left[0].start, procs=procs)
-    if by_srun:
-        return start
     if values[0] is None:
         raise CannotWrapError(f"its command is in {words[0].source}: write it out")
+    if by_srun:
+        return start
     if (gpus := asked.gpus_per_node) not in (0, 1):
         raise CannotWrapError(
             f"starts one process with {gpus or 'several'} GPUs, and kempner one for each GPU: "

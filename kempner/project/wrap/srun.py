@@ -77,7 +77,12 @@ def read_srun(words: Sequence[Word], values: Sequence[str | None]) -> Srun:
             options[name] = value
         elif name in _BINDING:
             kept.append(f"--{name}={_plain(name, value)}")
-        elif name == "het-group" or name.startswith("container-"):
+        elif name == "het-group":
+            raise CannotWrapError(
+                "starts a part of a heterogeneous job, which kempner cannot requeue: ask for one "
+                "set of resources"
+            )
+        elif name.startswith("container-"):
             raise CannotWrapError(
                 f"has --{name}, and kempner opens containers by [slurm.container] of a "
                 "configuration: see its page on sites, then write kempner supervise yourself"

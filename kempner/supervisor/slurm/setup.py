@@ -151,7 +151,8 @@ def introduction(
     return "\n".join(
         [
             f"job {allocation.job}: {counted(len(allocation.nodes), 'node')} "
-            f"({_shorten(allocation.nodes)}), {counted(allocation.size, 'rank')}, {_per_node(allocation)} per node",
+            f"({_shorten(allocation.nodes)}), {counted(allocation.size, 'rank')}, "
+            f"{_per_node(allocation)} per node",
             f"a node has: GPUs {resources.gpus}, CPUs {resources.cpus}, "
             f"memory {resources.memory_mb} MiB",
             f"configuration: {shlex.join(redacted(arguments))}",

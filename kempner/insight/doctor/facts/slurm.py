@@ -17,7 +17,6 @@ from kempner.cluster.slurm.command import SHORTLY, SlurmError
 from kempner.cluster.slurm.job import JobState
 from kempner.insight.doctor.facts.plan import Plan, parse_limit, read_plan
 
-
 _CONFIGURATION = Path("/etc/slurm/slurm.conf")
 
 

@@ -142,8 +142,9 @@ def tasks(options: Mapping[str, str], asked: Directives) -> tuple[str, str]:
     assert total is not None
     if nodes is None or total % nodes:
         raise CannotWrapError(
-            f"starts {total} tasks on {'no number of' if nodes is None else nodes} nodes that is "
-            "known: give the job --nodes and --ntasks-per-node"
+            f"starts {total} tasks, which kempner cannot divide among "
+            f"{'an unknown number of' if nodes is None else nodes} nodes: give the job --nodes and "
+            "--ntasks-per-node"
         )
     return str(total // nodes), hosts
 

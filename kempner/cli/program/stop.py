@@ -39,8 +39,9 @@ def stop(
     Works from any machine that sees the run's directory. A run whose job waits in the queue is
     taken out of it. Start the same command again to continue.
     """
-    if is_job(target) and (waits := _never_began(target)):
-        return waits
+    if is_job(target) and _is_cancelled_in_queue(target, began=False):
+        typer.echo(f"job {target} had not begun: it is cancelled")
+        return ExitCode.COMPLETED
     run = run_of(target)
     follower = RunFollower(run, JobWatch(None, wait=True), patient=True)
     status = follower.read()
@@ -61,17 +62,19 @@ def _works(activity: Activity) -> bool:
     return activity.is_live or activity is Activity.UNKNOWN
 
 
-def _never_began(job: str) -> ExitCode | None:
-    """Cancel a job that waits for its first start, and so has no run yet."""
+def _is_cancelled_in_queue(job: str, *, began: bool) -> bool:
+    """Cancel a job that waits for its first start or, if it `began` before, for another one.
+
+    Returns whether it does. Where Slurm says nothing, what is known here decides.
+    """
     try:
         state = scontrol.job_state(job)
-        if not state.queued or state.restarts:
-            return None
+        if not state.queued or began is not (state.restarts > 0):
+            return False
         scontrol.cancel(job)
     except SlurmError:
-        return None  # what is known of it here decides
-    typer.echo(f"job {job} had not begun: it is cancelled")
-    return ExitCode.COMPLETED
+        return False
+    return True
 
 
 def _ask(run: RunDirectory) -> bool:
@@ -108,11 +111,14 @@ def _wait(run: RunDirectory, follower: RunFollower) -> ExitCode:
         time.sleep(_LOOK)
         status = follower.read()
         activity = status.doing.activity
-        if activity is Activity.QUEUED:  # Slurm itself has put its job back meanwhile
+        if activity is Activity.QUEUED:
             return _cancel(run, status)
         if not _works(activity):
             break
         _ask(run)
+    job = job_of(status.facts.history)
+    if job is not None and _is_cancelled_in_queue(job, began=True):
+        typer.echo(f"job {job}, which Slurm itself had requeued, is cancelled")
     if activity is Activity.STOPPED:
         typer.echo(f"stopped; {_continues(status)}")
         return ExitCode.COMPLETED

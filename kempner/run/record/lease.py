@@ -31,6 +31,7 @@ from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.helper_thread import helper_thread
 from kempner.run.process.retry import describe, empty, storage_waits
+from kempner.run.process.signals import inbox
 from kempner.run.record.attempts import CURRENT, SupersededError
 from kempner.run.record.run_dir import RunDirectory
 
@@ -117,7 +118,7 @@ class Lease:
         self.lost = False
         """Whether another supervisor has taken the run over."""
         self.stop_asked = False
-        """Whether `ask_to_stop` asked this owner; it has got a SIGTERM for that, too."""
+        """Whether `ask_to_stop` asked this owner; where it traps SIGTERM it has got one, too."""
         self._thread = helper_thread(self._renew, "lease")
 
     @classmethod
@@ -194,7 +195,8 @@ class Lease:
                 failing_since = None
             if asked:
                 self.stop_asked = True
-                os.kill(os.getpid(), signal.SIGTERM)
+                if inbox().installed:  # or it would end this process, and nothing would be saved
+                    os.kill(os.getpid(), signal.SIGTERM)
             if newest is not None and newest.number > self._number:
                 self.lost = True
                 return

@@ -9,12 +9,16 @@ import typer
 
 from kempner.cli.insight.target import RUN, RUN_METAVAR, run_of
 from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.slurm import scontrol
+from kempner.cluster.slurm.command import SlurmError
 from kempner.insight.attempt_lines import AttemptLines, shown
 from kempner.insight.status.activity import Activity
+from kempner.insight.status.job import job_of
 from kempner.insight.status.read import JobWatch
 from kempner.insight.status.runs import RunFollower
 from kempner.run.process.exit_codes import UsageError, cannot_read
 from kempner.run.record.attempts import attempt_numbers
+from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 
 _LOOK = 0.5
@@ -48,6 +52,8 @@ def logs(
         raise UsageError("--follow is for the last attempt: leave --attempt out")
     raise_open_file_limit()
     run = run_of(target)
+    if not rank:
+        _say_where_rank_0_prints(run)
     try:
         if follow:
             _follow(run, rank)
@@ -59,6 +65,19 @@ def logs(
         if error.filename is None:
             raise  # standard output
         raise cannot_read(error.filename, error) from error
+
+
+def _say_where_rank_0_prints(run: RunDirectory) -> None:
+    """For a job that Slurm still knows."""
+    try:
+        job = job_of(RunHistory.read(run.ledger))
+        output = "" if job is None else scontrol.output_file(job, within=0.0)
+    except OSError as error:
+        raise cannot_read(run.ledger, error) from error
+    except SlurmError:
+        return
+    if output:
+        typer.echo(f"what rank 0 prints is in {output}", err=True)
 
 
 def _print_once(run: RunDirectory, attempt: int | None, rank: int | None) -> None:

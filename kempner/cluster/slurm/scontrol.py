@@ -108,9 +108,9 @@ def node_states(nodes: Sequence[str]) -> dict[str, str]:
     return {fields["NodeName"]: fields["State"] for fields in show_nodes(nodes)}
 
 
-def output_file(job: str) -> str:
+def output_file(job: str, within: float = SHORTLY) -> str:
     """Where a job's output goes; empty if Slurm does not say. Raises `SlurmError`."""
-    told = _ask(["scontrol", "show", "job", job], _text, SHORTLY)
+    told = _ask(["scontrol", "show", "job", job], _text, within)
     found = re.findall(r"^   StdOut=(.*)$", told, re.MULTILINE)
     return found[-1] if found else ""
 

@@ -13,8 +13,9 @@ import typer
 from kempner.checkpoint.format.manifest import Manifest, read
 from kempner.checkpoint.store.inventory import locate, pick
 from kempner.checkpoint.store.read_marker import reading_at
-from kempner.cli.checkpoint.inspect import Folder
 from kempner.cli.checkpoint.trained_on import load_model, recorded_shape, run_of_checkpoint
+from kempner.cli.insight.target import run_of
+from kempner.cli.usage.words import usable_path
 from kempner.data.files.index import read_index
 from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.run.record.recorded_config import recorded_config
@@ -43,7 +44,13 @@ class HeldOut:
 
 
 def _eval(
-    directory: Folder,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_DIR|JOBID|DIR",
+            help="A run's directory, name or Slurm job; a checkpoint folder, or one checkpoint.",
+        ),
+    ],
     data: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Held-out tokens; by default the run's own."),
@@ -59,6 +66,8 @@ def _eval(
 
     As the run itself does every `eval.interval` steps: the same data, in the same batches.
     """
+    there = usable_path(Path(target))
+    directory = there if there.exists() else run_of(target).path
     chosen = pick(*locate(directory), step)
     with reading_at(chosen, lambda error: None):
         manifest = read(chosen)

@@ -33,8 +33,9 @@ def _wrap(
         Path | None, typer.Option("-o", "--output", help="Write the new script to this file.")
     ] = None,
     line: Annotated[
-        int, typer.Option(min=1, help="Line of the training command, where several could be it.")
-    ] = 0,
+        int | None,
+        typer.Option(min=1, help="Line of the training command, where several could be it."),
+    ] = None,
 ) -> None:
     """Show what makes a batch script survive: as a diff, which --write or -o carries out.
 
@@ -45,7 +46,7 @@ def _wrap(
     if write and output is not None:
         raise UsageError("--write and --output exclude each other")
     before = _read(script)
-    found = wrap(before, sys.executable, script.name, line)
+    found = wrap(before, sys.executable, script.name, line or 0)
     if isinstance(found, Refused):
         raise UsageError(f"{script}: {found.sentence}")
     typer.echo(diff(before, found, str(script)), nl=False)

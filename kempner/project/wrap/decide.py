@@ -9,8 +9,10 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kempner.project.wrap import directives
-from kempner.project.wrap.directives import STOPS, Change, Directives
+from kempner.cluster.slurm import directives
+from kempner.cluster.slurm.directives import Directives
+from kempner.project.wrap import head
+from kempner.project.wrap.head import STOPS, Change
 from kempner.project.wrap.launchers import Kind, Start, kind_of, take_apart
 from kempner.project.wrap.shell import CannotWrapError, Command, Script, parse
 
@@ -72,7 +74,7 @@ def _wrap(text: bytes, python: str, file: str, line: int) -> Wrapped:
         joined = " " if re.match(r"(starts|gives|has|runs|takes) ", str(error)) else ": "
         raise CannotWrapError(f"line {command.line}{joined}{error}") from error
     name = _run_name(command, start, asked, file)
-    changes = directives.complete(asked)
+    changes = head.complete(asked)
     changes += _supervised(command, start, _supervise(python, name, start), script, text)
     return Wrapped(_apply(text, changes), _reasons(text, changes))
 
@@ -105,10 +107,10 @@ def _check_job(asked: Directives) -> None:
                 f"line {found.line} makes the job heterogeneous, and kempner cannot requeue a part "
                 "of one: ask for one set of resources"
             )
-    if given := directives.unknown_signal(asked):
+    if given := head.unknown_signal(asked):
         raise CannotWrapError(
             f"line {given.line} asks for a signal that stops nothing in kempner: write "
-            f"--signal={directives.WARNING}"
+            f"--signal={head.WARNING}"
         )
 
 

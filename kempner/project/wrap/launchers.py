@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from kempner.project.wrap.directives import Directives, count_of
+from kempner.cluster.slurm.directives import Directives
 from kempner.project.wrap.shell import CannotWrapError, Command, Word
 from kempner.project.wrap.srun import after_options, one_process, read_srun, tasks
 
@@ -295,8 +295,8 @@ def _accelerate(
     """The same; what accelerate would export for its ranks is given to them by env(1)."""
     read = _read_options(words, values, named, _ACCELERATE_VALUES, "accelerate launch")
     nodes, total = asked.number("nodes") or 1, read.options.get("num-processes", "")
-    count = count_of(total)
-    if count is None or count % nodes:
+    count = int(total) if total.isdecimal() else 0
+    if not count or count % nodes:
         raise CannotWrapError(
             "takes its number of processes from elsewhere: give accelerate launch --num_processes"
         )

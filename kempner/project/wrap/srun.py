@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kempner.project.wrap.directives import Directives
+from kempner.cluster.slurm.directives import Directives
 from kempner.project.wrap.shell import CannotWrapError, Word
 
 _SHORT = {

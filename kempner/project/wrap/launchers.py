@@ -206,6 +206,11 @@ def _launcher(values: Sequence[str | None]) -> tuple[str, int] | None:
     if name == "accelerate" and values[1:2] == ["launch"]:
         return "accelerate", 2
     module = _module(values[1:]) if name.startswith("python") else None
+    if module == "torch.distributed.launch" and not {"--use_env", "--use-env"} & set(values):
+        raise CannotWrapError(
+            "torch.distributed.launch gives the program --local-rank, and kempner LOCAL_RANK: "
+            "start it with torchrun first"
+        )
     if module in _LAUNCHING:
         return "torchrun", values.index(module) + 1
     if module in ("accelerate.commands.launch", "accelerate.launch"):

@@ -24,8 +24,8 @@ _NEEDLESS = frozenset(
         *("label", "unbuffered", "kill-on-bad-exit", "export", "cpus-per-task", "gpus", "gres"),
         *("gpus-per-node", "gpus-per-task", "mem", "mem-per-cpu", "mem-per-gpu", "wait", "jobid"),
         *("time", "exclusive", "overlap", "exact", "partition", "job-name", "account", "qos"),
-        *("output", "error", "input", "no-kill", "quiet", "verbose", "chdir", "oversubscribe"),
-        *("overcommit", "disable-status", "constraint", "open-mode", "immediate", "task-epilog"),
+        *("output", "error", "no-kill", "quiet", "verbose", "oversubscribe"),
+        *("overcommit", "disable-status", "constraint", "open-mode", "immediate"),
     )
 )
 """Options of srun that kempner gives itself, or that the job has given already."""
@@ -77,6 +77,10 @@ def read_srun(words: Sequence[Word], values: Sequence[str | None]) -> Srun:
             options[name] = value
         elif name in _BINDING:
             kept.append(f"--{name}={_plain(name, value)}")
+        elif name == "export" and "=" in value:
+            raise CannotWrapError(
+                f"gives its tasks variables (--export={value}): export them in a line before"
+            )
         elif name == "het-group":
             raise CannotWrapError(
                 "starts a part of a heterogeneous job, which kempner cannot requeue: ask for one "

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -19,11 +19,6 @@ from kempner.cli.usage.words import usable_path
 from kempner.data.files.index import read_index
 from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.run.record.recorded_config import recorded_config
-
-if TYPE_CHECKING:
-    import torch
-
-    from kempner.model.transformer import Transformer
 
 
 def register(app: typer.Typer) -> None:
@@ -72,13 +67,7 @@ def _eval(
     with reading_at(chosen, lambda error: None):
         manifest = read(chosen)
         held_out = _held_out(directory, chosen, manifest, data, max_batches)
-        shape = recorded_shape(chosen, manifest, held_out.seq_len)
-        _check_tokens(chosen, manifest, held_out.data)
-        import torch
-
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = load_model(chosen, manifest, shape, held_out.dtype, device)
-    loss, tokens = _evaluate(model, held_out, device)
+        loss, tokens = _evaluate(chosen, manifest, held_out)
     perplexity = math.exp(loss) if loss < 700 else math.inf
     at = manifest.train_state.step
     if as_json:
@@ -129,12 +118,18 @@ def _check_tokens(checkpoint: Path, manifest: Manifest, data: Path) -> None:
         )
 
 
-def _evaluate(model: Transformer, held_out: HeldOut, device: torch.device) -> tuple[float, int]:
+def _evaluate(checkpoint: Path, manifest: Manifest, held_out: HeldOut) -> tuple[float, int]:
+    """The loss in nats per token, and how many tokens that were."""
+    shape = recorded_shape(checkpoint, manifest, held_out.seq_len)
+    _check_tokens(checkpoint, manifest, held_out.data)
+    import torch
+
     from kempner.data.files.token_file import Corpus
     from kempner.training.observe.evaluation import evaluate_alone
 
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return evaluate_alone(
-        model,
+        load_model(checkpoint, manifest, shape, held_out.dtype, device),
         Corpus.open(held_out.data),
         device,
         seq_len=held_out.seq_len,

@@ -53,22 +53,25 @@ def _wrap(
     for number, reason in found.reasons:
         typer.echo(f"line {number}: {reason}", err=True)
     typer.echo(f"sbatch --test-only: {_check(script, found)}", err=True)
-    if write:
-        target, kept = script, script.with_name(f"{script.name}.bak")
-        _copy(script, kept)
-    elif output is not None:
-        target, kept = output, None
-        _refuse_if_there(output)
+    if write or output is not None:
+        typer.echo(_carry_out(script, output, found.text), err=True)
     else:
         typer.echo("nothing was changed: --write or -o FILE does so", err=True)
-        return
-    _write(target, script, found.text)
-    told = f"wrote {target}" + (f"; {kept} is the script as it was" if kept else "")
-    typer.echo(told, err=True)
-    typer.echo(
-        "the program must go on from its own checkpoint when it is started again: "
-        "`kempner rehearse -- COMMAND` shows whether it does",
-        err=True,
+
+
+def _carry_out(script: Path, output: Path | None, text: bytes) -> str:
+    """Write the new script to `output`, or in the place of the old one; what was done."""
+    if output is None:
+        kept = script.with_name(f"{script.name}.bak")
+        _copy(script, kept)
+        told = f"wrote {script}; {kept} is the script as it was"
+    else:
+        _refuse_if_there(output)
+        told = f"wrote {output}"
+    _write(output or script, script, text)
+    return (
+        f"{told}\nthe program must go on from its own checkpoint when it is started again: "
+        "`kempner rehearse -- COMMAND` shows whether it does"
     )
 
 

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 import kempner
 from kempner.cli.usage.words import check_paths
 
-_EVERY_DAY = {
+_EVERY_DAY: dict[str, tuple[str, ...]] = {
     "init": ("init",),
     "prepare": ("prepare",),
     "plan": ("insight.plan",),
@@ -31,7 +31,7 @@ _EVERY_DAY = {
     "eval": ("evaluate",),
     "sample": ("sample",),
 }
-_NOW_AND_THEN = {
+_NOW_AND_THEN: dict[str, tuple[str, ...]] = {
     "wrap": ("program.wrap",),
     "rehearse": ("program.rehearse",),
     "heartbeat": ("program.heartbeat",),

@@ -13,7 +13,12 @@ import typer
 from kempner.checkpoint.format.manifest import Manifest, read
 from kempner.checkpoint.store.inventory import locate, pick
 from kempner.checkpoint.store.read_marker import reading_at
-from kempner.cli.checkpoint.trained_on import load_model, recorded_shape, run_of_checkpoint
+from kempner.cli.checkpoint.trained_on import (
+    check_described,
+    load_model,
+    recorded_shape,
+    run_of_checkpoint,
+)
 from kempner.cli.insight.target import run_of
 from kempner.cli.usage.words import usable_path
 from kempner.data.files.index import read_index
@@ -66,6 +71,7 @@ def _eval(
     chosen = pick(*locate(directory), step)
     with reading_at(chosen, lambda error: None):
         manifest = read(chosen)
+        check_described(chosen, manifest)
         held_out = _held_out(directory, chosen, manifest, data, max_batches)
         loss, tokens = _evaluate(chosen, manifest, held_out)
     perplexity = math.exp(loss) if loss < 700 else math.inf

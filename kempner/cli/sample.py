@@ -18,6 +18,7 @@ from kempner.cli.checkpoint.inspect import Folder
 from kempner.cli.checkpoint.trained_on import (
     Data,
     TrainedOn,
+    check_described,
     find_text,
     load_model,
     recorded_shape,
@@ -61,6 +62,7 @@ def sample(
     chosen = pick(*locate(directory), step)
     with reading_at(chosen, lambda error: None):  # it is read once: a vanished file will be named
         manifest = read(chosen)
+        check_described(chosen, manifest)
         text = find_text(directory, chosen, manifest, data)
         shape = recorded_shape(chosen, manifest, text.seq_len)
         ids = _encoded(prompt, text)

@@ -23,7 +23,7 @@ from kempner.run.process.retry import (
     storage_waits,
 )
 from kempner.run.process.side_thread import unless
-from kempner.run.process.signals import LEFT_AT_ONCE, SignalInbox, insists
+from kempner.run.process.signals import LEFT_AT_ONCE, Received, SignalInbox, insists
 from kempner.run.record.attempts import Attempt, begin_attempt, prune_attempts
 from kempner.run.record.events.attempt import AttemptEnded, AttemptStarted, ProgramAdvanced
 from kempner.run.record.events.health import StorageWaited
@@ -32,7 +32,7 @@ from kempner.run.record.history import RunHistory
 from kempner.run.record.lease import Lease
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
+from kempner.supervisor.attempt import AttemptEvent, AttemptFollower, UserAsked
 from kempner.supervisor.context import SupervisorContext
 from kempner.supervisor.control.auth import Membership, listen
 from kempner.supervisor.control.file_transport import FileTransport
@@ -199,7 +199,11 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
     """Start all ranks once and follow them until none is left."""
     launcher, signals = context.launcher, context.signals
     incoming: SimpleQueue[AttemptEvent] = SimpleQueue()
-    signals.react_with(incoming.put)  # from here on a stop is passed on to the ranks
+
+    def pass_on(came: Received) -> None:
+        incoming.put(UserAsked(came) if context.lease.stop_asked else came)
+
+    signals.react_with(pass_on)  # from here on a stop is passed on to the ranks
     listeners = listen(launcher.addresses, context.config.supervise.ports)
     attempt, secret, size = _begin(context), Secret.new(), launcher.size
     section = None if context.program.ours else context.config.program
@@ -308,8 +312,6 @@ def _see_it_through(
             context.job.watch(incoming.put)
         context.growth.watch(launch.attempt, context.history)
         while not (follower.over() or insists(follower.signals) or context.lease.lost):
-            if context.lease.stop_asked:
-                follower.stop_for_user()
             follower.take_in(incoming)
             follower.enforce()
             context.growth.consider(follower)

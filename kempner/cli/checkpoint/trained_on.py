@@ -86,16 +86,20 @@ def run_of_checkpoint(directory: Path, checkpoint: Path) -> RunDirectory:
     return around if around.config.is_file() and not named.config.is_file() else named
 
 
-def recorded_shape(checkpoint: Path, manifest: Manifest, seq_len: int) -> Shape:
-    """The model of a checkpoint. Raises `DataError` if it is not known."""
-    from kempner.model.spec.shape import Shape
-
-    known: dict[str, Any] = dict(manifest.identity.model)
-    if not known:
+def check_described(checkpoint: Path, manifest: Manifest) -> None:
+    """Raise `DataError` if a checkpoint does not say what its model is."""
+    if not manifest.identity.model:
         raise DataError(
             f"{checkpoint} does not say what its model is like: only those that `kempner train` or "
             "`supervise` has trained from a configuration do"
         )
+
+
+def recorded_shape(checkpoint: Path, manifest: Manifest, seq_len: int) -> Shape:
+    """The model of a checkpoint that is described. Raises `DataError` if it is of no known kind."""
+    from kempner.model.spec.shape import Shape
+
+    known: dict[str, Any] = dict(manifest.identity.model)
     try:
         return Shape.recorded(known, seq_len)
     except TypeError as error:

@@ -51,8 +51,10 @@ def wrap(text: bytes, python: str, file: str, line: int = 0) -> Wrapped | Refuse
 
 def diff(before: bytes, wrapped: Wrapped, name: str) -> str:
     """The change as a unified diff, for patch(1)."""
-    lines = [t.decode(errors="replace").splitlines(keepends=True) for t in (before, wrapped.text)]
-    return "".join(difflib.unified_diff(*lines, name, name))
+    old, new = (
+        text.decode(errors="replace").splitlines(keepends=True) for text in (before, wrapped.text)
+    )
+    return "".join(difflib.unified_diff(old, new, name, name))
 
 
 def _wrap(text: bytes, python: str, file: str, line: int) -> Wrapped:

@@ -76,8 +76,8 @@ def kind_of(command: Command, variables: Mapping[str, str]) -> Kind:
     words = _values(command.words, variables)
     while words and (words[0] in _SKIPPED or _base(words[0]) == "srun"):
         if _base(words[0]) == "srun":
-            at = after_options(words[1:]) + 1
-            inner = _base(words[at]) if at < len(words) else ""
+            begin = after_options(words[1:]) + 1
+            inner = _base(words[begin]) if begin < len(words) else ""
             return Kind.OTHER if inner in _UTILITIES else Kind.LAUNCHER
         words = words[1:]
     at = _core(words)

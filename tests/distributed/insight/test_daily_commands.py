@@ -30,9 +30,9 @@ def test_a_run_is_followed_stopped_and_evaluated(run: Run, tmp_path: Path) -> No
         "--supervise.lease=1",
     )
     path = run.record.path
+    wait_until(run.record.ledger.is_file, "the run's ledger", job=job)
     with open(tmp_path / "followed", "w") as followed:
         follows = subprocess.Popen([*KEMPNER, "logs", str(path), "--follow"], stdout=followed)
-        wait_until(path.exists, "the run's directory", job=job)
         run.reach(6, job)
         stopped = command("stop", path)
         assert stopped.returncode == 0, stopped.stderr

@@ -14,7 +14,7 @@ from kempner.cluster.slurm.directives import Directives
 from kempner.project.wrap import head
 from kempner.project.wrap.head import STOPS, Change
 from kempner.project.wrap.launchers import Kind, Start, kind_of, take_apart
-from kempner.project.wrap.shell import CannotWrapError, Command, Script, parse
+from kempner.project.wrap.shell import BACKGROUND, CannotWrapError, Command, Script, Word, parse
 
 SHELLS = ("bash", "sh", "dash", "ksh")
 
@@ -70,6 +70,7 @@ def _wrap(text: bytes, python: str, file: str, line: int) -> Wrapped:
     _check_commands(script.commands)
     command = _training(script, line)
     _check_place(command)
+    _check_arguments(command, script)
     try:
         start = take_apart(command, asked, script.variables)
     except CannotWrapError as error:
@@ -189,13 +190,13 @@ def _check_place(command: Command) -> None:
             "begin with its first turn: make it a job array (#SBATCH --array), with one program in "
             "each job"
         )
-    if inside:
-        raise CannotWrapError(f"{where} starts the program within {inside}: move it out of it")
-    if command.background:
+    if inside == BACKGROUND:
         raise CannotWrapError(
             f"{where} starts the program in the background, where no signal reaches it: take the & "
             "away"
         )
+    if inside:
+        raise CannotWrapError(f"{where} starts the program within {inside}: move it out of it")
     if any(redirect.operator.startswith("<<") for redirect in command.redirects):
         raise CannotWrapError(
             f"{where}: {command.name} reads its commands from a here-document, which a supervised "
@@ -205,6 +206,25 @@ def _check_place(command: Command) -> None:
         raise CannotWrapError(
             f"{where} has other commands behind the program: write them on lines of their own"
         )
+
+
+def _check_arguments(command: Command, script: Script) -> None:
+    """Refuse what makes the command another one at each start: kempner knows a run by it."""
+    for word in _program(command):
+        if script.changes(word.source):
+            raise CannotWrapError(
+                f"line {command.line} gives the program {word.source}, which is another at each "
+                "start, so that kempner would take it for another run: take what stays the same "
+                "for a job, such as $SLURM_JOB_ID"
+            )
+
+
+def _program(command: Command) -> Sequence[Word]:
+    """The words behind the script or module that the command starts."""
+    for at, word in enumerate(command.words):
+        if (word.value or "").endswith(".py") or word.value == "-m":
+            return command.words[at + 1 :]
+    return ()
 
 
 def _run_name(command: Command, start: Start, asked: Directives, file: str) -> str:
@@ -230,6 +250,13 @@ def _supervise(python: str, name: str, start: Start) -> str:
         words.append("\\\n    " + shlex.quote(f"--slurm.srun_args={listed}"))
     return " ".join(words) + " --"
 
+
+WAITING = """) &
+kempner=0; wait $! || kempner=$?
+while [ $kempner -gt 128 ] && kill -0 $! 2>/dev/null; do kempner=0; wait $! || kempner=$?; done
+[ $kempner -eq 0 ] || exit $kempner"""
+"""What follows a program that the script waits for. Each signal ends a `wait`; if the script ended
+before kempner, Slurm would kill it while it has the job requeued."""
 
 EXPLAINED = "kempner starts the ranks, stops them with a checkpoint and has the job requeued"
 
@@ -260,7 +287,7 @@ def _supervised(
         Change(command.head, command.head, told, ""),
         Change(first, start.kept, f"exec {supervise} \\\n    {own}", EXPLAINED),
         *changes,
-        Change(command.tail, command.tail, ") &\nwait $! || wait $! || exit $?", waited),
+        Change(command.tail, command.tail, WAITING, waited),
     ]
 
 

@@ -6,8 +6,9 @@ know around. It is loaded at the first use.
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -34,6 +35,9 @@ _WITHIN = {
     "pipeline": "a pipe",
 }
 """Constructs around a command, in words."""
+
+BACKGROUND = "the background"
+"""Where a command is that a `&` follows, or what is around it."""
 
 _ELSEWHERE = ("command_substitution", "process_substitution")
 _HARMLESS_AFTER = ("exit", "true", ":", "return")
@@ -82,7 +86,6 @@ class Command:
     tail: int
     within: tuple[str, ...] = ()
     redirects: tuple[Redirect, ...] = ()
-    background: bool = False
     alone: bool = True
     last: bool = False
     guards: bool = False
@@ -97,12 +100,18 @@ class Command:
 class Script:
     """A parsed script: its commands in order, and the variables that it sets once, to a constant.
 
-    `wrong` is the first line that cannot be read, 0 if there is none.
+    `unsteady` are variables that may have another value at the next start of the same job. `wrong`
+    is the first line that cannot be read, 0 if there is none.
     """
 
     commands: tuple[Command, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    unsteady: frozenset[str] = frozenset()
     wrong: int = 0
+
+    def changes(self, source: str) -> bool:
+        """Whether a word, as the script has it, may be another one at the next start."""
+        return _is_unsteady(source, self.unsteady)
 
 
 def parse(text: bytes) -> Script:
@@ -111,7 +120,7 @@ def parse(text: bytes) -> Script:
     if root.has_error:
         return Script(wrong=min((n.start_point[0] + 1 for n in _errors(root)), default=1))
     commands = tuple(command for node in _commands(root) if (command := _command(node, text)))
-    return Script(commands, _variables(root))
+    return Script(commands, _variables(root), _unsteady(root))
 
 
 @cache
@@ -150,6 +159,8 @@ def _command(node: Node, text: bytes) -> Command | None:
     alone = all(above.type == "redirected_statement" for above in chain)
     start = _first_on_line(assigned, words[0].start, text)
     within = tuple(_WITHIN[above.type] for above in reversed(chain) if above.type in _WITHIN)
+    if any(_is_in_background(above) for above in (node, *chain)):
+        within = (BACKGROUND, *within)
     return Command(
         words,
         text.count(b"\n", 0, words[0].start) + 1,
@@ -158,7 +169,6 @@ def _command(node: Node, text: bytes) -> Command | None:
         statement.end_byte,
         within,
         tuple(_redirects(node, chain)),
-        any(_is_in_background(above) for above in (node, *chain)),
         alone,
         _is_last(statement),
         _guards((node, *chain)),
@@ -251,6 +261,31 @@ def _variables(root: Node) -> dict[str, str]:
             found.setdefault((name.text or b"").decode(errors="replace"), []).append(told)
     once = {name: values[0] for name, values in found.items() if len(values) == 1}
     return {name: value for name, value in once.items() if value is not None}
+
+
+_UNSTEADY = re.compile(
+    r"\b(mktemp|uuidgen|hostname|hostnames|date)\b|\$\$|\$\{?(S?RANDOM|EPOCH\w+|SECONDS|HOSTNAME|"
+    r"SLURM_(JOB_)?NODELIST|SLURMD_NODENAME|SLURM_RESTART_COUNT)\b"
+)
+"""What has another value at each start, or on other nodes."""
+
+
+def _is_unsteady(source: str, names: Iterable[str]) -> bool:
+    if "$" not in source and "`" not in source:
+        return False
+    return bool(_UNSTEADY.search(source)) or any(
+        re.search(rf"\$\{{?{name}\b", source) for name in names
+    )
+
+
+def _unsteady(root: Node) -> frozenset[str]:
+    found: set[str] = set()
+    for node in _assignments(root):  # in their order: each may be made of those before
+        name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
+        source = "" if value is None else (value.text or b"").decode(errors="replace")
+        if name is not None and _is_unsteady(source, found):
+            found.add((name.text or b"").decode(errors="replace"))
+    return frozenset(found)
 
 
 def _assignments(node: Node) -> Iterator[Node]:

@@ -52,6 +52,7 @@ def test_a_script_becomes_what_was_written_down_before(file: Path) -> None:
         ("srun --export=ALL,A=1 python train.py", "gives its tasks variables (--export=ALL,A=1)"),
         ("srun --chdir=sub python train.py", "gives srun --chdir, of which kempner has no equal"),
         ("python -m torch.distributed.launch train.py", "gives the program --local-rank"),
+        ("N=$(hostname); X=tcp://$N:1; python train.py --at $X", "gives the program $X, which is"),
         ("srun $LAUNCHER train.py", "its command is in $LAUNCHER: write it out"),
         ("srun -N 1 -n 2 torchrun train.py", "starts 2 of torchrun on a node: have srun start one"),
         ("torchrun --run-path train.py", "gives torchrun --run-path, of which kempner has no"),
@@ -79,7 +80,7 @@ def test_a_line_is_named_where_several_start_a_program() -> None:
     found = wrap(before, PYTHON, "job.sh", line=4)
     assert isinstance(found, Wrapped)
     assert b"python prepare.py\ntrap 'kill -TERM $!' TERM" in found.text
-    assert found.text.endswith(b") &\nwait $! || wait $! || exit $?\npython evaluate.py\n")
+    assert found.text.endswith(b"|| exit $kempner\npython evaluate.py\n")
 
 
 FAKE_SBATCH = """#!/bin/sh

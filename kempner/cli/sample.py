@@ -17,6 +17,7 @@ from kempner.checkpoint.store.inventory import locate, pick
 from kempner.checkpoint.store.read_marker import reading_at
 from kempner.cli.checkpoint.inspect import Folder
 from kempner.cli.checkpoint.trained_on import Data, TrainedOn, find_text
+from kempner.cli.progress import busy
 from kempner.run.process.exit_codes import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -64,12 +65,14 @@ def sample(
         manifest = read(chosen)
         shape, text = _described(directory, chosen, manifest, data)
         ids = _encoded(prompt, text)
-        import torch
+        with busy("importing torch"):
+            import torch
+
+            from kempner.model.generate import generate
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = _load(chosen, manifest, shape, text.dtype, device)
-
-    from kempner.model.generate import generate
+        with busy(f"loading {chosen.name}"):
+            model = _load(chosen, manifest, shape, text.dtype, device)
 
     generator = torch.Generator(device)
     if seed is None:

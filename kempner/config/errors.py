@@ -28,7 +28,7 @@ DEMANDS: Mapping[str, str] = {
     "string_type": "must be a string in quotes",
     "string_too_short": "must have at least {min_length} characters",
     "string_too_long": "must have at most {max_length} characters",
-    "string_pattern_mismatch": "must match the pattern {pattern}",
+    "string_pattern_mismatch": "must {pattern}",
     "literal_error": "must be {expected}",
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -41,6 +41,15 @@ DEMANDS: Mapping[str, str] = {
     "dict_type": "must be a table of keys",
 }
 """What pydantic's error types demand (https://docs.pydantic.dev/latest/errors/validation_errors/)."""
+
+PATTERNS: Mapping[str, str] = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": (
+        "begin with a letter or a digit, and have no others than these, dots, hyphens and "
+        "underscores"
+    ),
+    r"^[0-9]{1,5}-[0-9]{1,5}$": 'be two ports with a hyphen between, such as "31000-31999"',
+}
+"""What the regular expressions of all keys demand, in words."""
 
 
 def quote(value: object) -> str:
@@ -79,6 +88,8 @@ def describe_error(details: ErrorDetails, known: Sequence[str]) -> str:
         table = isinstance(value, Mapping)
         place = f"[{dotted(keys)}] " if keys and table else f"{dotted(keys)}: " if keys else ""
         return f"{place}{context['error']}"
+    if "pattern" in context:
+        context = {**context, "pattern": PATTERNS[context["pattern"]]}
     bounds = {name: f"{x:g}" if isinstance(x, float) else x for name, x in context.items()}
     demand = DEMANDS.get(kind, "").format(**bounds) or f"is refused ({details['msg']})"
     return f"{dotted(keys)} {demand}, not {quote(value)}"

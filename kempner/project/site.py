@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kempner.run.output.units import count
+
 DAY = 24 * 60 * 60
 """Seconds that a job asks for where the partition allows it."""
 
@@ -29,10 +31,10 @@ class NodeKind:
 
     def described(self) -> str:
         """Such as `low (default): 8 nodes of 4 GPUs and 8 CPUs, at most 2:00:00`."""
-        gpus = f"{counted(self.gpus, 'GPU')} and " if self.gpus else ""
+        gpus = f"{count(self.gpus, 'GPU')} and " if self.gpus else ""
         parts = [
             f"{self.partition}{' (default)' if self.default else ''}: "
-            f"{counted(self.count, 'node')} of {gpus}{counted(self.cpus, 'CPU')}",
+            f"{count(self.count, 'node')} of {gpus}{count(self.cpus, 'CPU')}",
             "" if self.limit == "infinite" else f"at most {self.limit}",
             "" if self.up else "down",
         ]
@@ -129,8 +131,3 @@ def parse_limit(text: str) -> int | None:
     if found[4] is None and found[1] is None:  # minutes and seconds
         return 60 * first + second
     return DAY * days + 3600 * first + 60 * second + third
-
-
-def counted(number: int, thing: str) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"

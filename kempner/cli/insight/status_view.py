@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kempner.cli.insight import status_words as words
-from kempner.insight.report.page.words import count, duration
+from kempner.insight.report.page.words import duration
 from kempner.insight.status.activity import Activity
 from kempner.insight.status.summary import Status
+from kempner.run.output.units import count
 
 WIDEST = 110
 """Columns beyond which a line is hard to read."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime
 
-from kempner.insight.report.page.words import count, duration
+from kempner.insight.report.page.words import duration
 from kempner.insight.status.activity import Activity
 from kempner.insight.status.facts import CheckpointFacts
 from kempner.insight.status.job import JobStatus
 from kempner.insight.status.progress import Progress
 from kempner.insight.status.summary import AttemptStatus, EndOfAttempt, Status
 from kempner.insight.words import name_or_count
+from kempner.run.output.units import count
 
 UNKNOWN = "-"
 

@@ -10,8 +10,9 @@ from kempner.insight.report.cause import Kind
 from kempner.insight.report.page import tables
 from kempner.insight.report.page.plots import Plot, plots_of
 from kempner.insight.report.page.strip import strip
-from kempner.insight.report.page.words import count, date, duration, number, share, text
+from kempner.insight.report.page.words import date, duration, number, share, text
 from kempner.insight.report.summary import RunData, RunReport
+from kempner.run.output.units import count
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """What a browser may load for the page: nothing that is not in it."""

@@ -9,14 +9,13 @@ from kempner.insight.report.interruptions import Cost, Interruption
 from kempner.insight.report.page.words import (
     UNKNOWN,
     Unit,
-    count,
     duration,
     number,
     share,
-    size,
     text,
 )
 from kempner.insight.report.summary import RunReport
+from kempner.run.output.units import count, size_text
 
 LEAST = 0.0005
 """Seconds of a category that are as good as none."""
@@ -139,7 +138,11 @@ def save_table(report: RunReport) -> str:
         "no stop had a deadline" if saves.window_seconds is None else "the shortest of this run"
     )
     rows = [
-        ("Saved", f"{saves.committed:,}{every}{failed}", f"largest {size(saves.largest_bytes)}"),
+        (
+            "Saved",
+            f"{saves.committed:,}{every}{failed}",
+            f"largest {size_text(saves.largest_bytes)}",
+        ),
         (
             "Until durable",
             duration(saves.took.median),

@@ -49,22 +49,36 @@ def there_is_slurm() -> bool:
     return shutil.which("scontrol") is not None
 
 
-def look_at_slurm(partition: str) -> SlurmFacts:
-    """Ask the controller, the accounting, and about a partition; empty for the default one."""
+def slurm_answers() -> bool:
+    """Whether this host has Slurm's commands, and they find a cluster at the first try."""
+    if not there_is_slurm():
+        return False
     try:
-        settings = scontrol.cluster_settings()
+        scontrol.cluster_settings(within=0.0)
+    except SlurmError:
+        return False
+    return True
+
+
+def look_at_slurm(partition: str, within: float = SHORTLY) -> SlurmFacts:
+    """Ask the controller, the accounting, and about a partition; empty for the default one.
+
+    Each is asked again for `within` seconds while it gives no answer.
+    """
+    try:
+        settings = scontrol.cluster_settings(within)
     except SlurmError as error:
         return SlurmFacts(controller=_short(error))
     ahead = None if settings.ahead is None else settings.ahead + time.monotonic() - time.time()
     try:
-        scontrol.accounting_answers()
+        scontrol.accounting_answers(within)
         accounting = ""
     except SlurmError as error:
         accounting = _short(error)
     found, why = None, ""
     if partition:
         try:
-            found = read_partition(scontrol.show_partition(partition.partition(",")[0]))
+            found = read_partition(scontrol.show_partition(partition.partition(",")[0], within))
         except (SlurmError, ValueError) as error:
             why = _short(error)
     return SlurmFacts("", accounting, ahead, settings.kill_wait, found, why)

@@ -46,8 +46,8 @@ class KVCache:
             batch, heads, _, head_dim = k.shape
             self._held = k.new_empty(2, batch, heads, self._capacity, head_dim)
         end = self.length + k.shape[2]
-        for held, new in zip(self._held, (k, v), strict=True):
-            held[:, :, self.length : end] = new
+        self._held[0, :, :, self.length : end] = k
+        self._held[1, :, :, self.length : end] = v
         self.length = end
         keys, values = self._held[:, :, :, :end]
         return keys, values

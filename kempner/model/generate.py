@@ -49,7 +49,7 @@ def generate(
         yield int(drawn)
         tokens = torch.cat((tokens, drawn))
         if tokens.numel() > context:
-            tokens = tokens[-(context - context // 4) :]
+            tokens = tokens[max(1, context // 4) :]
             cache = _empty_cache(model, context)
 
 

@@ -54,7 +54,7 @@ def afresh(
         made.append(int(drawn))
         window = torch.cat((window, drawn))
         if len(window) > context:
-            window = window[-(context - context // 4) :]
+            window = window[context // 4 :]
     return made
 
 
@@ -77,8 +77,8 @@ def test_a_token_costs_the_forward_of_one() -> None:
     model, read = build(), []
     model.layers[0].register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
     added(12, model, context=12)
-    # The prompt of three, nine tokens, and then three quarters of a full window again.
-    assert read == [3, *[1] * 9, 9, 1]
+    # The prompt of three, nine tokens, and then the window again, without its oldest quarter.
+    assert read == [3, *[1] * 9, 10, 1]
 
 
 def test_a_full_cache_takes_one_token_at_a_time() -> None:

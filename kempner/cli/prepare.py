@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kempner.cli.progress import bar
+from kempner.cli.progress import bar, busy
 from kempner.run.process.exit_codes import ExitCode
+from kempner.training.observe.progress_bar import SteadyConsole
 
 if TYPE_CHECKING:
     from kempner.data.prepare.pipeline import Prepared
@@ -56,9 +57,10 @@ def _prepare(
     ] = None,
 ) -> ExitCode:
     """Turn text into token files; after an interruption, run it again to continue."""
-    from kempner.data.prepare.pipeline import prepare
+    with busy("starting"):
+        from kempner.data.prepare.pipeline import prepare
 
-    console = Console(stderr=True)
+    console = SteadyConsole(stderr=True)
     try:
         with _reporter(console) as on_progress:
             prepared = prepare(

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from kempner.cli.progress import bar, busy
+from kempner.run.output.units import count
 from kempner.run.process.exit_codes import ExitCode
 from kempner.training.observe.progress_bar import SteadyConsole
 
@@ -111,8 +112,8 @@ def _summary(out: Path, prepared: Prepared) -> str:
     kept = 0 if prepared.was_finished else prepared.kept
     facts = [
         f"{index.tokens:,} tokens",
-        f"{index.documents:,} documents",
-        f"{len(index.shards):,} token files",
+        count(index.documents, "document"),
+        count(len(index.shards), "token file"),
         f"{index.tokenizer.kind} tokenizer of {index.vocab_size:,} tokens in {index.dtype}",
     ]
     bad = sum(shard.bad_lines for shard in index.shards)

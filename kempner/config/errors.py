@@ -43,6 +43,14 @@ DEMANDS: Mapping[str, str] = {
 """What pydantic's error types demand (https://docs.pydantic.dev/latest/errors/validation_errors/)."""
 
 
+_OF_OTHER_TRAINERS: Mapping[str, str] = {
+    "pipeline_parallel_degree": "kempner has no pipeline parallelism, as with 1",
+    "context_parallel_degree": "kempner has no context parallelism, as with 1",
+    "expert_parallel_degree": "kempner has no expert parallelism, as with 1",
+}
+"""Keys whose nearest ones here mean something else."""
+
+
 def quote(value: object) -> str:
     """`value` as TOML writes it, cut to a length and depth that keep the sentence readable."""
     if isinstance(value, Mapping):
@@ -90,12 +98,15 @@ def unknown(keys: Sequence[str], inside: Sequence[str], known: Sequence[str]) ->
     `keys` leads to it, `inside` are the keys of the table it holds, `known` all dotted keys.
     """
     *table, key = keys
+    if key in _OF_OTHER_TRAINERS:
+        return f"unknown key {dotted(keys)}: {_OF_OTHER_TRAINERS[key]}; remove it"
     siblings = _children(table, known)
     guesses = (
         _named(key, known)
         or [dotted([*table, near]) for near in get_close_matches(key, siblings, n=1)]
         or [name for below in inside for name in _named(below, known)]
         or get_close_matches(dotted(keys), [] if siblings else known, n=1)
+        or [name for near in _near(key, known) for name in _named(near, known)]
     )
     kind, name = "key" if table else "section", shorten(dotted(keys))
     if guesses:
@@ -112,6 +123,13 @@ def _children(table: Sequence[str], known: Sequence[str]) -> list[str]:
     paths = [name.split(".") for name in known]
     below = [path[depth] for path in paths if path[:depth] == list(table) and len(path) > depth]
     return list(dict.fromkeys(below))
+
+
+def _near(key: str, known: Sequence[str]) -> list[str]:
+    """The last part of a key that is nearest to `key`, wherever it is."""
+    return get_close_matches(
+        key, {name.rpartition(".")[2]: None for name in known}, n=1, cutoff=0.8
+    )
 
 
 def _named(key: str, known: Sequence[str]) -> list[str]:

@@ -105,7 +105,7 @@ def explain_key(
         ),
     ] = "",
 ) -> None:
-    """Say what a key takes and means, with an example, or list the keys of a section."""
+    """Say what a key takes and means, or list the keys of a section."""
     from kempner.config.explain import explain
 
     typer.echo(explain(key))
@@ -115,9 +115,10 @@ def explain_key(
 def convert_file(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in YAML.")],
 ) -> None:
-    """Print a configuration in YAML as TOML: kempner config convert old.yaml > new.toml
+    """Print a configuration in YAML as TOML.
 
-    Keys of torchtitan and torchforge get their names here; what is left out is told.
+    kempner config convert old.yaml > new.toml; keys of torchtitan and torchforge get their names
+    here, and what is left out is told.
     """
     from kempner.config.convert import convert
 

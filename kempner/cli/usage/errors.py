@@ -19,6 +19,9 @@ _MEANT = {
 }
 """Commands of other tools, and the one of ours that does the same."""
 
+_BELOW = dict.fromkeys(("schema", "keys", "describe"), "explain")
+"""The same for commands of a group; `config schema` was one of ours."""
+
 _PARSING = {
     "int_parsing": "must be a whole number",
     "int_parsing_size": "must be a whole number of at most 64 bits",
@@ -89,6 +92,8 @@ def _no_such_command(context: Any, arguments: Sequence[str]) -> str:
     names = list(context.command.list_commands(context))
     below = _commands_below(context, names)
     near = get_close_matches(typed, names, n=1)
+    if _BELOW.get(typed) in names:
+        near = [_BELOW[typed]]
     if " " not in path:
         exact = [meant for meant in (_MEANT.get(typed), below.get(typed)) if meant]
         near = exact[:1] or near or [below[name] for name in get_close_matches(typed, below, n=1)]

@@ -56,7 +56,7 @@ def test_what_is_active_is_recognised(facts: Facts, kinds: list[str], lines: lis
 
 
 FAKE_PYTHON = """#!/bin/bash
-[[ $3 == --version ]] && exit
+[[ $* == *--version ]] && exit
 echo "$0 $*; first ${PATH%%:*}; modules ${LOADED:-}; conda ${ACTIVE:-}"
 """
 """A Python with kempner, which tells how it was called."""
@@ -103,15 +103,13 @@ def test_a_job_loads_modules_and_activates_conda_as_they_were(tmp_path: Path, na
 
     done = run_script(project, name=name)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{python} -m kempner ")
+    assert done.stdout.startswith(f"{python} -P -m kempner ")
     told = f"; first {python.parent}; modules gcc/13 cuda/12.6; conda {root}/envs/it\n"
     assert done.stdout.endswith(told)
 
 
 @pytest.mark.parametrize("where", ["VIRTUAL_ENV", "CONDA_PREFIX", ".venv", "PATH", "none"])
-def test_a_checkout_s_script_takes_the_environment_that_is_there(
-    tmp_path: Path, where: str
-) -> None:
+def test_a_checkouts_script_takes_the_environment_that_is_there(tmp_path: Path, where: str) -> None:
     """After `pip install .` into any environment, and with none of the checkout's own."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/slurm").symlink_to(ROOT / "scripts/slurm")
@@ -127,7 +125,7 @@ def test_a_checkout_s_script_takes_the_environment_that_is_there(
         assert "set KEMPNER_PYTHON to the path of its Python" in done.stderr
         return
     assert (done.returncode, done.stderr) == (0, "")
-    assert "-m kempner supervise train.toml --launcher srun;" in done.stdout
+    assert "-P -m kempner supervise train.toml --launcher srun;" in done.stdout
 
 
 def test_a_container_is_the_ranks_and_kempner_is_looked_for_outside(tmp_path: Path) -> None:
@@ -160,6 +158,7 @@ def test_an_installed_kempner_writes_scripts_that_find_it_again(tmp_path: Path) 
         check=True,
     )
     assert f"environment of a job: venv {tmp_path}/an env, {python}\n" in made.stdout
+    (tmp_path / "project" / "tokenize.py").write_text("raise SystemExit('not the one of Python')")
     done = run_script(tmp_path / "project")
     assert done.returncode == 2
     assert done.stderr.startswith("kempner: this is not a Slurm job: submit scripts/slurm/")

@@ -42,6 +42,10 @@ COMMANDS = [
         "config chek x.toml", "there is no kempner config chek; did you mean kempner config check?"
     ),
     Row(
+        "config schema",
+        "there is no kempner config schema; did you mean kempner config explain?",
+    ),
+    Row(
         "config x.toml",
         "there is no kempner config x.toml; the commands are show, check, explain, convert",
     ),

@@ -12,7 +12,7 @@ find_python() {
     local python
     for python in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} \
         ${CONDA_PREFIX:+"$CONDA_PREFIX/bin/python"} "$PWD/.venv/bin/python" python3; do
-        if "$python" -m kempner --version &>/dev/null; then
+        if "$python" -P -m kempner --version &>/dev/null; then
             break
         fi
     done
@@ -22,7 +22,7 @@ KEMPNER_PYTHON=${KEMPNER_PYTHON:-$(find_python)}
 # end
 set -u
 
-if ! found=$("$KEMPNER_PYTHON" -m kempner --version 2>&1); then
+if ! found=$("$KEMPNER_PYTHON" -P -m kempner --version 2>&1); then
     echo "$KEMPNER_PYTHON cannot run kempner on $HOSTNAME (${found##*$'\n'}): install kempner where" \
         "all nodes see it, and set KEMPNER_PYTHON to the path of its Python" >&2
     exit 2

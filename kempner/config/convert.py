@@ -77,7 +77,7 @@ class _Loader(yaml.SafeLoader):
     """Reads `1e-5` as a number, as YAML 1.2 does, and refuses a key that is given twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         twice = next((key for n, key in enumerate(keys) if key in keys[:n] and key != "<<"), None)
         if twice is not None:
             raise yaml.MarkedYAMLError(

@@ -20,6 +20,9 @@ class ConfigError(Exception):
 
 _LONGEST_QUOTE = 80
 
+_VERY_NEAR = 0.8
+"""Share of two names that agrees (`difflib`), from which one is taken for a slip of the other."""
+
 DEMANDS: Mapping[str, str] = {
     "bool_type": "must be true or false",
     "int_type": "must be a whole number",
@@ -103,10 +106,11 @@ def unknown(keys: Sequence[str], inside: Sequence[str], known: Sequence[str]) ->
     siblings = _children(table, known)
     guesses = (
         _named(key, known)
+        or [dotted([*table, near]) for near in get_close_matches(key, siblings, 1, _VERY_NEAR)]
+        or [name for near in _near(key, known) for name in _named(near, known)]
         or [dotted([*table, near]) for near in get_close_matches(key, siblings, n=1)]
         or [name for below in inside for name in _named(below, known)]
         or get_close_matches(dotted(keys), [] if siblings else known, n=1)
-        or [name for near in _near(key, known) for name in _named(near, known)]
     )
     kind, name = "key" if table else "section", shorten(dotted(keys))
     if guesses:
@@ -127,9 +131,8 @@ def _children(table: Sequence[str], known: Sequence[str]) -> list[str]:
 
 def _near(key: str, known: Sequence[str]) -> list[str]:
     """The last part of a key that is nearest to `key`, wherever it is."""
-    return get_close_matches(
-        key, {name.rpartition(".")[2]: None for name in known}, n=1, cutoff=0.8
-    )
+    parts = {name.rpartition(".")[2]: None for name in known}
+    return get_close_matches(key, parts, 1, _VERY_NEAR)
 
 
 def _named(key: str, known: Sequence[str]) -> list[str]:

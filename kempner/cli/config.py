@@ -1,8 +1,7 @@
-"""`kempner config`: show or check a configuration, or list all keys."""
+"""`kempner config`: show, check or convert a configuration, or explain its keys."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -34,14 +33,14 @@ TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """`context_settings` of such a command; `overrides` gives `load` what it read."""
 
 commands = typer.Typer(
-    help="Show or check a configuration, or list all keys.",
+    help="Show, check or convert a configuration, or explain its keys.",
     rich_markup_mode=None,
     add_completion=False,
 )
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `config show`, `config check` and `config schema` to `app`."""
+    """Adds `config show`, `check`, `explain` and `convert` to `app`."""
     app.add_typer(commands, name="config")
 
 
@@ -97,10 +96,37 @@ def check(
     typer.echo(f"ok: {file}: {summary(config, ready.vocab_size)}")
 
 
-@commands.command()
-def schema() -> None:
-    """Print the JSON schema of all sections and keys, with their meaning."""
-    typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+@commands.command("explain")
+def explain_key(
+    key: Annotated[
+        str,
+        typer.Argument(
+            metavar="[KEY]",
+            help="A key or a section, such as optimizer.lr or optimizer; else all sections.",
+        ),
+    ] = "",
+) -> None:
+    """Say what a key takes and means, or list the keys of a section."""
+    from kempner.config.explain import explain
+
+    typer.echo(explain(key))
+
+
+@commands.command("convert")
+def convert_file(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in YAML.")],
+) -> None:
+    """Print a configuration in YAML as TOML.
+
+    kempner config convert old.yaml > new.toml; keys of torchtitan and torchforge get their names
+    here, and what is left out is told.
+    """
+    from kempner.config.convert import convert
+
+    made = convert(file)
+    typer.echo(made.toml(), nl=False)
+    for remark in made.remarks:
+        typer.echo(f"kempner: {remark}", err=True)
 
 
 def summary(config: Config, vocab_size: int) -> str:
@@ -125,11 +151,15 @@ class Job:
     ranks_per_node: int
     gpu_memory: int | None
     """Bytes; None on CPUs."""
+    assumed: bool = False
+    """Whether nothing says how many ranks a node has."""
 
     @classmethod
     def of(cls, config: Config, world: int, nodes: int | None, gpu_memory: int) -> Job:
         """As the options say, else `[slurm]`. Raises `UsageError` if the nodes are not alike."""
-        return cls(world, ranks_on_a_node(config, world, nodes), gpu_memory or None)
+        slurm = config.slurm
+        told = nodes or slurm.hosts or slurm.procs or slurm.gpus_per_node
+        return cls(world, ranks_on_a_node(config, world, nodes), gpu_memory or None, told is None)
 
 
 def needs(config: Config, vocab_size: int, job: Job) -> str:
@@ -159,6 +189,9 @@ def needs(config: Config, vocab_size: int, job: Job) -> str:
             among = f"{size_text(traffic.between)} to other nodes and {among}"
         lines += [
             f"communication: {choice.describe()}: {choice.reason}",
-            f"in a step each node sends {among}",
+            f"in a step each node sends {among}{_ASSUMED if job.assumed else ''}",
         ]
     return "\n".join(lines)
+
+
+_ASSUMED = ", unless --nodes says otherwise"

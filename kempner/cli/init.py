@@ -28,8 +28,8 @@ def _init(
 ) -> None:
     """Write a project: a configuration, scripts for Slurm, an example of a loop of your own.
 
-    The scripts ask for the partition, account, GPUs and CPUs that Slurm shows here. What is in DIR
-    already stays as it is.
+    The scripts ask for the partition, account, GPUs and CPUs that Slurm shows here, and load the
+    modules and the environment that are active. What is in DIR already stays as it is.
     """
     from kempner.project.ask_site import find_site
     from kempner.project.write import read_templates, write_project
@@ -52,6 +52,7 @@ def report(folder: Path, texts: Collection[str], kept: Sequence[str], site: Site
         f"wrote {', '.join(tops)} to {os.path.normpath(folder)}",
         *left,
         f"scripts/slurm: {_scripts(site, request)}",
+        f"environment of a job: {_environment(site)}",
         "next:",
         *(f"  {command}" for command in next_commands(folder, request)),
     ]
@@ -76,6 +77,16 @@ def _scripts(site: Site, request: Request | None) -> str:
     others = len({kind.partition for kind in request.others} - {request.kind.partition})
     more = f"; {count(others, 'other partition')} in its comments" if others else ""
     return f"for partition {request.kind.described()}{account}{more}"
+
+
+def _environment(site: Site) -> str:
+    found = site.environment
+    if found.container:
+        return (
+            f"{found.kinds[0]} for the ranks, in {CONFIG}; kempner itself must also be installed "
+            "outside of it"
+        )
+    return ", ".join([*found.kinds, found.python])
 
 
 def _top(name: str) -> str:

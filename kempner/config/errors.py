@@ -25,6 +25,8 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 PORTS = r"^[0-9]{1,5}-[0-9]{1,5}$"
 """What a range of ports matches."""
+_VERY_NEAR = 0.8
+"""Share of two names that agrees (`difflib`), from which one is taken for a slip of the other."""
 
 DEMANDS: Mapping[str, str] = {
     "bool_type": "must be true or false",
@@ -54,6 +56,12 @@ PATTERNS: Mapping[str, str] = {
     PORTS: "must be two ports with a dash between them, such as 20000-20100",
 }
 """What the patterns of the configuration demand, in words."""
+_OF_OTHER_TRAINERS: Mapping[str, str] = {
+    "pipeline_parallel_degree": "kempner has no pipeline parallelism, as with 1",
+    "context_parallel_degree": "kempner has no context parallelism, as with 1",
+    "expert_parallel_degree": "kempner has no expert parallelism, as with 1",
+}
+"""Keys whose nearest ones here mean something else."""
 
 
 def quote(value: object) -> str:
@@ -104,9 +112,13 @@ def unknown(keys: Sequence[str], inside: Sequence[str], known: Sequence[str]) ->
     `keys` leads to it, `inside` are the keys of the table it holds, `known` all dotted keys.
     """
     *table, key = keys
+    if key in _OF_OTHER_TRAINERS:
+        return f"unknown key {dotted(keys)}: {_OF_OTHER_TRAINERS[key]}; remove it"
     siblings = _children(table, known)
     guesses = (
         _named(key, known)
+        or [dotted([*table, near]) for near in get_close_matches(key, siblings, 1, _VERY_NEAR)]
+        or [name for near in _near(key, known) for name in _named(near, known)]
         or [dotted([*table, near]) for near in get_close_matches(key, siblings, n=1)]
         or [name for below in inside for name in _named(below, known)]
         or get_close_matches(dotted(keys), [] if siblings else known, n=1)
@@ -126,6 +138,12 @@ def _children(table: Sequence[str], known: Sequence[str]) -> list[str]:
     paths = [name.split(".") for name in known]
     below = [path[depth] for path in paths if path[:depth] == list(table) and len(path) > depth]
     return list(dict.fromkeys(below))
+
+
+def _near(key: str, known: Sequence[str]) -> list[str]:
+    """The last part of a key that is nearest to `key`, wherever it is."""
+    parts = {name.rpartition(".")[2]: None for name in known}
+    return get_close_matches(key, parts, 1, _VERY_NEAR)
 
 
 def _named(key: str, known: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def load(
         OSError: the file is there, and its storage fails.
     """
     path = None if path is None else _expand(path)
-    table = {} if path is None else _parse_toml(path, _read(path))
+    table = {} if path is None else _parse_toml(path, read_file(path))
     try:
         table, said = translate(table)
     except ConfigError as error:
@@ -105,7 +106,8 @@ def known_keys(schema: type[BaseModel] = Config) -> list[str]:
     return names
 
 
-def _read(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
+    """A configuration as it is on disk. Raises as `load` does."""
     try:
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)
@@ -140,6 +142,10 @@ def _missing(path: Path) -> str:
 
 
 def _parse_toml(path: Path, content: bytes) -> dict[str, Any]:
+    if path.suffix in (".yaml", ".yml"):
+        names = [shlex.quote(name) for name in (str(path), f"{path.stem}.toml")]
+        command = f"kempner config convert {' > '.join(names)}"
+        raise ConfigError(f"{path} is YAML, and kempner reads TOML; write `{command}`")
     try:
         return tomli.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from kempner.config.presets import Preset, with_preset
-from kempner.config.section import PositiveFloat, PositiveInt, Section
+from kempner.config.presets import MEANINGS, Preset, with_preset
+from kempner.config.section import PURE, Key, PositiveFloat, PositiveInt, Section
 
 _SIZES_BEYOND = ("vocab_size", "max_seq_len")
 """What of `[model]` holds for a model of your own as well."""
@@ -24,14 +24,14 @@ def _names_function(text: str) -> str:
 class RopeScalingSection(Section):
     """Rotary positions stretched for longer texts, as in Llama 3.1."""
 
-    factor: PositiveFloat | None = None
+    factor: Annotated[PositiveFloat | None, Key("times", 8.0)] = None
     """How far low frequencies are stretched, such as 8; 1 is not at all, as by default."""
-    low_freq_factor: PositiveFloat | None = None
+    low_freq_factor: Annotated[PositiveFloat | None, Key(PURE, 1.0)] = None
     """Wavelengths above original_max_position_embeddings / this are stretched in full; 1 by
     default."""
-    high_freq_factor: PositiveFloat | None = None
+    high_freq_factor: Annotated[PositiveFloat | None, Key(PURE, 4.0)] = None
     """Wavelengths below original_max_position_embeddings / this are not; 4 by default."""
-    original_max_position_embeddings: PositiveInt | None = None
+    original_max_position_embeddings: Annotated[PositiveInt | None, Key("tokens", 8192)] = None
     """Length of the texts before; 8192 by default."""
 
     @model_validator(mode="after")
@@ -48,44 +48,47 @@ class RopeScalingSection(Section):
 class ModelSection(Section):
     """Sizes of a decoder-only transformer of the Llama family, or a model of your own."""
 
-    preset: Preset | None = None
+    preset: Annotated[Preset | None, Key(values=MEANINGS)] = None
     """A published model, whose sizes are taken for all keys that are not given themselves. They
     are what is shown and kept, and not its name."""
-    factory: Annotated[str, AfterValidator(_names_function)] | None = None
+    factory: Annotated[
+        Annotated[str, AfterValidator(_names_function)] | None,
+        Key(example="my_model:build", form="a function, package.module:function"),
+    ] = None
     """A model of your own instead: "package.module:function", called with options and vocab_size.
     Then no key but options, vocab_size and max_seq_len has an effect."""
-    options: dict[str, Any] | None = None
+    options: Annotated[dict[str, Any] | None, Key(example={"width": 512})] = None
     """Any table for factory; empty by default."""
-    dim: PositiveInt = 256
+    dim: Annotated[PositiveInt, Key("elements", 1024)] = 256
     """Width of the residual stream."""
-    n_layers: PositiveInt = 4
+    n_layers: Annotated[PositiveInt, Key("blocks", 24)] = 4
     """Number of transformer blocks."""
-    n_heads: PositiveInt = 4
+    n_heads: Annotated[PositiveInt, Key("heads", 16)] = 4
     """Number of query heads."""
-    n_kv_heads: PositiveInt | None = None
+    n_kv_heads: Annotated[PositiveInt | None, Key("heads", 4)] = None
     """Number of key and value heads (grouped-query attention); n_heads by default."""
-    head_dim: PositiveInt | None = None
+    head_dim: Annotated[PositiveInt | None, Key("elements", 128)] = None
     """Width of one head; dim / n_heads by default."""
-    ffn_dim: PositiveInt | None = None
+    ffn_dim: Annotated[PositiveInt | None, Key("elements", 2816)] = None
     """Width of the SwiGLU layer; by default 8/3 of dim rounded up to a multiple of 256."""
-    vocab_size: PositiveInt | None = None
+    vocab_size: Annotated[PositiveInt | None, Key("tokens", 32_000)] = None
     """Number of token ids; by default the vocabulary of data.dataset_path's index."""
-    vocab_multiple: PositiveInt = 1
+    vocab_multiple: Annotated[PositiveInt, Key("rows", 128)] = 1
     """Rows of embedding and output projection are padded to a multiple of this; a padding row is
     no token, is never predicted, and is cut off by an export for Hugging Face."""
-    max_seq_len: PositiveInt = 4096
+    max_seq_len: Annotated[PositiveInt, Key("tokens", 8192)] = 4096
     """Longest sequence that the rotary position table covers."""
-    rope_theta: PositiveFloat = 10_000.0
+    rope_theta: Annotated[PositiveFloat, Key(PURE, 500_000.0)] = 10_000.0
     """Base of the rotary position frequencies."""
     rope_scaling: RopeScalingSection = RopeScalingSection()
-    """Stretched rotary positions; none by default."""
-    norm_eps: PositiveFloat = 1e-5
+    """None by default."""
+    norm_eps: Annotated[PositiveFloat, Key(PURE, 1e-6)] = 1e-5
     """Epsilon of RMSNorm."""
     qk_norm: bool = False
     """RMSNorm over each head of queries and keys before their rotation, as in Qwen3."""
     tie_embeddings: bool = False
     """Use the token embedding as the output projection as well."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1), Key("probability", 0.1)] = 0.0
     """Probability of dropping an element of each residual branch."""
 
     @model_validator(mode="before")

@@ -23,6 +23,21 @@ Preset = Literal[
     "qwen3-32b",
 ]
 
+MEANINGS: Mapping[str, str] = {
+    "debug": "for tests: 4 blocks of width 256",
+    "llama2-7b": "Llama 2 7B: 6.7 billion parameters",
+    "llama2-13b": "Llama 2 13B: 13.0 billion",
+    "llama2-70b": "Llama 2 70B: 69.0 billion, 8 key and value heads",
+    "llama3-8b": "Llama 3 8B: 8.0 billion",
+    "llama3-70b": "Llama 3 70B: 70.6 billion",
+    "llama3.1-8b": "Llama 3.1 8B: 8.0 billion, positions scaled to 131,072 tokens",
+    "llama3.1-70b": "Llama 3.1 70B: 70.6 billion, positions scaled",
+    "llama3.2-1b": "Llama 3.2 1B: 1.2 billion, tied embeddings, positions scaled",
+    "llama3.3-70b": "Llama 3.3 70B: the sizes of llama3.1-70b",
+    "qwen3-32b": "Qwen3 32B: 32.8 billion, heads of 128 with their own norms",
+}
+"""What each name of a model stands for."""
+
 _LLAMA2 = {"vocab_size": 32_000, "max_seq_len": 4096, "rope_theta": 10_000.0, "norm_eps": 1e-5}
 _LLAMA3 = {"vocab_size": 128_256, "max_seq_len": 8192, "rope_theta": 500_000.0, "norm_eps": 1e-5}
 _SCALED = {

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from kempner.config.section import NonNegativeFloat, PathText, Section, Text
+from kempner.config.section import Key, NonNegativeFloat, PathText, Section, Text
 
 ProgramCode = Annotated[int, Field(ge=0, le=255)]
 
@@ -16,30 +16,33 @@ class ProgramSection(Section):
     """A program of your own (`kempner supervise -- COMMAND`) that does not import kempner: where
     its progress shows, and what its exit codes mean."""
 
-    progress_file: PathText | None = None
+    progress_file: Annotated[PathText | None, Key(example="out/step.txt")] = None
     """A file that the program changes as it goes on, relative to the folder in which `kempner
     supervise` was started. If all that it holds is a number, that is the step, counted since the
     run began; otherwise a change is a sign of life only. `kempner heartbeat --step N` in the
     program needs no file."""
-    progress_pattern: Text | None = None
+    progress_pattern: Annotated[
+        Text | None,
+        Key(example="step[ =:]+([0-9]+)", form="regular expression (Python's) with a group"),
+    ] = None
     """Regular expression (Python's) that is looked for in each line that a rank prints; its first
     group is the step, counted since the run began, as in "step[ =:]+([0-9]+)". The rank then
     prints into a pipe, standard output and error together. Ranks that srun starts itself are not
     looked at."""
 
-    done_codes: list[ProgramCode] = [0]  # noqa: RUF012 - pydantic copies it
+    done_codes: Annotated[list[ProgramCode], Key("exit codes", [0, 3])] = [0]  # noqa: RUF012 - pydantic copies it
     """Exit codes of a rank that is done. The run is complete when all ranks are. 0 does not mean
     that once the rank was asked to stop: programs that save on SIGTERM exit with 0, too. Any other
     code here does, and so does `kempner heartbeat --complete`."""
-    requeue_codes: list[ProgramCode] = [75]  # noqa: RUF012 - pydantic copies it
+    requeue_codes: Annotated[list[ProgramCode], Key("exit codes", [75, 124])] = [75]  # noqa: RUF012 - pydantic copies it
     """Exit codes of a rank that wants to go on later: the other ranks are stopped, and the job is
     requeued."""
-    fail_codes: list[ProgramCode] = []  # noqa: RUF012 - pydantic copies it
+    fail_codes: Annotated[list[ProgramCode], Key("exit codes", [2])] = []  # noqa: RUF012 - pydantic copies it
     """Exit codes of a failure that no restart can help: the run is given up at once. A code in none
     of the three lists is a failure after which the ranks are started again, or, if kempner itself
     has it (docs/exit_codes.md), what it means there."""
 
-    progress_seconds: NonNegativeFloat = 600.0
+    progress_seconds: Annotated[NonNegativeFloat, Key("seconds", 1200.0)] = 600.0
     """An attempt of a program whose steps are not known that ran for so many seconds before it
     failed has made progress: the restarts before it count no more."""
 

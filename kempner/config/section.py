@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +22,27 @@ def expand_home(path: str) -> str:
         raise ValueError(
             f"the home folder {first} is unknown; write ./{path} for a name that begins with ~"
         ) from None
+
+
+PURE = "pure number"
+"""The unit of a number that has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Key:
+    """What `kempner config explain` says of a key beside its type, bounds, default and docstring.
+
+    Attributes:
+        unit: of a number; `PURE` if it has none.
+        example: a value that is accepted. A switch and a key with listed values need none.
+        values: what each allowed value means.
+        form: the type in words, where the annotation does not say it well.
+    """
+
+    unit: str = ""
+    example: object = None
+    values: Mapping[str, str] = field(default_factory=dict)
+    form: str = ""
 
 
 PositiveInt = Annotated[int, Field(gt=0)]

@@ -1,7 +1,7 @@
 """The configuration: one typed, strict, frozen section per TOML table.
 
-A field's docstring is its documentation: `kempner config schema` prints it, and an error that
-names the key quotes the bound. A field exists only if code obeys it.
+A field's docstring and its `Key` are its documentation: `kempner config explain` prints them, and
+an error that names the key quotes the bound. A field exists only if code obeys it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from kempner.config.profiling import ProfilingSection
 from kempner.config.program import ProgramSection
 from kempner.config.resilience import ResilienceSection
 from kempner.config.section import (
+    PURE,
     Beta,
     Fraction,
+    Key,
     NonNegativeFloat,
     NonNegativeInt,
     PathText,
@@ -35,36 +37,61 @@ from kempner.config.site.slurm import SlurmSection
 class RunSection(Section):
     """Where the files of the run are: `<dir>/<name>/`."""
 
-    name: Annotated[str, Field(pattern=NAME, max_length=200)] | None = None
+    name: Annotated[
+        Annotated[str, Field(pattern=NAME, max_length=200)] | None,
+        Key(example="first-try", form="letters, digits, `.`, `_` and `-`, at most 200"),
+    ] = None
     """Name of the run's directory; the configuration file's stem by default."""
-    dir: PathText = "runs"
+    dir: Annotated[PathText, Key(example="/shared/me/runs")] = "runs"
     """Folder that holds the runs; relative to the working directory."""
 
 
 class TrainSection(Section):
     """Number of steps, batch sizes, precision."""
 
-    max_steps: PositiveInt = 1000
+    max_steps: Annotated[PositiveInt, Key("steps", 20_000)] = 1000
     """Number of optimizer steps in the whole run."""
-    global_batch_size: PositiveInt = 8
+    global_batch_size: Annotated[PositiveInt, Key("sequences", 256)] = 8
     """Sequences per step over all ranks; fixed whatever the world size."""
-    micro_batch_size: PositiveInt = 1
+    micro_batch_size: Annotated[PositiveInt, Key("sequences", 4)] = 1
     """Sequences per forward and backward pass on one rank; determines gradient accumulation."""
-    seq_len: PositiveInt = 1024
+    seq_len: Annotated[PositiveInt, Key("tokens", 4096)] = 1024
     """Tokens per sequence."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[
+        int,
+        Field(ge=0, lt=2**63),
+        Key(PURE, 17, form="whole number of at most 63 bits, at least 0"),
+    ] = 0
     """Seed of the initial weights, the sample order and dropout."""
-    clip_grad_norm: NonNegativeFloat = 1.0
+    clip_grad_norm: Annotated[NonNegativeFloat, Key(PURE, 0.5)] = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type; auto is bfloat16 on CUDA and float32 on CPU. Master weights are float32."""
-    loss_chunk: NonNegativeInt = 1024
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Key(
+            values={
+                "auto": "bfloat16 on CUDA, float32 on CPU",
+                "float32": "single precision everywhere",
+                "bfloat16": "forward and backward in bfloat16",
+            }
+        ),
+    ] = "auto"
+    """Compute type. Master weights are float32."""
+    loss_chunk: Annotated[NonNegativeInt, Key("tokens", 256)] = 1024
     """Most tokens of a micro batch whose logits exist at once; fewer need less memory, very few are
     slow. 0 computes those of a whole micro batch. Not for a model of your own."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What a block computes again in the backward instead of keeping it: nothing, all but its
-    matrix products and attention, or everything. Not for a model of your own."""
-    activation_checkpointing_every: PositiveInt | None = None
+    activation_checkpointing: Annotated[
+        Literal["none", "selective", "full"],
+        Key(
+            values={
+                "none": "a block keeps all that its backward needs",
+                "selective": "it keeps its matrix products and attention, computes the rest again",
+                "full": "it keeps its input, and computes everything again",
+            }
+        ),
+    ] = "none"
+    """What a block computes again in the backward instead of keeping it. Not for a model of your
+    own."""
+    activation_checkpointing_every: Annotated[PositiveInt | None, Key("blocks", 2)] = None
     """Only every n-th block does so, the first one included; all by default."""
     fp8: bool = False
     """Multiply the matrices of the blocks in float8, with torchao; needs a GPU that can, and
@@ -76,7 +103,7 @@ class TrainSection(Section):
     """Allow only deterministic kernels (CUDA; on CPU they are deterministic anyway)."""
     log_samples: bool = False
     """Write the global ids of all consumed samples to samples/, one line per step and rank."""
-    threads: PositiveInt | None = None
+    threads: Annotated[PositiveInt | None, Key("threads", 4)] = None
     """Threads for one rank's CPU kernels; results are bit-identical only for the same number.
     Default: OMP_NUM_THREADS, or the rank's share of the machine's cores."""
 
@@ -105,18 +132,29 @@ class TrainSection(Section):
 class OptimizerSection(Section):
     """The optimizer; its learning rate is the peak of the schedule."""
 
-    name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """Which optimizer; muon updates the matrices inside the blocks, and AdamW everything else."""
-    lr: PositiveFloat = 3e-4
+    name: Annotated[
+        Literal["adamw", "muon", "sgd"],
+        Key(
+            values={
+                "adamw": "AdamW: two moments for each parameter, decoupled weight decay",
+                "muon": "Muon for the matrices inside the blocks, AdamW for everything else",
+                "sgd": "SGD with momentum",
+            }
+        ),
+    ] = "adamw"
+    """Which optimizer."""
+    lr: Annotated[PositiveFloat, Key(PURE, 6e-4)] = 3e-4
     """Peak learning rate; with muon on AdamW's scale as well."""
-    weight_decay: NonNegativeFloat | None = None
+    weight_decay: Annotated[NonNegativeFloat | None, Key(PURE, 0.01)] = None
     """Weight decay of matrices, not of norms; decoupled, except that sgd adds it to the gradient.
     Default: 0.1, or 0 with sgd."""
-    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] | None = None
+    betas: Annotated[
+        Annotated[list[Beta], Field(min_length=2, max_length=2)] | None, Key(PURE, [0.9, 0.99])
+    ] = None
     """adamw, muon: decay rates of AdamW's two moments; [0.9, 0.95] by default."""
-    eps: PositiveFloat | None = None
+    eps: Annotated[PositiveFloat | None, Key(PURE, 1e-5)] = None
     """adamw, muon: AdamW's epsilon; 1e-8 by default."""
-    momentum: Beta | None = None
+    momentum: Annotated[Beta | None, Key(PURE, 0.9)] = None
     """muon, sgd: decay rate of the momentum; by default 0.95 with muon, 0.9 with sgd."""
     nesterov: bool | None = None
     """muon, sgd: Nesterov momentum; by default true with muon, false with sgd."""
@@ -135,13 +173,23 @@ class OptimizerSection(Section):
 class SchedulerSection(Section):
     """The learning rate as a pure function of the step."""
 
-    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after the warm-up; wsd is warm-up, stable, decay."""
-    warmup_steps: NonNegativeInt = 0
+    name: Annotated[
+        Literal["cosine", "linear", "wsd", "constant"],
+        Key(
+            values={
+                "cosine": "from the peak to the end along half a cosine",
+                "linear": "from the peak to the end in a straight line",
+                "wsd": "stays at the peak, then falls in a straight line over the last decay_steps",
+                "constant": "stays at the peak",
+            }
+        ),
+    ] = "cosine"
+    """Shape after the warm-up; the end is min_lr_ratio of the peak."""
+    warmup_steps: Annotated[NonNegativeInt, Key("steps", 2000)] = 0
     """Steps of linear warm-up from 0 to the peak; a shorter run does not reach it."""
-    decay_steps: PositiveInt | None = None
+    decay_steps: Annotated[PositiveInt | None, Key("steps", 10_000)] = None
     """wsd: steps of linear decay at the end; a tenth of train.max_steps by default."""
-    min_lr_ratio: Fraction = 0.0
+    min_lr_ratio: Annotated[Fraction, Key("share of the peak", 0.1)] = 0.0
     """Final learning rate as a fraction of the peak (cosine, linear, wsd)."""
 
     @model_validator(mode="after")
@@ -154,14 +202,14 @@ class SchedulerSection(Section):
 class DataSection(Section):
     """The tokens: a directory that `kempner prepare` wrote."""
 
-    dataset_path: PathText = "data/train"
+    dataset_path: Annotated[PathText, Key(example="data/books")] = "data/train"
     """Directory with index.json and its token files."""
     document_mask: bool = False
     """Tokens attend only to those before them in the same document, and not to all of the sequence.
     Not for a model of your own."""
-    num_dataloader_workers: NonNegativeInt = 0
+    num_dataloader_workers: Annotated[NonNegativeInt, Key("processes", 2)] = 0
     """Loader processes per rank; 0 reads in the rank itself."""
-    num_shards_per_rank: PositiveInt | None = None
+    num_shards_per_rank: Annotated[PositiveInt | None, Key("files", 64)] = None
     """Most token files that one rank keeps open, in equal parts for its loader workers; all that
     the limit of open files allows by default."""
 
@@ -169,9 +217,9 @@ class DataSection(Section):
 class CheckpointSection(Section):
     """Where checkpoints are written, how often, and how many are kept."""
 
-    dir: PathText | None = None
+    dir: Annotated[PathText | None, Key(example="/scratch/me/checkpoints")] = None
     """Folder of the checkpoints; checkpoints/ in the run's directory by default."""
-    interval: PositiveInt = 500
+    interval: Annotated[PositiveInt, Key("steps", 250)] = 500
     """Steps between checkpoints."""
     async_save: bool = True
     """Write in the background while training goes on."""
@@ -183,18 +231,24 @@ class CheckpointSection(Section):
     """With in_memory, keep copies in the memory of another node as well: after the loss of a node
     the run goes on from the last step that was copied. Needs memory for seven copies in all, and
     the launcher agents."""
-    buddy_share: Annotated[float, Field(gt=0, le=1)] = 0.05
+    buddy_share: Annotated[float, Field(gt=0, le=1), Key("share of the time", 0.1)] = 0.05
     """Share of the time in which a node may send copies: how many steps lie between two of them
     follows from that and from what the network bears."""
-    keep_last: Annotated[int, Field(ge=2)] = 3
+    keep_last: Annotated[int, Field(ge=2), Key("checkpoints", 5)] = 3
     """Number of newest checkpoints to keep; at least 2, since the last may be damaged."""
-    keep_every: PositiveInt | None = None
+    keep_every: Annotated[PositiveInt | None, Key("steps", 5000)] = None
     """Keep steps that are multiples of this forever; must be a multiple of interval. Off by
     default."""
-    max_failures: PositiveInt = 3
+    max_failures: Annotated[PositiveInt, Key("saves", 5)] = 3
     """Saves that may fail in a row before the run ends with exit code 74, but not before
     resilience.patience seconds without a save that worked, if storage is the reason."""
-    accept_changes: list[Literal["data", "seed"]] = []  # noqa: RUF012 - pydantic copies it
+    accept_changes: Annotated[
+        list[Literal["data", "seed"]],
+        Key(
+            example=["data"],
+            values={"data": "the tokens of data.dataset_path", "seed": "train.seed"},
+        ),
+    ] = []  # noqa: RUF012 - pydantic copies it
     """What may differ from the checkpoint at a resume; otherwise other data or another seed is
     refused."""
 
@@ -213,32 +267,37 @@ class CheckpointSection(Section):
 class SuperviseSection(Section):
     """The daemon that launches and supervises the ranks."""
 
-    stop_grace: PositiveFloat = 600.0
+    stop_grace: Annotated[PositiveFloat, Key("seconds", 900.0)] = 600.0
     """Seconds that ranks have to commit and exit after a stop was requested; then they are killed.
     A second Ctrl-C within two seconds does not wait for this."""
-    crash_grace: NonNegativeFloat = 5.0
+    crash_grace: Annotated[NonNegativeFloat, Key("seconds", 10.0)] = 5.0
     """Seconds that the other ranks have to exit by themselves after one rank failed."""
-    control_interface: Text | None = None
+    control_interface: Annotated[Text | None, Key(example="ib0")] = None
     """Network interface on which the supervisor of a Slurm job listens to the ranks; by default the
     one that they use, and the one that their nodes' names lead to. Ranks on the same machine use
     loopback."""
-    control_ports: Annotated[str, Field(pattern=PORTS)] | None = None
+    control_ports: Annotated[
+        Annotated[str, Field(pattern=PORTS)] | None,
+        Key(example="20000-20100", form="two port numbers, first-last"),
+    ] = None
     """First and last port, as in "20000-20100", between which the supervisor listens on free ones:
     one for ranks, and one for the agents of a Slurm job. Any free port by default."""
-    supervisor_timeout: Annotated[float, Field(ge=10, allow_inf_nan=False)] = 60.0
+    supervisor_timeout: Annotated[
+        float, Field(ge=10, allow_inf_nan=False), Key("seconds", 120.0)
+    ] = 60.0
     """Seconds without a heartbeat from the supervisor after which ranks checkpoint and exit."""
-    lease: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 45.0
+    lease: Annotated[float, Field(ge=1, allow_inf_nan=False), Key("seconds", 90.0)] = 45.0
     """Seconds without a renewed lease after which a supervisor on another machine counts as dead,
     and a new one may replace it."""
-    keep_attempts: PositiveInt = 20
+    keep_attempts: Annotated[PositiveInt, Key("attempts", 50)] = 20
     """Attempts whose logs are kept in attempts/; a new one deletes the oldest. Those that GAVE_UP
     points to stay."""
-    max_restarts_without_progress: NonNegativeInt = 3
+    max_restarts_without_progress: Annotated[NonNegativeInt, Key("restarts", 5)] = 3
     """Restarts in a row without a new checkpoint before kempner gives up. As long as each restart
     commits something new, there is no limit. 0: never restart."""
-    spare_nodes: NonNegativeInt = 0
+    spare_nodes: Annotated[NonNegativeInt, Key("nodes", 1)] = 0
     """Nodes of a Slurm job that stay without ranks, to replace lost ones."""
-    min_nodes: PositiveInt | None = None
+    min_nodes: Annotated[PositiveInt | None, Key("nodes", 7)] = None
     """Smallest number of nodes to continue with when others are lost and no spare one is left. By
     default all are needed: a job that has lost one is requeued, and asks for another."""
 
@@ -246,14 +305,14 @@ class SuperviseSection(Section):
     """A run that continues on fewer nodes (min_nodes) takes those that were left out back, as soon
     as they are well again: its ranks commit, and start again at once on all of them. Samples and
     global batch stay the same."""
-    grow_after: PositiveFloat = 300.0
+    grow_after: Annotated[PositiveFloat, Key("seconds", 600.0)] = 300.0
     """Seconds for which such a node must be well before. Twice as long each time that it was taken
     back in vain."""
 
     fork: bool = True
     """Fork the ranks from a process that has imported torch and computes nothing: a restart then
     takes a second instead of ten. Where a fork would not be safe, a rank starts as any process."""
-    fork_imports: list[Text] = []  # noqa: RUF012 - pydantic copies it
+    fork_imports: Annotated[list[Text], Key(example=["torch", "transformers"])] = []  # noqa: RUF012 - pydantic copies it
     """Modules to import before the ranks of a program of your own are forked, such as ["torch"]; by
     default its ranks are not forked. The command must be `python FILE.py` or `python -m MODULE`."""
 
@@ -279,25 +338,27 @@ class SuperviseSection(Section):
 class MetricsSection(Section):
     """What is recorded while training, and where it is shown besides metrics.jsonl."""
 
-    log_interval: PositiveInt = 1
+    log_interval: Annotated[PositiveInt, Key("steps", 10)] = 1
     """Steps between lines of metrics.jsonl."""
     tensorboard: bool = False
     """The supervisor keeps tensorboard/ in the run's directory up to date."""
-    wandb: Text | None = None
+    wandb: Annotated[Text | None, Key(example="my-project")] = None
     """A project of Weights & Biases, in which the run is one run; offline unless WANDB_MODE says
     otherwise."""
-    prometheus: PathText | None = None
+    prometheus: Annotated[PathText | None, Key(example="/var/lib/node_exporter/kempner.prom")] = (
+        None
+    )
     """A file with the last numbers, for the textfile collector of a node exporter."""
 
 
 class EvalSection(Section):
     """Loss on held-out data."""
 
-    interval: PositiveInt | None = None
+    interval: Annotated[PositiveInt | None, Key("steps", 1000)] = None
     """Steps between evaluations; none by default. If set, the last step is always evaluated."""
-    dataset_path: PathText | None = None
+    dataset_path: Annotated[PathText | None, Key(example="data/held_out")] = None
     """Directory of the held-out tokens, as written by `kempner prepare`."""
-    max_batches: PositiveInt = 8
+    max_batches: Annotated[PositiveInt, Key("batches", 16)] = 8
     """Global batches per evaluation, or as many as the data has."""
 
     @model_validator(mode="after")

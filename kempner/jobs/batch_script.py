@@ -14,7 +14,7 @@ SCRIPT = """#!/bin/bash
 set -euo pipefail
 trap '' TERM  # a warning must not end the job before the supervisor is there
 cd "${SLURM_SUBMIT_DIR}"
-exec %s -m kempner supervise --launcher srun "$@"
+exec %s -P -m kempner supervise --launcher srun "$@"
 """
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import getpass
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from kempner.cluster.network.interfaces import Network
 from kempner.cluster.network.netinfo import read_interfaces
 from kempner.cluster.slurm.command import SlurmError, SlurmMissingError, ask
 from kempner.cluster.slurm.resources import count_gpus
+from kempner.project.environment import Environment, Facts, recognise
 from kempner.project.site import Account, NodeKind, Site, merged
 
 T = TypeVar("T")
@@ -20,15 +23,15 @@ _SINFO = ["sinfo", "--noheader", "--exact", "--format=%P|%a|%l|%D|%c|%G"]
 
 def find_site() -> Site:
     """What can be found out here, each thing asked once. Never raises."""
-    python, fabric = sys.executable, _fabric()
+    environment, fabric = _environment(), _fabric()
     try:
         kinds = ask(_SINFO, read_kinds)
     except SlurmMissingError:
-        return Site(python, fabric, trouble="there is no Slurm here")
+        return Site(environment, fabric, trouble="there is no Slurm here")
     except SlurmError:
-        return Site(python, fabric, trouble="sinfo gives no answer here")
+        return Site(environment, fabric, trouble="sinfo gives no answer here")
     accounts, default = _accounts()
-    return Site(python, fabric, kinds, accounts, default)
+    return Site(environment, fabric, kinds, accounts, default)
 
 
 def read_kinds(text: str) -> tuple[NodeKind, ...] | None:
@@ -83,6 +86,17 @@ def _ask(command: Sequence[str], read: Callable[[str], T | None]) -> T | None:
         return ask(command, read)
     except SlurmError:
         return None
+
+
+def _environment() -> Environment:
+    """The one that this Python is in."""
+    prefix = Path(sys.prefix)
+    try:
+        venv = (prefix / "pyvenv.cfg").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # it is no virtual environment
+        venv = ""
+    conda = (prefix / "conda-meta").is_dir()
+    return recognise(Facts(sys.executable, sys.prefix, os.environ, venv, conda))
 
 
 def _fabric() -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kempner.project.environment import Environment
 from kempner.run.output.units import count
 
 DAY = 24 * 60 * 60
@@ -53,11 +54,11 @@ class Account:
 class Site:
     """What was found. `trouble` is why nothing was asked of Slurm, or could be; empty if it could.
 
-    `python` is the interpreter that has kempner, `fabric` this machine's interface to the compute
-    network, empty without one. `default_account` is Slurm's choice for this user.
+    `environment` has kempner. `fabric` is this machine's interface to the compute network, empty
+    without one. `default_account` is Slurm's choice for this user.
     """
 
-    python: str
+    environment: Environment
     fabric: str = ""
     kinds: tuple[NodeKind, ...] = ()
     accounts: tuple[Account, ...] = ()

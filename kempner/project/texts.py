@@ -7,9 +7,11 @@ are tested as they are. Here the lines are set that differ from site to site.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 
+import tomli_w
+
+from kempner.project.environment import Environment
 from kempner.project.site import Request, Site, choose
 
 CONFIG = "train.toml"
@@ -17,6 +19,7 @@ CONFIG = "train.toml"
 
 _IN_THE_REPOSITORY = "configs/train/7b.toml"
 _EDIT = re.compile(r"^# Edit the lines below for your cluster.*\n", re.MULTILINE)
+_ENVIRONMENT = re.compile(r"^# begin\n.*?^# end\n", re.MULTILINE | re.DOTALL)
 _NODES = re.compile(r"^#SBATCH --nodes=(\d+)$", re.MULTILINE)
 
 
@@ -26,20 +29,35 @@ def project_files(site: Site, templates: Mapping[str, str]) -> dict[str, str]:
     files = {}
     for name, text in templates.items():
         if name.endswith("environment.sh"):
-            text = with_python(text, site.python)
+            text = with_environment(text, site.environment)
         elif name.endswith(".sh"):
             text = text.replace(_IN_THE_REPOSITORY, CONFIG)
             text = text if request is None else with_request(text, request)
-        elif name == CONFIG and site.fabric:
-            text = with_interface(text, site.fabric)
+        elif name == CONFIG:
+            text = with_interface(text, site.fabric) if site.fabric else text
+            text += container_section(site.environment)
         files[".gitignore" if name == "gitignore" else name] = text
     return files
 
 
-def with_python(script: str, python: str) -> str:
-    """environment.sh with the path of the Python that has kempner."""
-    here = f"    KEMPNER_PYTHON={shlex.quote(python)}\n"
-    return re.sub(r"^    KEMPNER_PYTHON=.*\n", lambda _: here, script, count=1, flags=re.MULTILINE)
+def with_environment(script: str, environment: Environment) -> str:
+    """environment.sh with the lines that lead to the Python that has kempner.
+
+    One inside of a container is no Python of the job's: the script then looks for another.
+    """
+    if environment.container:
+        return script
+    written = f"# begin\n{environment.script()}# end\n"
+    return _ENVIRONMENT.sub(lambda _: written, script, count=1)
+
+
+def container_section(environment: Environment) -> str:
+    """The configuration of the container that kempner was in; empty outside of one."""
+    if not environment.container:
+        return ""
+    prefix = list(environment.container)
+    slurm = {"python": environment.python, "container": {"prefix": prefix}}
+    return f"\n# `kempner init` ran in this container.\n{tomli_w.dumps({'slurm': slurm})}"
 
 
 def with_interface(config: str, name: str) -> str:

@@ -5,17 +5,11 @@ python scripts/docs/configuration_page.py
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
 
-import tomli_w
-from pydantic.fields import FieldInfo
-
-from kempner.config.section import Section
-from kempner.config.sections import Config
+from kempner.config.explain import Explained, Table, tables, toml_value
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration_keys.md"
 
@@ -23,49 +17,34 @@ HEAD = """\
 <!-- Made from kempner/config by scripts/docs/configuration_page.py: change it there. -->
 # Configuration keys
 
-Every section and key, its default and its meaning. [configuration.md](configuration.md) says how \
-a file and the command line set them; `kempner config schema` prints the same for programs.
+What each key takes, its default, an example, and its meaning. `kempner config explain KEY` prints \
+the same. [configuration.md](configuration.md) says how a file and the command line set them.
 """
 
 
 def page() -> str:
     """The whole page, in Markdown."""
-    return "\n".join([HEAD, *(_section(*named) for named in Config.model_fields.items())])
+    return "\n".join([HEAD, *(part for top in tables() for part in _parts(top, "##"))])
 
 
-def _section(name: str, field: FieldInfo) -> str:
-    (kind,) = _sections_in(field.annotation)
-    table = ["| key | default | meaning |", "|---|---|---|", *_rows("", kind)]
-    return "\n".join([f"## {name}", inspect.cleandoc(kind.__doc__ or ""), "", *table, ""])
+def _parts(table: Table, heading: str) -> Iterator[str]:
+    rows = ["| key | takes | meaning |", "|---|---|---|", *map(_row, table.keys)]
+    yield "\n".join([f"{heading} {table.name}", table.meaning, "", *rows, ""])
+    for inner in table.tables:
+        yield from _parts(inner, f"{heading}#")
 
 
-def _rows(prefix: str, kind: type[Section]) -> Iterator[str]:
-    for key, field in kind.model_fields.items():
-        inner = _sections_in(field.annotation)
-        default = "" if inner else _default(field)
-        yield f"| `{prefix}{key}` | {default} | {_one_line(field.description or '')} |"
-        for nested in inner:
-            yield from _rows(f"{prefix}{key}.", nested)
+def _row(key: Explained) -> str:
+    name = key.name.rpartition(".")[2]
+    takes = [_cell(key.takes), *([f"default `{_cell(key.default)}`"] if key.default else [])]
+    if key.kind != "true or false" and not key.kind.startswith("one of "):
+        takes.append(f"as in `{_cell(toml_value(key.example))}`")
+    means = [_cell(key.meaning), *(f"`{value}`: {text}" for value, text in key.values.items())]
+    return f"| `{name}` | {'<br>'.join(takes)} | {'<br>'.join(means)} |"
 
 
-def _sections_in(annotation: Any) -> list[type[Section]]:
-    """The sections that a field may hold: itself, or in an optional one."""
-    kinds = (annotation, *get_args(annotation))
-    return [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, Section)]
-
-
-def _default(field: FieldInfo) -> str:
-    """As TOML; nothing where there is none."""
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    if value is None or value == {}:
-        return ""
-    return f"`{_one_line(tomli_w.dumps({'x': value}).removeprefix('x = '))}`"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split()).replace("|", r"\|")
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
 
 
 def main() -> int:

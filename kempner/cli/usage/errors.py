@@ -24,6 +24,8 @@ _MEANT = {
 
 _MOVED = {"experts": "kempner plan MODEL --world N"}
 """Commands of earlier versions, and what has taken their place."""
+_BELOW = dict.fromkeys(("schema", "keys", "describe"), "explain")
+"""The same for commands of a group; `config schema` was one of ours."""
 
 _PARSING = {
     "int_parsing": "must be a whole number",
@@ -97,6 +99,8 @@ def _no_such_command(context: Any, arguments: Sequence[str]) -> str:
         return f"{path} {typed} is part of another command now: {_MOVED[typed]}"
     below = _commands_below(context, names)
     near = get_close_matches(typed, names, n=1)
+    if _BELOW.get(typed) in names:
+        near = [_BELOW[typed]]
     if " " not in path:
         exact = [meant for meant in (_MEANT.get(typed), below.get(typed)) if meant]
         near = exact[:1] or near or [below[name] for name in get_close_matches(typed, below, n=1)]

@@ -27,7 +27,7 @@ def translate(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
     Raises `ConfigError` for a key that means nothing here, or that `slurm` sets differently.
     """
-    rest = {name: value for name, value in table.items() if name not in _TABLES}
+    rest = {name: value for name, value in table.items() if name not in RESOURCES}
     said: list[str] = []
     slurm = dict(rest.get("slurm") or {}) if isinstance(rest.get("slurm") or {}, Mapping) else {}
     for place, key, value in _given(table):
@@ -43,15 +43,17 @@ def translate(table: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return ({**rest, "slurm": slurm} if said else rest), said
 
 
-_TABLES = ("provisioner", "actors", "processes")
+RESOURCES = ("provisioner", "actors", "processes")
 
 
 def _given(table: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     found: list[tuple[str, str, Any]] = []
-    for name in _TABLES:
+    for name in RESOURCES:
         inside = table.get(name, {})
         if not isinstance(inside, Mapping):
             raise ConfigError(f"{name} must be a table of keys, not {quote(inside)}")
+        if name == "processes" and not any(isinstance(v, Mapping) for v in inside.values()):
+            inside = {"trainer": inside}  # of the time when there was no other actor
         if name != "provisioner":
             others = sorted(set(inside) - {"trainer"})
             if others:

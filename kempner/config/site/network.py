@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kempner.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section, Text
+from kempner.config.section import (
+    Key,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+)
 
 
 class NcclSection(Section):
@@ -15,15 +22,25 @@ class NcclSection(Section):
 
     ib_disable: bool | None = None
     """NCCL_IB_DISABLE: keep NCCL off InfiniBand."""
-    net_gdr_level: Annotated[int, Field(ge=0, le=5)] | None = None
+    net_gdr_level: Annotated[Annotated[int, Field(ge=0, le=5)] | None, Key("level", 2)] = None
     """NCCL_NET_GDR_LEVEL: how far apart GPU and adapter may be for direct transfers."""
-    ib_gid_index: NonNegativeInt | None = None
+    ib_gid_index: Annotated[NonNegativeInt | None, Key("index", 3)] = None
     """NCCL_IB_GID_INDEX: 3 is usual for RoCE v2; InfiniBand itself needs none."""
     nvls_enable: bool | None = None
     """NCCL_NVLS_ENABLE: reduce inside of NVSwitch; off saves memory on each GPU."""
-    buffsize: PositiveInt | None = None
+    buffsize: Annotated[PositiveInt | None, Key("bytes", 8_388_608)] = None
     """NCCL_BUFFSIZE: bytes of the buffers between each two GPUs; a power of two."""
-    debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
+    debug: Annotated[
+        Literal["VERSION", "WARN", "INFO", "TRACE"] | None,
+        Key(
+            values={
+                "VERSION": "its version, at the start",
+                "WARN": "errors, and what led to them",
+                "INFO": "also how it set itself up: interfaces, rings, channels",
+                "TRACE": "also every call; only in builds that have it",
+            }
+        ),
+    ] = None
     """NCCL_DEBUG: how much NCCL tells."""
 
     def environment(self) -> dict[str, str]:
@@ -38,17 +55,17 @@ class NcclSection(Section):
 class DistributedSection(Section):
     """How the ranks reach each other."""
 
-    interface: Text | None = None
+    interface: Annotated[Text | None, Key(example="ib0")] = None
     """Network interface for Gloo and NCCL. Default: loopback on one node; on several nodes the
     InfiniBand or other fabric interface of each, or with a warning the one that leads to rank 0."""
     nccl: NcclSection = NcclSection()
     """NCCL settings; NCCL's own defaults where not set."""
-    timeout: PositiveFloat = 1800.0
+    timeout: Annotated[PositiveFloat, Key("seconds", 3600.0)] = 1800.0
     """Seconds after which a collective that waits for a peer fails."""
     avoid_record_streams: bool | None = None
     """TORCH_NCCL_AVOID_RECORD_STREAMS: collectives keep their tensors themselves; less memory. As
     torch has it by default."""
-    cuda_device_max_connections: PositiveInt | None = None
+    cuda_device_max_connections: Annotated[PositiveInt | None, Key("queues", 1)] = None
     """CUDA_DEVICE_MAX_CONNECTIONS: queues between a process and its GPU; 1 keeps the order of
     kernels, as some overlap of tensor parallelism wants."""
     expandable_segments: bool | None = None

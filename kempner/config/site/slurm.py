@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import model_validator
 
-from kempner.config.section import NonNegativeInt, PositiveInt, Section, Text
+from kempner.config.section import Key, NonNegativeInt, PositiveInt, Section, Text
 
 _OURS = {
     "--nodes": "slurm.hosts",
@@ -51,17 +51,17 @@ class ContainerSection(Section):
     """The container of the ranks: an image that srun's plugin pyxis opens, or a command before
     theirs."""
 
-    image: Text | None = None
+    image: Annotated[Text | None, Key(example="/shared/images/train.sqsh")] = None
     """srun --container-image: an image for pyxis and enroot, such as "nvcr.io#nvidia/pytorch:25.09"
     or a .sqsh file."""
-    mounts: list[Text] = []  # noqa: RUF012 - pydantic copies it
+    mounts: Annotated[list[Text], Key(example=["/shared:/shared"])] = []  # noqa: RUF012 - pydantic copies it
     """srun --container-mounts: what of the node is seen inside, as in ["/shared:/shared"]. The
     project's folder must be among it."""
     mount_home: bool | None = None
     """srun --container-mount-home or --no-container-mount-home; as the site has it by default."""
-    workdir: Text | None = None
+    workdir: Annotated[Text | None, Key(example="/shared/project")] = None
     """srun --container-workdir; the folder in which kempner was started by default."""
-    prefix: list[Text] = []  # noqa: RUF012 - pydantic copies it
+    prefix: Annotated[list[Text], Key(example=["apptainer", "exec", "--nv", "train.sif"])] = []  # noqa: RUF012 - pydantic copies it
     """A command before that of each rank, instead of an image, such as ["apptainer", "exec",
     "--nv", "image.sif"]. It must keep the environment, the process ids and the network."""
 
@@ -79,32 +79,40 @@ class ContainerSection(Section):
 class SlurmSection(Section):
     """How to use a Slurm job; the defaults are what Slurm says about it."""
 
-    launcher: Literal["auto", "local", "srun", "torchrun"] = "auto"
-    """Launcher of `kempner supervise` without --launcher: children of the supervisor, a Slurm step
-    with an agent per node, or a Slurm step with one torchrun per node. `auto` is srun inside of a
-    Slurm job and local elsewhere."""
-    procs: PositiveInt | None = None
+    launcher: Annotated[
+        Literal["auto", "local", "srun", "torchrun"],
+        Key(
+            values={
+                "auto": "srun inside of a Slurm job, local elsewhere",
+                "local": "ranks are children of the supervisor, on this machine",
+                "srun": "a Slurm step with an agent on each node, which starts the ranks",
+                "torchrun": "a Slurm step with one torchrun on each node",
+            }
+        ),
+    ] = "auto"
+    """Launcher of `kempner supervise` without --launcher."""
+    procs: Annotated[PositiveInt | None, Key("ranks", 4)] = None
     """Ranks per node; by default one per GPU, or one per task if there are no GPUs."""
-    hosts: PositiveInt | None = None
+    hosts: Annotated[PositiveInt | None, Key("nodes", 8)] = None
     """Number of nodes to use; by default all of the job's."""
-    cpus: PositiveInt | None = None
+    cpus: Annotated[PositiveInt | None, Key("CPUs", 32)] = None
     """CPUs per node, shared by its ranks; as allocated by default."""
-    memory_mb: PositiveInt | None = None
+    memory_mb: Annotated[PositiveInt | None, Key("MiB", 512_000)] = None
     """MiB of memory per node; as allocated by default."""
-    gpus_per_node: NonNegativeInt | None = None
+    gpus_per_node: Annotated[NonNegativeInt | None, Key("GPUs", 4)] = None
     """GPUs per node; as allocated by default."""
     resubmit: bool = False
     """Submit the batch script again if Slurm refuses to requeue the job. Needs Slurm's accounting
     (sacct), from which the submit options are read."""
-    srun_args: list[Text] = []  # noqa: RUF012 - pydantic copies it
+    srun_args: Annotated[list[Text], Key(example=["--cpu-bind=cores"])] = []  # noqa: RUF012 - pydantic copies it
     """More options for the srun that starts the ranks, as in ["--cpu-bind=cores",
     "--network=single_node_vni"]; they win over kempner's own."""
     container: ContainerSection = ContainerSection()
     """The container in which the ranks run; none by default. The supervisor stays outside."""
-    python: Text | None = None
+    python: Annotated[Text | None, Key(example="/opt/conda/bin/python")] = None
     """The Python of the ranks, with kempner installed, as it is called where they run; by default
     the supervisor's."""
-    setup: list[Text] = []  # noqa: RUF012 - pydantic copies it
+    setup: Annotated[list[Text], Key(example=["uv", "sync"])] = []  # noqa: RUF012 - pydantic copies it
     """A command that runs once, on one node and where the ranks will run, before they start, such
     as ["uv", "sync"]. If it fails nothing is started."""
 

@@ -38,7 +38,14 @@ COMMANDS = (
         "config",
         "config show",
     ),
-    *("config check", "config schema", "checkpoint", "checkpoint list", "checkpoint verify"),
+    *(
+        "config check",
+        "config explain",
+        "config convert",
+        "checkpoint",
+        "checkpoint list",
+        "checkpoint verify",
+    ),
     *("checkpoint prune", "checkpoint export", "checkpoint import"),
 )
 

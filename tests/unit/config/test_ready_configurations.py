@@ -1,4 +1,4 @@
-"""configs/train: each fits the GPUs that it names, and is bound by compute on the network."""
+"""configs/train: each fits the GPUs that it names, and says what a node sends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kempner.config.loading import load
 from kempner.data.order.batch_slices import micro_steps
 from kempner.model.spec.communication_choice import Situation, choose, needed_memory, step_traffic
 from kempner.model.spec.mesh import resolve_mesh
-from kempner.model.spec.shape import Shape, count_parameters
+from kempner.model.spec.shape import Shape
 
 FOLDER = Path(__file__).parents[3] / "configs/train"
 READY = sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != "debug")
@@ -22,15 +22,12 @@ USED = 0.9
 """The share that may be filled by count, as `auto` takes it."""
 LINK = 400e9 / 8
 """Bytes a second of one NDR InfiniBand link."""
-HALF_OF_H100 = 989e12 / 2
-"""FLOPs a second: half of the dense bfloat16 peak in NVIDIA's data sheet."""
 
 MEANT = re.compile(
     r"Meant for (?P<nodes>\d+) nodes? of (?P<gpus>\d+) GPUs of 80 GB\. "
     r"A rank needs about (?P<memory>\d+) GB"
 )
 SENDS = re.compile(r"node sends (?P<sent>\d+) GB to other nodes, which takes (?P<link>[\d.]+) s")
-COMPUTES = re.compile(r"H100s compute a step in (?P<compute>\d+) s at half of their peak")
 
 
 def header_of(name: str) -> str:
@@ -39,12 +36,11 @@ def header_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", READY)
-def test_it_fits_and_computes_for_longer_than_it_sends(name: str) -> None:
-    """And its header says so, in figures that are right."""
+def test_it_fits_and_sends_what_its_header_says(name: str) -> None:
+    """How long a step takes: tests/unit/training/plan/test_ready_plans.py."""
     header, config = header_of(name), load(FOLDER / f"{name}.toml")
-    meant, computes, sends = (words.search(header) for words in (MEANT, COMPUTES, SENDS))
+    meant, sends = MEANT.search(header), SENDS.search(header)
     assert meant is not None
-    assert computes is not None
     nodes, vocab_size = int(meant["nodes"]), config.model.vocab_size
     assert vocab_size is not None
     job = Job.of(config, nodes * int(meant["gpus"]), nodes, GPU)
@@ -58,12 +54,6 @@ def test_it_fits_and_computes_for_longer_than_it_sends(name: str) -> None:
     assert memory <= USED * GPU
     assert round(memory / 1e9) == int(meant["memory"])
 
-    tokens = train.global_batch_size * train.seq_len
-    again = 4 / 3 if train.activation_checkpointing == "full" else 1.0
-    flops = 6 * count_parameters(config.model, vocab_size) * tokens * again
-    compute = flops / (job.world * HALF_OF_H100)
-    assert round(compute) == int(computes["compute"])
-
     if nodes == 1:
         return
     sent = step_traffic(config, situation, shape, choice).between
@@ -71,7 +61,11 @@ def test_it_fits_and_computes_for_longer_than_it_sends(name: str) -> None:
     assert round(sent / 1e9) == int(sends["sent"])
     decimals = len(sends["link"].partition(".")[2])
     assert f"{sent / LINK:.{decimals}f}" == sends["link"]
-    assert sent / LINK < compute
+
+
+def test_a_new_project_has_the_7b_configuration_as_it_is() -> None:
+    template = FOLDER.parents[1] / "kempner/project/template/7b.toml"
+    assert template.read_text() == (FOLDER / "7b.toml").read_text()
 
 
 def test_there_is_one_for_every_size_of_a_job() -> None:

@@ -206,7 +206,7 @@ def test_the_torch_free_side_imports_without_torch(without_torch: Runner) -> Non
         ("", "supervise"),
         ("supervise -h", "--nproc"),
         ("checkpoint verify -h", "--help"),
-        ("config schema", "Number of optimizer steps in the whole run."),
+        ("config explain max_steps", "Number of optimizer steps in the whole run."),
         ("supervise --help", "--nproc"),
         ("train --help", "CONFIG"),
         ("checkpoint --help", "verify"),

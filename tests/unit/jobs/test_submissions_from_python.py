@@ -76,7 +76,7 @@ def test_the_batch_script_has_the_lines_of_the_shipped_one() -> None:
     for line in ours:
         if line.startswith(("#SBATCH", "set", "trap")):
             assert line in shipped
-    assert ours[-1] == "exec '/a b/python' -m kempner supervise --launcher srun \"$@\""
+    assert ours[-1] == "exec '/a b/python' -P -m kempner supervise --launcher srun \"$@\""
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from harness import KEMPNER, ROOT
 
 from kempner.config.loading import load
 from kempner.project.ask_site import read_accounts, read_kinds
+from kempner.project.environment import Environment
 from kempner.project.site import Account, NodeKind, Request, Site, choose, parse_limit
 from kempner.project.texts import project_files
 from kempner.project.write import read_templates
@@ -30,7 +31,7 @@ UNIVERSITY = (
 def site_of(answer: str, *accounts: Account, default: str = "") -> Site:
     kinds = read_kinds(answer)
     assert kinds is not None
-    return Site("/envs/it/bin/python", "", kinds, accounts, default)
+    return Site(Environment("/envs/it/bin/python"), "", kinds, accounts, default)
 
 
 def request_of(answer: str, *accounts: Account, default: str = "") -> Request:
@@ -123,8 +124,10 @@ def test_the_scripts_find_the_python_that_wrote_them(tmp_path: Path) -> None:
     """Whatever is in its path; one that is not there is named."""
     python = tmp_path / "it's here" / "python"
     python.parent.mkdir()
-    python.symlink_to(sys.executable)
-    script = project_files(Site(str(python)), read_templates())["scripts/slurm/environment.sh"]
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    files = project_files(Site(Environment(str(python))), read_templates())
+    script = files["scripts/slurm/environment.sh"]
     (tmp_path / "environment.sh").write_text(f'{script}echo "$KEMPNER_PYTHON"\n')
     environ = {name: value for name, value in os.environ.items() if name != "KEMPNER_PYTHON"}
 
@@ -136,13 +139,17 @@ def test_the_scripts_find_the_python_that_wrote_them(tmp_path: Path) -> None:
     python.unlink()
     missing = sourced()
     assert missing.returncode == 2
-    assert missing.stderr.startswith(f"there is no Python at {python} on ")
-    environ["KEMPNER_PYTHON"] = "bash"  # a name is looked up
-    assert sourced().stdout == "bash\n"
+    assert missing.stderr.startswith(f"{python} cannot run kempner on ")
+    assert "No such file or directory" in missing.stderr
+    environ["KEMPNER_PYTHON"] = Path(sys.executable).name  # a name is looked up
+    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    assert sourced().stdout == f"{Path(sys.executable).name}\n"
 
 
 def test_an_interface_of_this_machine_is_named_where_one_could_be_set() -> None:
-    config = project_files(Site("python", fabric="hsn0"), read_templates())["train.toml"]
+    config = project_files(Site(Environment("python"), fabric="hsn0"), read_templates())[
+        "train.toml"
+    ]
     assert '# interface = "hsn0" ' in config
     tomllib.loads(config)
 

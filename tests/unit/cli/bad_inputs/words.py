@@ -23,7 +23,7 @@ COMMANDS = [
     Row("compare run run", "did you mean kempner checkpoint compare?"),
     Row("import run", "did you mean kempner checkpoint import?"),
     Row("check x.toml", "did you mean kempner config check?"),
-    Row("schema", "did you mean kempner config schema?"),
+    Row("explain", "did you mean kempner config explain?"),
     Row(
         "frobnicate",
         "there is no kempner frobnicate; the commands are init, prepare, plan",
@@ -41,7 +41,14 @@ COMMANDS = [
     Row(
         "config chek x.toml", "there is no kempner config chek; did you mean kempner config check?"
     ),
-    Row("config x.toml", "there is no kempner config x.toml; the commands are show, check, schema"),
+    Row(
+        "config schema",
+        "there is no kempner config schema; did you mean kempner config explain?",
+    ),
+    Row(
+        "config x.toml",
+        "there is no kempner config x.toml; the commands are show, check, explain, convert",
+    ),
     Row("completion tcsh", 'SHELL must be bash, zsh or fish, not "tcsh" (see kempner completion'),
     Row("completion", "SHELL is missing"),
     Row("completion basj", "did you mean bash?"),
@@ -84,7 +91,7 @@ OPTIONS = [
     Row("checkpoint prune run --keep-last 2 --dryrun", "did you mean --dry-run?"),
     Row("checkpoint export run --fromat dcp", "unknown option --fromat; did you mean --format?"),
     Row("checkpoint verify run --step 10", "unknown option --step (see kempner checkpoint verify"),
-    Row("config schema --foo", "unknown option --foo (see kempner config schema -h)"),
+    Row("config explain --foo", "unknown option --foo (see kempner config explain -h)"),
     Row("config check x.toml --wrld 2", "unknown option --wrld; did you mean --world?"),
     Row(
         "supervise x.toml --nprocs 2", "unknown option --nprocs; did you mean --nproc? (see kempner"
@@ -178,7 +185,7 @@ VALUES = [
     ),
     Row("config check x.toml --world", "--world needs a value"),
     Row("config check x.toml --world 0", "--world must be at least 1, not 0"),
-    Row("config schema surplus words", "too many arguments: surplus words"),
+    Row("config explain surplus words", "too many arguments: words"),
     Row("status run folder", "too many arguments: folder (see kempner status -h)"),
     Row("completion bash zsh", "too many arguments: zsh"),
 ]

@@ -1,14 +1,34 @@
 # shellcheck shell=bash
-# Sourced by the scripts next to it, in the project's folder.
+# Sourced by the scripts next to it, in the project's folder: the environment of a job. Any other way
+# to yours? Change the lines between `begin` and `end`:
+#   modules       module load python/3.12 cuda/12.6
+#   conda, mamba  source ~/miniforge3/etc/profile.d/conda.sh; conda activate kempner
+#   venv, uv      KEMPNER_PYTHON=/shared/me/project/.venv/bin/python
+#   container     [slurm.container] in the configuration, for the ranks; kempner itself stays outside
+set +u # what others have written may use variables that are not set
+# begin
+# That of the shell which submitted the job, or this folder's.
+find_python() {
+    local python
+    for python in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} \
+        ${CONDA_PREFIX:+"$CONDA_PREFIX/bin/python"} "$PWD/.venv/bin/python" python3; do
+        if "$python" -P -m kempner --version &>/dev/null; then
+            break
+        fi
+    done
+    echo "$python"
+}
+KEMPNER_PYTHON=${KEMPNER_PYTHON:-$(find_python)}
+# end
+set -u
 
-# The Python that has kempner, which every node must see under this path.
-if [[ -z ${KEMPNER_PYTHON:-} ]]; then
-    KEMPNER_PYTHON=$PWD/.venv/bin/python
-fi
-if ! command -v "$KEMPNER_PYTHON" >/dev/null; then
-    echo "there is no Python at $KEMPNER_PYTHON on $HOSTNAME: install kempner where all nodes" \
-        "see it, and set KEMPNER_PYTHON to the path of its Python" >&2
+if ! found=$("$KEMPNER_PYTHON" -P -m kempner --version 2>&1); then
+    echo "$KEMPNER_PYTHON cannot run kempner on $HOSTNAME (${found##*$'\n'}): install kempner where" \
+        "all nodes see it, and set KEMPNER_PYTHON to the path of its Python" >&2
     exit 2
+fi
+if [[ $KEMPNER_PYTHON == */* ]]; then # its torchrun, and what else it has, is found first
+    export PATH="${KEMPNER_PYTHON%/*}:$PATH"
 fi
 
 require_config() {

@@ -11,4 +11,4 @@ shift
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/slurm/environment.sh
 require_config "$@"
-exec "$KEMPNER_PYTHON" -m kempner supervise "$@" --launcher srun --jobid "$job"
+exec "$KEMPNER_PYTHON" -P -m kempner supervise "$@" --launcher srun --jobid "$job"

@@ -20,4 +20,4 @@ set -euo pipefail
 trap '' TERM  # a warning must not end the job before kempner is there
 cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"
 source scripts/slurm/environment.sh
-exec "$KEMPNER_PYTHON" -m kempner join "${1:?usage: sbatch [options] scripts/slurm/join.sh RUN_DIR}"
+exec "$KEMPNER_PYTHON" -P -m kempner join "${1:?usage: sbatch [options] scripts/slurm/join.sh RUN_DIR}"

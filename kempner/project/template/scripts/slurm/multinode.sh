@@ -23,4 +23,4 @@ source scripts/slurm/environment.sh
 require_config "$@"
 
 # exec: the supervisor becomes the batch process, and gets the warning itself.
-exec "$KEMPNER_PYTHON" -m kempner supervise "$@" --launcher srun
+exec "$KEMPNER_PYTHON" -P -m kempner supervise "$@" --launcher srun

@@ -20,4 +20,4 @@ trap '' TERM  # a warning must not end the job before the supervisor is there
 cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"
 source scripts/slurm/environment.sh
 require_config "$@"
-exec "$KEMPNER_PYTHON" -m kempner supervise "$@" --launcher torchrun
+exec "$KEMPNER_PYTHON" -P -m kempner supervise "$@" --launcher torchrun

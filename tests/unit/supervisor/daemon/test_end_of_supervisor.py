@@ -51,6 +51,7 @@ def run_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
         monkeypatch.setattr(daemon, "MetricsExports", lambda: stage["exporters"])
         monkeypatch.setattr(daemon.Lease, "acquire", lambda *_: stage["lease"])
         monkeypatch.setattr(Stage, "check", lambda self: None, raising=False)
+        monkeypatch.setattr(Stage, "stop_asked", False, raising=False)
         monkeypatch.setattr(daemon, "_follow_attempt", followed)
         monkeypatch.setattr(daemon, "restart_or_finish", lambda *_: stopped)
         monkeypatch.setattr(daemon, "requeue_or_explain", stage["requeue"].end)

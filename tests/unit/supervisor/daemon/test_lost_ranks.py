@@ -147,6 +147,6 @@ def _context(folder: Path, ledger: Ledger, job: JobMonitor) -> Any:
         job=job,
         launcher=launcher,
         ledger=ledger,
-        lease=SimpleNamespace(lost=False, check=lambda: None),
+        lease=SimpleNamespace(lost=False, stop_asked=False, check=lambda: None),
         signals=SimpleNamespace(received=[]),
     )

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.timeout(900)
 
 ELSEWHERE = {
     "README.md: pip install .": "installs; `make walk` does",
-    "README.md: make demo": "takes minutes; it is its own test",
     "docs/communication.md: kempner config check configs/train/7b.toml --world 32 --nodes 8": "it "
     "asks for 81 GB of disk; its lines: tests/unit/config/test_config_command.py",
     "docs/plan.md: kempner plan configs/train/7b.toml --world 32 --nodes 8": "is longer than the "

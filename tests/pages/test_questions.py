@@ -9,11 +9,15 @@ from harness import ROOT
 
 QUESTIONS = tomli.loads((ROOT / "tests" / "pages" / "questions.toml").read_text())["question"]
 _HEADING = re.compile(r"^#{1,4} (.*)$", re.MULTILINE)
+_INCLUDE = re.compile(r"^```\{include\} (\S+)$", re.MULTILINE)
 
 
 def anchors(page: str) -> set[str]:
     """The headings of a page, as links name them."""
-    headings = _HEADING.findall((ROOT / "docs" / page).read_text())
+    text = (ROOT / "docs" / page).read_text()
+    if included := _INCLUDE.search(text):
+        text = (ROOT / "docs" / included[1]).read_text()
+    headings = _HEADING.findall(text)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 

@@ -16,7 +16,7 @@ NEWER_SLURMS := 24.11 26.05
 PARTS := tests/unit tests/matrix $(sort $(wildcard tests/d*/*/) $(wildcard tests/slurm/*/))
 
 .PHONY: install demo lock resolve test check long pytest pytest-slurm pytest-others newer-slurms \
-	planted peers walk benchmarks stale lint docs clean
+	planted peers versions walk benchmarks stale lint docs dist clean
 
 install: $(READY)
 
@@ -69,6 +69,11 @@ pytest-slurm-%: $(READY)
 planted: $(READY)
 	$(BIN)/python tests/planted/run.py --record docs/planted_bugs.jsonl
 
+# Hours: `make test` without Slurm on each Python that is there, on the oldest and the newest torch.
+versions: $(READY)
+	$(BIN)/python tests/versions.py --record docs/versions.jsonl
+	$(BIN)/python scripts/docs/performance_page.py
+
 # What other tools do when they are interrupted, and the pages that say so: an hour or more.
 peers: $(READY)
 	$(BIN)/python benchmarks/peers/run.py --install
@@ -86,16 +91,34 @@ stale: $(READY)
 benchmarks: $(READY)
 	$(BIN)/python benchmarks/measure.py
 
+# Of the benchmarks, which run seldom: do they still call what is there?
+BENCHMARKS := $(filter-out benchmarks/peers/recipes/%.py benchmarks/in_memory/buddy_here.py, \
+	$(wildcard benchmarks/*.py benchmarks/*/*.py))
+BENCHMARK_PATH := tests:tests/slurm:benchmarks:benchmarks/goodput:benchmarks/peers
+CALLS_ONLY := --check-untyped-defs --implicit-reexport --ignore-missing-imports \
+	--follow-untyped-imports --disable-error-code=misc --no-error-summary
+
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	MYPYPATH=$(BENCHMARK_PATH) $(BIN)/mypy --config-file= $(CALLS_ONLY) $(BENCHMARKS)
 	$(BIN)/lint-imports
 	$(BIN)/shellcheck --external-sources scripts/slurm/*.sh tests/slurm/*.sh .ci/run
 
 # The pages as a site, in build/docs/index.html.
 docs: $(READY)
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+
+# What is uploaded when there is a release: CONTRIBUTING.md.
+dist: build/dist/bin/twine
+	rm -rf dist
+	build/dist/bin/python -m build
+	build/dist/bin/twine check --strict dist/*
+
+build/dist/bin/twine:
+	$(call new_environment,build/dist)
+	build/dist/bin/pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0
 
 # Not every Python can make one: Debian's comes without ensurepip.
 define new_environment

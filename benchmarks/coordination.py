@@ -82,7 +82,7 @@ def measure_saves(items: int, saves: int, folder: Path, record: Path | None) -> 
         seconds.append(took.item())
     if rank == 0:
         first, rest = seconds[0], seconds[1:]
-        row = {"ranks": world, "tensors of each": items, "saves": saves}
+        row: dict[str, object] = {"ranks": world, "tensors of each": items, "saves": saves}
         row |= {"slowest rank, s": statistics.median(rest), "at worst, s": max(rest)}
         records.result(record, "agreeing", PROVES, [row | {"the first save, s": first}])
     dist.barrier()
@@ -125,7 +125,12 @@ def simulate(world: int, saves: int, folder: Path) -> dict[str, object]:
         seconds.append(time.perf_counter() - start)
         busy.append(time.thread_time() - cpu)
     size = sum(map(len, described.values())) / 1e6
-    plans = {"ranks": world, "own plan, s": own, "first plan, s": first, "size, MB": size}
+    plans: dict[str, object] = {
+        "ranks": world,
+        "own plan, s": own,
+        "first plan, s": first,
+        "size, MB": size,
+    }
     return plans | {
         "a save, s": statistics.median(seconds),
         "busy, s": statistics.median(busy),

@@ -57,6 +57,8 @@ COMMANDS = (
     "models/compare.py --how eager --size vocabulary --steps 2",
     "reports/large_run.py",
     "goodput/decisions.py",
+    "goodput/table.py",
+    "goodput/prediction_drill.py --seed 10",
 )
 
 

@@ -148,7 +148,8 @@ def main() -> None:
     arguments = parser.parse_args()
     workers = arguments.workers
     if arguments.pool:
-        plain_pool(*map(Path, arguments.pool), workers)
+        text, tokenizer, out = map(Path, arguments.pool)
+        plain_pool(text, tokenizer, out, workers)
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         text, tokenizer, out = (Path(folder) / n for n in ("a.txt", "tokenizer.json", "out"))

@@ -170,7 +170,7 @@ class Plain:
         loss.item()
 
     def _reduce(self) -> None:
-        votes = torch.tensor(Vote().encode(), dtype=torch.int64)
+        votes = torch.tensor(Vote().encode(self._ranks.world.rank), dtype=torch.int64)
         with self._turns.waiting():
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._ranks.votes)
 
@@ -184,7 +184,7 @@ class Plain:
             device=self._ranks.device,
             seed=self._config.train.seed,
             step=self._step,
-            data_rank=self._ranks.world.rank,
+            rank=self._ranks.world.rank,
         )
 
 

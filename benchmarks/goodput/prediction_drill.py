@@ -1,11 +1,12 @@
 """The simulator against real runs: what 33 injected failures cost, by category.
 
-    python benchmarks/goodput/prediction_drill.py FOLDER [--rounds 3] [--faults 11] [--seed 0]
+    python benchmarks/goodput/prediction_drill.py [--folder FOLDER] [--rounds 3] [--faults 11]
+                                                  [--seed 0] [--record FILE.jsonl]
 
 `inject.py` strikes pairs of runs side by side, one to fit the times on, one to predict, with other
 faults. The simulator is given the schedule of the second of each pair, which is an input to the
 real run as well, and nothing else of it. Both are counted from the first step of a run to the first
-one after its last failure. With FOLDER/runs there already, they are only compared.
+one after its last failure. Runs that are in the folder already are only compared.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+import records
 from failures import Failure, Kind
 from inject import INTERVAL, Strike, strikes_of
 from phase_times import PhaseTimes, collect
@@ -27,6 +31,7 @@ from kempner.insight.report.categories import Category
 from kempner.insight.report.summary import read_run
 from kempner.run.record.run_dir import RunDirectory
 
+PROVES = ["benchmarks/goodput", "kempner/insight/report", "kempner/supervisor"]
 COMPARED = ("detect", "start", "load", "recompute", "stall")
 
 
@@ -90,8 +95,8 @@ def total(costs: list[Cost]) -> dict[str, float]:
     return {name: sum(cost.seconds[name] for cost in costs) for name in COMPARED}
 
 
-def compare(folder: Path, rounds: int, seeds: int) -> None:
-    """Print the table, and what the simulator's seeds differ by."""
+def compare(folder: Path, rounds: int, seeds: int) -> list[dict[str, object]]:
+    """The rows of the table: seconds of the real runs and of the predictions, by category."""
     runs = folder / "runs"
     times = collect([runs / f"fit-{n}" for n in range(rounds)], "fitted")
     strikes = [strikes_of(folder, f"drill-{n}") for n in range(rounds)]
@@ -106,31 +111,41 @@ def compare(folder: Path, rounds: int, seeds: int) -> None:
     ]  # fmt: skip
     struck = [strike for each in strikes for strike in each]
     print(f"{len(struck)} failures, of these {sum(strike.hang for strike in struck)} hangs")
-    print("| category | real, s | predicted, s | 5% to 95% of seeds | predicted by real |")
-    print("|---|---|---|---|---|")
-    for name in (*COMPARED, "all"):
-        drawn = [sum(g.values()) if name == "all" else g[name] for g in guesses]
-        was = sum(real.values()) if name == "all" else real[name]
-        middle, (low, *_, high) = statistics.fmean(drawn), statistics.quantiles(drawn, n=20)
-        print(
-            f"| {name} | {was:.1f} | {middle:.1f} | {low:.1f} to {high:.1f} | {middle / was:.2f} |"
-        )
+    return [row(name, real, guesses) for name in (*COMPARED, "all")]
+
+
+def row(name: str, real: dict[str, float], guesses: list[dict[str, float]]) -> dict[str, object]:
+    """A category, or all of them."""
+    drawn = [sum(g.values()) if name == "all" else g[name] for g in guesses]
+    was = sum(real.values()) if name == "all" else real[name]
+    middle, (low, *_, high) = statistics.fmean(drawn), statistics.quantiles(drawn, n=20)
+    return {
+        "category": name,
+        "real": round(was, 1),
+        "predicted": round(middle, 1),
+        "5 % to 95 % of draws": [round(low, 1), round(high, 1)],
+        "predicted by real": round(middle / was, 2),
+    }
 
 
 def main() -> None:
     """Strike the runs if there are none yet, and compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("--folder", type=Path, help="of the runs; a temporary one without it")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--faults", type=int, default=11)
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     parser.add_argument("--draws", type=int, default=200, help="of the simulator")
+    records.add_option(parser)
     options = parser.parse_args()
-    if not (options.folder / "runs").exists():
-        inject = [sys.executable, str(Path(__file__).with_name("inject.py")), str(options.folder)]
-        numbers = options.rounds, options.faults, options.seed
-        subprocess.run([*inject, *map(str, numbers)], check=True)
-    compare(options.folder, options.rounds, options.draws)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        if not (folder / "runs").exists():
+            inject = [sys.executable, str(Path(__file__).with_name("inject.py")), str(folder)]
+            numbers = options.rounds, options.faults, options.seed
+            subprocess.run([*inject, *map(str, numbers)], check=True)
+        rows = compare(folder, options.rounds, options.draws)
+    records.result(options.record, "goodput drill", PROVES, rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What each measure against failures gives, by the size of the job: a prediction with ranges.
 
     python benchmarks/goodput/table.py [--gpus 1024 4096 16384] [--days 54] [--seeds 20]
-                                       [--times mine.json]
+                                       [--times mine.json] [--record FILE.jsonl]
 
 Each row adds to the one above. Goodput and each category are per cent of the wall time: medians
 over the seeds, and of goodput the lowest and the highest. What it rests on: docs/goodput.md.
@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+import records
 from failures import FailureRates
 from phase_times import CLUSTER, PhaseTimes, load
 from simulator import Cluster, Measures, Outcome, simulate, young_interval
 
+PROVES = ["benchmarks/goodput"]
 STANDS, ASSUMED = "stands in kempner", "assumed"
 BUDDY_STEPS = 4
 LONGEST_INTERVAL = 1800.0
@@ -43,34 +47,44 @@ def ladder(times: PhaseTimes, rates: FailureRates, gpus: int) -> list[tuple[str,
     ]
 
 
-def row(gpus: int, name: str, stands: str, found: list[Outcome]) -> str:
+def row(gpus: int, name: str, stands: str, found: list[Outcome]) -> dict[str, object]:
     """A row of the table."""
     goodput = [100 * each.share("train") for each in found]
-    cells = [f"{gpus:,}", name, stands, f"**{statistics.median(goodput):.2f}**"]
-    cells.append(f"{min(goodput):.2f} to {max(goodput):.2f}")
-    for category in SHOWN:
-        cells.append(f"{100 * statistics.median(each.share(category) for each in found):.2f}")
-    return "| " + " | ".join(cells) + " |"
+    lost = {name: [100 * each.share(name) for each in found] for name in SHOWN}
+    return {
+        "GPUs": gpus,
+        "measures": name,
+        "status": stands,
+        "goodput": round(statistics.median(goodput), 2),
+        "range": [round(end, 2) for end in (min(goodput), max(goodput))],
+        **{name: round(statistics.median(shares), 2) for name, shares in lost.items()},
+    }
 
 
 def main() -> None:
-    """Print the table."""
+    """Predict, print and record."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[1024, 4096, 16_384])
     parser.add_argument("--days", type=float, default=54.0)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--times", type=Path, default=CLUSTER)
+    records.add_option(parser)
     options = parser.parse_args()
     times, rates = load(options.times), FailureRates()
-    print(f"| GPUs | measures | | goodput | range | {' | '.join(SHOWN)} |")
-    print("|---" * (5 + len(SHOWN)) + "|")
-    for gpus in options.gpus:
-        for name, stands, measures in ladder(times, rates, gpus):
-            found = [
-                simulate(Cluster(gpus), rates, times, measures, options.days, seed)
-                for seed in range(options.seeds)
-            ]
-            print(row(gpus, name, stands, found), flush=True)
+
+    def outcomes(gpus: int, measures: Measures) -> list[Outcome]:
+        cluster = Cluster(gpus)
+        return [
+            simulate(cluster, rates, times, measures, options.days, seed)
+            for seed in range(options.seeds)
+        ]
+
+    rows = [
+        row(gpus, name, stands, outcomes(gpus, measures))
+        for gpus in options.gpus
+        for name, stands, measures in ladder(times, rates, gpus)
+    ]
+    records.result(options.record, "goodput by measure", PROVES, rows)
 
 
 if __name__ == "__main__":

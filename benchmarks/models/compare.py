@@ -80,6 +80,7 @@ def transformers_model(size: Size) -> nn.Module:
     """`LlamaForCausalLM`, with scaled dot product attention and without a cache."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    rest: Any = {"attn_implementation": "sdpa", "use_cache": False}
     config = LlamaConfig(
         vocab_size=size.vocab,
         hidden_size=size.dim,
@@ -87,9 +88,8 @@ def transformers_model(size: Size) -> nn.Module:
         num_attention_heads=size.heads,
         intermediate_size=size.ffn,
         max_position_embeddings=size.seq,
-        attn_implementation="sdpa",
         tie_word_embeddings=False,
-        use_cache=False,
+        **rest,
     )
     return LlamaForCausalLM(config)
 
@@ -102,10 +102,11 @@ def torchtitan_model(size: Size) -> nn.Module:
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
-    sides = {"dim": size.dim, "n_layers": size.layers, "n_heads": size.heads}
-    rest = {"vocab_size": size.vocab, "multiple_of": size.ffn, "max_seq_len": size.seq}
-    model = Transformer(TransformerModelArgs(**sides, **rest))
-    model.init_weights()
+    sides: Any = {"dim": size.dim, "n_layers": size.layers, "n_heads": size.heads}
+    rest: Any = {"vocab_size": size.vocab, "multiple_of": size.ffn, "max_seq_len": size.seq}
+    model: Any = Transformer(TransformerModelArgs(**sides, **rest))
+    with torch.no_grad():
+        model.init_weights()
     assert model.layers["0"].feed_forward.w1.out_features == size.ffn
     return model
 

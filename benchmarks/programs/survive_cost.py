@@ -41,8 +41,8 @@ def take_turns(loop: str, width: int, steps: int) -> None:
         from kempner import survive
 
         folder = tempfile.mkdtemp(prefix="survive-cost-")
-        endless = {"steps": 10**9, "save_every": 10**9}
-        numbers = survive(model, optimizer, run_dir=f"{folder}/run", **endless)
+        run, endless = f"{folder}/run", 10**9
+        numbers = survive(model, optimizer, steps=endless, save_every=endless, run_dir=run)
     began = None
     for step in numbers:
         loss = model(torch.rand(64, width)).square().mean()

@@ -16,30 +16,39 @@ from typer.core import TyperGroup
 import kempner
 from kempner.cli.usage.words import check_paths
 
-_MODULES = {
+_EVERY_DAY: dict[str, tuple[str, ...]] = {
     "init": ("init",),
     "prepare": ("prepare",),
-    "download": ("checkpoint.download",),
     "plan": ("insight.plan",),
-    "experts": ("insight.experts",),
-    "train": ("train",),
-    "supervise": ("supervise",),
-    "rehearse": ("program.rehearse",),
-    "join": ("program.join",),
-    "heartbeat": ("program.heartbeat",),
     "doctor": ("insight.doctor",),
+    "supervise": ("supervise",),
     "status": ("insight.status",),
+    "logs": ("insight.logs",),
+    "stop": ("program.stop",),
     "report": ("insight.report",),
     "triage": ("insight.triage",),
+    "checkpoint": ("checkpoint.inspect", "checkpoint.convert", "checkpoint.compare"),
+    "eval": ("evaluate",),
+    "sample": ("sample",),
+}
+_NOW_AND_THEN: dict[str, tuple[str, ...]] = {
+    "wrap": ("program.wrap",),
+    "rehearse": ("program.rehearse",),
+    "heartbeat": ("program.heartbeat",),
+    "train": ("train",),
+    "join": ("program.join",),
     "metrics": ("insight.metrics",),
     "profile": ("insight.profile",),
-    "sample": ("sample",),
-    "prune": ("prune",),
-    "checkpoint": ("checkpoint.inspect", "checkpoint.convert", "checkpoint.compare"),
     "config": ("config",),
+    "download": ("checkpoint.download",),
+    "prune": ("prune",),
     "completion": ("completion",),
 }
-"""Commands in the order of `kempner --help`, and the modules that add them."""
+_GROUPS = {"Every day": _EVERY_DAY, "Now and then": _NOW_AND_THEN}
+"""Commands in the order of `kempner --help`."""
+
+_MODULES = _EVERY_DAY | _NOW_AND_THEN
+"""Commands, and the modules that add them."""
 
 
 @cache
@@ -59,6 +68,13 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return load_command(cmd_name) if cmd_name in _MODULES else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        limit = formatter.width - 6 - max(map(len, _MODULES))
+        for title, names in _GROUPS.items():
+            told = [(name, load_command(name).get_short_help_str(limit)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(told, col_max=2 + max(map(len, _MODULES)))
 
 
 def path_of(arguments: Sequence[str]) -> str:

@@ -151,9 +151,17 @@ def _stop_printing(error: OSError) -> ExitCode:
 
 
 def _complain(sentence: str, code: ExitCode) -> ExitCode:
-    line = "".join(c if c.isprintable() else _escape(c) for c in sentence)
+    line = "".join(c if c.isprintable() else _escape(c) for c in _as_utf8(sentence))
     print(f"kempner: {line}", file=sys.stderr)
     return code
+
+
+def _as_utf8(text: str) -> str:
+    """Words of the command line that Python could not decode, because the locale is plain C."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text
 
 
 def _escape(character: str) -> str:

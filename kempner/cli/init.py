@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from kempner.project.site import Request, Site, choose, counted
+from kempner.project.site import Request, Site, choose
 from kempner.project.texts import CONFIG, project_files
+from kempner.run.output.words import counted
 
 
 def register(app: typer.Typer) -> None:

@@ -7,23 +7,23 @@ import sys
 from collections.abc import Iterator
 from io import TextIOWrapper
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kempner.checkpoint.format.manifest import Manifest, read
+from kempner.checkpoint.format.manifest import read
 from kempner.checkpoint.store.inventory import locate, pick
 from kempner.checkpoint.store.read_marker import reading_at
 from kempner.cli.checkpoint.inspect import Folder
-from kempner.cli.checkpoint.trained_on import Data, TrainedOn, find_text
-from kempner.run.process.exit_codes import DataError, UsageError
-
-if TYPE_CHECKING:
-    import torch
-
-    from kempner.model.spec.shape import Shape
-    from kempner.model.transformer import Transformer
+from kempner.cli.checkpoint.trained_on import (
+    Data,
+    TrainedOn,
+    check_described,
+    find_text,
+    load_model,
+    recorded_shape,
+)
+from kempner.run.process.exit_codes import UsageError
 
 
 def register(app: typer.Typer) -> None:
@@ -62,12 +62,14 @@ def sample(
     chosen = pick(*locate(directory), step)
     with reading_at(chosen, lambda error: None):  # it is read once: a vanished file will be named
         manifest = read(chosen)
-        shape, text = _described(directory, chosen, manifest, data)
+        check_described(chosen, manifest)
+        text = find_text(directory, chosen, manifest, data)
+        shape = recorded_shape(chosen, manifest, text.seq_len)
         ids = _encoded(prompt, text)
         import torch
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = _load(chosen, manifest, shape, text.dtype, device)
+        model = load_model(chosen, manifest, shape, text.dtype, device)
 
     from kempner.model.generate import generate
 
@@ -88,25 +90,6 @@ def sample(
     _print(prompt, _pieces(text, ids, islice(tokens, max_tokens)))
 
 
-def _described(
-    directory: Path, checkpoint: Path, manifest: Manifest, data: Path | None
-) -> tuple[Shape, TrainedOn]:
-    """The model of a checkpoint, and its text. Raises `DataError` if they are not known."""
-    from kempner.model.spec.shape import Shape
-
-    known: dict[str, Any] = dict(manifest.identity.model)
-    if not known:
-        raise DataError(
-            f"{checkpoint} does not say what its model is like: only those that `kempner train` or "
-            "`supervise` has trained from a configuration do"
-        )
-    text = find_text(directory, checkpoint, manifest, data)
-    try:
-        return Shape.recorded(known, text.seq_len), text
-    except TypeError as error:
-        raise DataError(f"{checkpoint} is of a model that this kempner does not have") from error
-
-
 def _encoded(prompt: str, text: TrainedOn) -> list[int]:
     """The prompt's tokens. Raises `UsageError` if there are none, or too many."""
     try:
@@ -122,25 +105,6 @@ def _encoded(prompt: str, text: TrainedOn) -> list[int]:
             "once (train.seq_len): shorten it"
         )
     return ids
-
-
-def _load(
-    checkpoint: Path, manifest: Manifest, shape: Shape, dtype: str, device: torch.device
-) -> Transformer:
-    """The model with the weights of a checkpoint. Raises `DataError` if it is damaged."""
-    from kempner.checkpoint.tensors.load import fill
-    from kempner.checkpoint.tensors.open_contents import open_contents
-    from kempner.model.sharding import build_to_load, compute_dtype
-
-    model = build_to_load(shape, compute_dtype(dtype, device), device)
-    contents = open_contents(checkpoint, manifest)
-    table = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    for key, tensor in table.items():
-        saved = contents.tensors.get(key)
-        if saved is None or tuple(saved.shape) != tuple(tensor.shape):
-            raise DataError(f"{checkpoint} does not contain {key} as its own description says")
-    fill(table, checkpoint, manifest, contents)
-    return model
 
 
 def _pieces(text: TrainedOn, ids: list[int], tokens: Iterator[int]) -> Iterator[str]:

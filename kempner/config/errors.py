@@ -20,6 +20,12 @@ class ConfigError(Exception):
 
 _LONGEST_QUOTE = 80
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What the name of a run matches."""
+
+PORTS = r"^[0-9]{1,5}-[0-9]{1,5}$"
+"""What a range of ports matches."""
+
 DEMANDS: Mapping[str, str] = {
     "bool_type": "must be true or false",
     "int_type": "must be a whole number",
@@ -28,7 +34,6 @@ DEMANDS: Mapping[str, str] = {
     "string_type": "must be a string in quotes",
     "string_too_short": "must have at least {min_length} characters",
     "string_too_long": "must have at most {max_length} characters",
-    "string_pattern_mismatch": "must match the pattern {pattern}",
     "literal_error": "must be {expected}",
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -41,6 +46,14 @@ DEMANDS: Mapping[str, str] = {
     "dict_type": "must be a table of keys",
 }
 """What pydantic's error types demand (https://docs.pydantic.dev/latest/errors/validation_errors/)."""
+
+
+PATTERNS: Mapping[str, str] = {
+    NAME: "must be of letters, digits, dots, dashes and underscores, and begin with a letter or "
+    "digit",
+    PORTS: "must be two ports with a dash between them, such as 20000-20100",
+}
+"""What the patterns of the configuration demand, in words."""
 
 
 def quote(value: object) -> str:
@@ -80,7 +93,8 @@ def describe_error(details: ErrorDetails, known: Sequence[str]) -> str:
         place = f"[{dotted(keys)}] " if keys and table else f"{dotted(keys)}: " if keys else ""
         return f"{place}{context['error']}"
     bounds = {name: f"{x:g}" if isinstance(x, float) else x for name, x in context.items()}
-    demand = DEMANDS.get(kind, "").format(**bounds) or f"is refused ({details['msg']})"
+    told = PATTERNS.get(str(context.get("pattern"))) or DEMANDS.get(kind, "").format(**bounds)
+    demand = told or f"is refused ({details['msg']})"
     return f"{dotted(keys)} {demand}, not {quote(value)}"
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from kempner.config.errors import NAME, PORTS
 from kempner.config.model import ModelSection
 from kempner.config.parallelism import ParallelismSection
 from kempner.config.profiling import ProfilingSection
@@ -34,9 +35,7 @@ from kempner.config.site.slurm import SlurmSection
 class RunSection(Section):
     """Where the files of the run are: `<dir>/<name>/`."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)] | None = (
-        None
-    )
+    name: Annotated[str, Field(pattern=NAME, max_length=200)] | None = None
     """Name of the run's directory; the configuration file's stem by default."""
     dir: PathText = "runs"
     """Folder that holds the runs; relative to the working directory."""
@@ -223,7 +222,7 @@ class SuperviseSection(Section):
     """Network interface on which the supervisor of a Slurm job listens to the ranks; by default the
     one that they use, and the one that their nodes' names lead to. Ranks on the same machine use
     loopback."""
-    control_ports: Annotated[str, Field(pattern=r"^[0-9]{1,5}-[0-9]{1,5}$")] | None = None
+    control_ports: Annotated[str, Field(pattern=PORTS)] | None = None
     """First and last port, as in "20000-20100", between which the supervisor listens on free ones:
     one for ranks, and one for the agents of a Slurm job. Any free port by default."""
     supervisor_timeout: Annotated[float, Field(ge=10, allow_inf_nan=False)] = 60.0

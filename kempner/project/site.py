@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kempner.run.output.words import counted
+
 DAY = 24 * 60 * 60
 """Seconds that a job asks for where the partition allows it."""
 
@@ -129,8 +131,3 @@ def parse_limit(text: str) -> int | None:
     if found[4] is None and found[1] is None:  # minutes and seconds
         return 60 * first + second
     return DAY * days + 3600 * first + 60 * second + third
-
-
-def counted(number: int, thing: str) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"

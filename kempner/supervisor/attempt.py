@@ -6,7 +6,7 @@ what is done about it.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -69,7 +69,15 @@ EXPLAINED_WITHIN = 3.0
 """Seconds within which Slurm says why a signal came. So long the ledger waits for the reason; the
 ranks are told at once."""
 
-AttemptEvent: TypeAlias = Received | RankExit | News | JobSeen
+
+@dataclass(frozen=True)
+class UserAsked:
+    """A signal by which this process told itself that a person has asked for a stop."""
+
+    received: Received
+
+
+AttemptEvent: TypeAlias = Received | UserAsked | RankExit | News | JobSeen
 
 
 class AttemptFollower:
@@ -293,6 +301,8 @@ class AttemptFollower:
         match attempt_event:
             case Received():
                 self._pass_on(attempt_event)
+            case UserAsked(received):
+                self._stop_for_user(received)
             case RankExit():
                 self._note_end(attempt_event)
             case JobSeen() as seen:
@@ -353,11 +363,18 @@ class AttemptFollower:
         within = grace if left is None else min(grace, max(0.0, left))
         self.ask_to_stop(StopOrder(reason, sentence, within))
 
+    def _stop_for_user(self, received: Received) -> None:
+        """A person has asked for a stop with `kempner stop`: no signal is Slurm's warning then."""
+        self._stop.signals.append(received)
+        self._stop.by_user = True
+        within = self._life.graces[Deadline.STOP]
+        self.ask_to_stop(StopOrder(StopReason.OPERATOR, "kempner stop", within))
+
     def _heed_the_job(self) -> None:
         """Ask for a stop when the job's end is near, or Slurm is about to end it."""
         if (warning := self.job.warning(self.times)) is not None:
             logger().warning(warning)
-        order = self.job.stop_order(self.times, self.signals)
+        order = self.job.stop_order(self.times, () if self._stop.by_user else self.signals)
         if order is not None:
             self.ask_to_stop(order)
 

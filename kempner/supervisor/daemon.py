@@ -23,7 +23,7 @@ from kempner.run.process.retry import (
     storage_waits,
 )
 from kempner.run.process.side_thread import unless
-from kempner.run.process.signals import LEFT_AT_ONCE, SignalInbox, insists
+from kempner.run.process.signals import LEFT_AT_ONCE, Received, SignalInbox, insists
 from kempner.run.record.attempts import Attempt, begin_attempt, prune_attempts
 from kempner.run.record.events.attempt import AttemptEnded, AttemptStarted, ProgramAdvanced
 from kempner.run.record.events.health import StorageWaited
@@ -32,7 +32,7 @@ from kempner.run.record.history import RunHistory
 from kempner.run.record.lease import Lease
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.attempt import AttemptEvent, AttemptFollower
+from kempner.supervisor.attempt import AttemptEvent, AttemptFollower, UserAsked
 from kempner.supervisor.context import SupervisorContext
 from kempner.supervisor.control.auth import Membership, listen
 from kempner.supervisor.control.file_transport import FileTransport
@@ -62,7 +62,7 @@ from kempner.supervisor.recovery import is_asked_to_stop, restart_or_finish
 from kempner.supervisor.salvage import salvage
 from kempner.supervisor.slurm.job_monitor import JobMonitor
 from kempner.supervisor.slurm.job_view import JobView
-from kempner.supervisor.slurm.requeue_job import job_facts, requeue_or_explain
+from kempner.supervisor.slurm.requeue_job import job_facts, requeue_or_explain, stay_out_of_queue
 from kempner.supervisor.start_progress import StartProgress
 
 NOT_KEPT = "checkpoint.in_memory=true is for `kempner train`; this program's steps are not kept"
@@ -158,7 +158,13 @@ def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
     # Read by now, or it cannot be read at all.
     history = context.history.refresh() if "history" in vars(context) else RunHistory()
     suspect = known_suspects(history, context.config.resilience, context.run.path.name)
-    return _leave(end, context.run, context.ledger, history, context.job, follower, suspect)
+    job = context.job
+    if job is not None and context.lease.stop_asked:
+        stay_out_of_queue(
+            job, context.ledger, history, 0 if follower is None else follower.attempt.number
+        )
+        job = None
+    return _leave(end, context.run, context.ledger, history, job, follower, suspect)
 
 
 def _leave(
@@ -193,7 +199,11 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
     """Start all ranks once and follow them until none is left."""
     launcher, signals = context.launcher, context.signals
     incoming: SimpleQueue[AttemptEvent] = SimpleQueue()
-    signals.react_with(incoming.put)  # from here on a stop is passed on to the ranks
+
+    def pass_on(came: Received) -> None:
+        incoming.put(UserAsked(came) if context.lease.stop_asked else came)
+
+    signals.react_with(pass_on)  # from here on a stop is passed on to the ranks
     listeners = listen(launcher.addresses, context.config.supervise.ports)
     attempt, secret, size = _begin(context), Secret.new(), launcher.size
     section = None if context.program.ours else context.config.program

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from kempner.run.control.protocol import Phase
 from kempner.run.output.console import erase_line, leave_line_to_others, say, show_for_now
+from kempner.run.output.words import counted
 
 _ON_THE_WAY = (Phase.START, Phase.RENDEZVOUS, Phase.LOAD)
 """The phases before the first step, in their order."""
@@ -18,7 +19,7 @@ def describe_start(size: int, phases: Collection[Phase], last_step: int | None) 
     """
     if any(phase not in _ON_THE_WAY for phase in phases):
         return ""
-    ranks = "1 rank" if size == 1 else f"{size} ranks"
+    ranks = counted(size, "rank")
     if len(phases) < size:
         return f"starting {ranks}"
     match min(phases, key=_ON_THE_WAY.index):

@@ -1,10 +1,10 @@
-"""Makes the tables of docs/performance.md, and all of docs/measurements.md, from the records.
+"""Makes the tables of the pages of figures, and all of docs/measurements.md, from the records.
 
     python scripts/docs/performance_page.py
 
-In performance.md, what stands between `<!-- table: WHAT; COLUMN; COLUMN -->` and `<!-- end -->` is
-the rows of a benchmark or drill, with these columns, and the commands, commits and days that they
-are of. `WHAT where KEY=VALUE` takes some of the rows, `WHAT + WHAT` those of both.
+In these pages, what stands between `<!-- table: WHAT; COLUMN; COLUMN -->` and `<!-- end -->` is the
+rows of a benchmark, drill or record, with these columns, and the commands, commits and days that
+they are of. `WHAT where KEY=VALUE` takes some of the rows, `WHAT + WHAT` those of both.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ sys.path.append(str(ROOT / "tests"))
 import records  # noqa: E402
 
 DOCS = ROOT / "docs"
-SOURCES = (DOCS / "performance.jsonl", DOCS / "drills.jsonl")
-PAGE, DETAILS = DOCS / "performance.md", DOCS / "measurements.md"
+SOURCES = tuple(DOCS / f"{name}.jsonl" for name in ("performance", "drills", "versions"))
+PAGES = tuple(DOCS / f"{name}.md" for name in ("performance", "goodput", "sites"))
+DETAILS = DOCS / "measurements.md"
+KINDS = ("benchmark", "drill", "record")
 HIDDEN = {"benchmark", *records.HEADER}
 TABLE = re.compile(
     r"(<!-- table: (?P<what>[^;>]+); (?P<columns>[^>]+) -->\n).*?(<!-- end -->)", re.S
@@ -40,7 +42,8 @@ Row = Mapping[str, Any]
 
 def main() -> int:
     rows = read()
-    PAGE.write_text(page(PAGE.read_text(), rows))
+    for file in PAGES:
+        file.write_text(page(file.read_text(), rows))
     DETAILS.write_text(details(rows))
     return 0
 
@@ -63,22 +66,24 @@ def page(text: str, rows: Sequence[Row]) -> str:
 
 
 def chosen(rows: Sequence[Row], what: str) -> list[Row]:
-    """The rows of a benchmark or drill; those of one case where the page asks for it."""
+    """The rows of a benchmark, drill or record; those of one case where the page asks for it."""
     name, _, case = what.partition(" where ")
     key, _, value = case.partition("=")
     names = name.split(" + ")
-    ours = [row for row in rows if {row.get("benchmark"), row.get("drill")} & {*names}]
+    ours = [row for row in rows if {row.get(kind) for kind in KINDS} & {*names}]
     found = [row for row in ours if not case or str(row.get(key)) == value]
     if not found:
-        raise SystemExit(f"the records have no row of {what!r}, which docs/performance.md shows")
+        raise SystemExit(f"the records have no row of {what!r}, which a page shows")
     return found
 
 
 def measured(rows: Sequence[Row]) -> str:
     """When rows were measured, and where the rest of them is."""
-    name = rows[0].get("benchmark", "")
-    place = f"measurements.md#{re.sub('[^a-z ]', '', name.lower()).replace(' ', '-')}"
-    return f"Of {records.origin(rows)} ([all]({place if name else 'drills.jsonl'}))."
+    if name := rows[0].get("benchmark"):
+        place = f"measurements.md#{re.sub('[^a-z ]', '', name.lower()).replace(' ', '-')}"
+    else:
+        place = "drills.jsonl" if "drill" in rows[0] else "versions.jsonl"
+    return f"Of {records.origin(rows)} ([all]({place}))."
 
 
 def details(rows: Sequence[Row]) -> str:

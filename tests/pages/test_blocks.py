@@ -30,7 +30,7 @@ ELSEWHERE = {
     "asks for 81 GB of disk; its lines: tests/unit/config/test_config_command.py",
     "docs/plan.md: kempner plan configs/train/7b.toml --world 32 --nodes 8": "is longer than the "
     "terminal; the same to the letter: tests/unit/cli/test_plan_command.py",
-    "docs/plan.md: kempner experts MiniMax-M2 --world 64": "needs a config.json; the same to "
+    "docs/plan.md: kempner plan MiniMax-M2 --world 64": "needs a config.json; the same to "
     "the letter: tests/unit/cli/test_experts_command.py",
     "docs/any_command.md: exec kempner supervise --launcher srun --run.name=mine -- python "
     "my_train.py": "on a cluster: tests/slurm/jobs/test_own_program.py",

@@ -37,12 +37,14 @@ def test_the_table_of_slurm_versions_is_made_from_the_record() -> None:
     assert text == slurm_page.page(text, slurm_page.read()), "run scripts/docs/slurm_page.py"
 
 
-def test_the_pages_on_performance_are_made_from_the_records() -> None:
-    rows, text = performance_page.read(), performance_page.PAGE.read_text()
-    hint = "run `python scripts/docs/performance_page.py`"
-    assert text == performance_page.page(text, rows), hint
+def test_the_pages_of_figures_are_made_from_the_records() -> None:
+    rows, hint = performance_page.read(), "run `python scripts/docs/performance_page.py`"
+    for file in performance_page.PAGES:
+        text = file.read_text()
+        assert "<!-- table: " in text
+        assert text == performance_page.page(text, rows), hint
+    assert len((performance_page.DOCS / "performance.md").read_text().splitlines()) <= THREE_SCREENS
     assert performance_page.DETAILS.read_text() == performance_page.details(rows), hint
-    assert len(text.splitlines()) <= THREE_SCREENS
 
 
 def test_a_table_has_the_rows_and_columns_that_the_page_asks_for() -> None:

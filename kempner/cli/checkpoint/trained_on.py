@@ -1,10 +1,10 @@
-"""What text the model of a checkpoint was trained on: its tokenizer, and how much of it at once."""
+"""The model of a checkpoint, and the text that it was trained on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,12 @@ from kempner.data.files.text import TextTokenizer
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.recorded_config import recorded_config
 from kempner.run.record.run_dir import RunDirectory
+
+if TYPE_CHECKING:
+    import torch
+
+    from kempner.model.spec.shape import Shape
+    from kempner.model.transformer import Transformer
 
 Data = Annotated[
     Path | None,
@@ -41,7 +47,7 @@ def find_text(
     Raises `DataError` if that is not there, or does not fit the model; warns if it is not what the
     checkpoint was trained on.
     """
-    run = _run_of(directory, checkpoint)
+    run = run_of_checkpoint(directory, checkpoint)
     config = recorded_config(run, manifest.attempt)
     try:
         prepared = data or Path(config["data"]["dataset_path"])
@@ -74,7 +80,46 @@ def find_text(
     return TrainedOn(tokenizer, seq_len, dtype)
 
 
-def _run_of(directory: Path, checkpoint: Path) -> RunDirectory:
+def run_of_checkpoint(directory: Path, checkpoint: Path) -> RunDirectory:
     """The directory of the run: as the user called it, or where the checkpoint lies by default."""
     named, around = RunDirectory(directory), RunDirectory(checkpoint.resolve().parent.parent)
     return around if around.config.is_file() and not named.config.is_file() else named
+
+
+def check_described(checkpoint: Path, manifest: Manifest) -> None:
+    """Raise `DataError` if a checkpoint does not say what its model is."""
+    if not manifest.identity.model:
+        raise DataError(
+            f"{checkpoint} does not say what its model is like: only those that `kempner train` or "
+            "`supervise` has trained from a configuration do"
+        )
+
+
+def recorded_shape(checkpoint: Path, manifest: Manifest, seq_len: int) -> Shape:
+    """The model of a checkpoint that is described. Raises `DataError` if it is of no known kind."""
+    from kempner.model.spec.shape import Shape
+
+    known: dict[str, Any] = dict(manifest.identity.model)
+    try:
+        return Shape.recorded(known, seq_len)
+    except TypeError as error:
+        raise DataError(f"{checkpoint} is of a model that this kempner does not have") from error
+
+
+def load_model(
+    checkpoint: Path, manifest: Manifest, shape: Shape, dtype: str, device: torch.device
+) -> Transformer:
+    """The model with the weights of a checkpoint. Raises `DataError` if it is damaged."""
+    from kempner.checkpoint.tensors.load import fill
+    from kempner.checkpoint.tensors.open_contents import open_contents
+    from kempner.model.sharding import build_to_load, compute_dtype
+
+    model = build_to_load(shape, compute_dtype(dtype, device), device)
+    contents = open_contents(checkpoint, manifest)
+    table = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for key, tensor in table.items():
+        saved = contents.tensors.get(key)
+        if saved is None or tuple(saved.shape) != tuple(tensor.shape):
+            raise DataError(f"{checkpoint} does not contain {key} as its own description says")
+    fill(table, checkpoint, manifest, contents)
+    return model

@@ -25,7 +25,7 @@ from kempner.config.sections import Config
 from kempner.insight.doctor.checks.ranks import World
 from kempner.insight.doctor.examine import Patient, Supervisor, examine
 from kempner.insight.doctor.facts.plan import Plan, read_plan
-from kempner.insight.doctor.facts.slurm import job_plan
+from kempner.insight.doctor.facts.slurm import job_plan, there_is_slurm
 from kempner.insight.doctor.finding import Finding, Level, fail, finding, worst
 from kempner.insight.doctor.table import lines, show
 from kempner.run.output import logs
@@ -123,7 +123,8 @@ def _world_of(allocation: Allocation) -> World:
 def _before_launch(
     config: Config, run: RunDirectory, script: Path | None, nproc: int | None
 ) -> Patient:
-    if script is None and nproc is None and shutil.which("sbatch") and USUAL_SCRIPT.is_file():
+    usual = script is None and nproc is None and shutil.which("sbatch") and USUAL_SCRIPT.is_file()
+    if usual and there_is_slurm():
         script = USUAL_SCRIPT
     plan = None if script is None else _plan(script)
     if plan is None:

@@ -1,4 +1,4 @@
-"""`kempner experts`: how a mixture of experts can be spread, and what memory a rank then needs."""
+"""How a mixture of experts can be spread, and what a rank then needs: `kempner plan MODEL`."""
 
 from __future__ import annotations
 
@@ -6,33 +6,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from kempner.model.spec.experts import Division, ExpertModel, divide_experts, fits
-from kempner.model.spec.hardware import GPUS, Gpu, find_gpu
+from kempner.model.spec.hardware import Gpu, find_gpu
+from kempner.run.output.words import counted
 from kempner.run.process.exit_codes import ExitCode
 
 
-def register(app: typer.Typer) -> None:
-    """Adds `experts` to `app`."""
-    app.command()(experts)
+def divide(model: Path, world: int, gpu: str, as_json: bool) -> int:
+    """Print what memory a rank needs, by the degree of expert parallelism; the exit code.
 
-
-def experts(
-    model: Annotated[
-        Path,
-        typer.Argument(metavar="MODEL", help="config.json of a Hugging Face model, or its folder."),
-    ],
-    world: Annotated[int, typer.Option(min=1, help="Number of ranks, one for each GPU.")],
-    gpu: Annotated[str, typer.Option(help=f"One of {', '.join(GPUS)}.")] = "H100",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> int:
-    """Say what memory a rank needs for a mixture of experts, by the degree of expert parallelism.
-
-    For programs of your own: kempner's trainer has no experts. Exits with 1 if not even the weights
-    fit, however they are spread.
+    `model` is the config.json of a Hugging Face model, or its folder.
     """
     card = find_gpu(gpu)
     from kempner.training.plan.expert_counts import count_experts
@@ -66,8 +52,8 @@ def _to_text(model: ExpertModel, ways: Sequence[Division], gpu: Gpu, world: int)
     lines = [
         f"{model.parameters / 1e9:,.1f} billion parameters, {model.expert_parameters / 1e9:,.1f} "
         f"billion of them in experts: {model.experts} in a layer, {model.layers} layers",
-        f"{world} ranks, one {gpu.name} of {gpu.memory / 1e9:.0f} GB each. GB of a rank, without "
-        "activations and caches; * fits",
+        f"{counted(world, 'rank')}, one {gpu.name} of {gpu.memory / 1e9:.0f} GB each. GB of a "
+        "rank, without activations and caches; * fits",
         "",
         f"{'EP':>5}{'experts':>9}{'bf16 weights':>15}{'training, sharded':>20}"
         f"{'training, whole':>18}",

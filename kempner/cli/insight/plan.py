@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
+from kempner.cli.config import TAKES_OVERRIDES
+from kempner.cli.insight.experts import divide
 from kempner.cli.usage.words import overrides
 from kempner.config.loading import load
 from kempner.config.sections import Config
@@ -17,7 +18,7 @@ from kempner.data.files.index import read_index
 from kempner.data.files.requirements import vocabulary
 from kempner.model.spec.hardware import DEFAULTS, GPUS, Assumptions, find_gpu
 from kempner.model.spec.mesh import ranks_on_a_node, resolve_mesh
-from kempner.run.process.exit_codes import DataError, ExitCode
+from kempner.run.process.exit_codes import DataError, ExitCode, UsageError
 
 _DAY = 86_400
 
@@ -29,7 +30,13 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     context: typer.Context,
-    file: ConfigFile,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|MODEL",
+            help="Configuration in TOML; or a Hugging Face model: its folder or config.json.",
+        ),
+    ],
     world: Annotated[int, typer.Option(min=1, help="Number of ranks, one for each GPU.")],
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes that they are on; by default 8 ranks on each.")
@@ -56,8 +63,14 @@ def plan(
     """Say what memory a rank will need, what it will send, how long a step will take and why.
 
     CONFIG, then --section.key=value. The training step itself is run, without memory and without
-    the other ranks; no GPU is needed. Exits with 1 if the memory of a GPU is not enough.
+    the other ranks; no GPU is needed. Of a MODEL with a mixture of experts, for a program of your
+    own, the memory is told by the degree of expert parallelism. Exits with 1 if the memory of a GPU
+    is not enough.
     """
+    if file.is_dir() or file.suffix == ".json":
+        if context.args:
+            raise UsageError(f"{context.args[0]} has no effect on a MODEL: --world and --gpu do")
+        return divide(file, world, gpu, as_json)
     config = load(file, overrides(context, file))
     # What cannot be is said before torch is imported.
     find_gpu(gpu)

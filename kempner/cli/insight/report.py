@@ -12,8 +12,9 @@ import typer
 import kempner
 from kempner.cli.usage.words import usable_path
 from kempner.insight.report.page.document import page
-from kempner.insight.report.page.words import count, share
+from kempner.insight.report.page.words import share
 from kempner.insight.report.summary import RunData, read_run
+from kempner.run.output.words import counted
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
@@ -50,7 +51,7 @@ def report(
 
 def _line(data: RunData) -> str:
     found = data.report
-    many = count(len(found.interruptions), "interruption")
+    many = counted(len(found.interruptions), "interruption")
     goodput = "unknown" if found.time.goodput is None else share(found.time.goodput)
     return f"{found.name}: {found.training.state}, goodput {goodput}, {many}"
 

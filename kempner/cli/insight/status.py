@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,13 +12,12 @@ import typer
 
 from kempner.cli.insight.rows import table_row, terminal_columns
 from kempner.cli.insight.status_words import line, rows
-from kempner.cli.usage.words import usable_path
+from kempner.cli.insight.target import is_job, named_run
 from kempner.insight.status.job import find_run
 from kempner.insight.status.read import JobWatch
 from kempner.insight.status.runs import AllRuns, RunFollower, find_runs, pending, places
 from kempner.insight.status.summary import Status
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.record.run_dir import RunDirectory
 
 Read: TypeAlias = Callable[[], Sequence[tuple[str, Status]]]
 """Names and status, read now."""
@@ -37,7 +35,8 @@ def status(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN_DIR|JOBID]", help="A run's directory, or a Slurm job; else all runs."
+            metavar="[RUN_DIR|JOBID]",
+            help="A run's directory or name, or its Slurm job; else all runs.",
         ),
     ] = None,
     watch: Annotated[
@@ -91,14 +90,9 @@ def _all(*, patient: bool) -> Read:
 
 
 def _one(target: str, *, patient: bool) -> Read:
-    is_job = re.fullmatch(r"\d+(_\d+)?", target) and not Path(target).exists()
-    if is_job:
+    if is_job(target):
         return _of_job(target, patient=patient)
-    run = RunDirectory(usable_path(Path(target)))
-    if not run.ledger.is_file():
-        raise UsageError(
-            f"{target} is not a run: it has no ledger.jsonl; name <run.dir>/<run.name>, or a job id"
-        )
+    run = named_run(target)
     follower = RunFollower(run, JobWatch(None, wait=patient), patient=patient)
     return lambda: [(str(run.path), follower.read())]
 

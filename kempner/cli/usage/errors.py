@@ -16,8 +16,14 @@ _MEANT = {
     **dict.fromkeys(("run", "start", "launch", "resume", "restart", "continue"), "supervise"),
     **dict.fromkeys(("ls", "list", "checkpoints"), "checkpoint list"),
     **dict.fromkeys(("ps", "show", "info"), "status"),
+    **dict.fromkeys(("log", "tail", "output"), "logs"),
+    **dict.fromkeys(("kill", "cancel", "end", "abort"), "stop"),
+    **dict.fromkeys(("evaluate", "validate", "perplexity"), "eval"),
 }
 """Commands of other tools, and the one of ours that does the same."""
+
+_MOVED = {"experts": "kempner plan MODEL --world N"}
+"""Commands of earlier versions, and what has taken their place."""
 
 _PARSING = {
     "int_parsing": "must be a whole number",
@@ -87,6 +93,8 @@ def _bad_value(error: Any) -> str:
 def _no_such_command(context: Any, arguments: Sequence[str]) -> str:
     path, typed = context.command_path, _words_given(context, arguments)[0]
     names = list(context.command.list_commands(context))
+    if typed in _MOVED and " " not in path:
+        return f"{path} {typed} is part of another command now: {_MOVED[typed]}"
     below = _commands_below(context, names)
     near = get_close_matches(typed, names, n=1)
     if " " not in path:

@@ -239,9 +239,11 @@ def ask(
     raise _failure(command, answer)
 
 
-def tell(command: Sequence[str], cwd: str | None = None) -> None:
+def tell(
+    command: Sequence[str], cwd: str | None = None, environ: Mapping[str, str] | None = None
+) -> None:
     """Run a command that is answered by an exit code of 0, once. Raises `SlurmError`."""
-    answer = _execute(command, None, cwd)
+    answer = _execute(command, environ, cwd)
     if answer.status != 0:
         raise _failure(command, answer)
 

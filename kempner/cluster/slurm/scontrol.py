@@ -20,6 +20,7 @@ from kempner.cluster.slurm.command import (
     SlurmSilentError,
     ask,
     patiently,
+    submission_environment,
     tell,
 )
 from kempner.cluster.slurm.hostlist import expand_hosts
@@ -107,9 +108,9 @@ def node_states(nodes: Sequence[str]) -> dict[str, str]:
     return {fields["NodeName"]: fields["State"] for fields in show_nodes(nodes)}
 
 
-def output_file(job: str) -> str:
+def output_file(job: str, within: float = SHORTLY) -> str:
     """Where a job's output goes; empty if Slurm does not say. Raises `SlurmError`."""
-    told = _ask(["scontrol", "show", "job", job], _text, SHORTLY)
+    told = _ask(["scontrol", "show", "job", job], _text, within)
     found = re.findall(r"^   StdOut=(.*)$", told, re.MULTILINE)
     return found[-1] if found else ""
 
@@ -148,6 +149,12 @@ def submit(command: Sequence[str], environ: Mapping[str, str]) -> str:
         return found[1] if found else None
 
     return ask(command, read, environ)
+
+
+def try_submission(script: Path, environ: Mapping[str, str]) -> None:
+    """Have sbatch judge a batch script, which it does not submit. Raises `SlurmError`."""
+    command = ["sbatch", "--test-only", str(script)]
+    patiently(lambda: tell(command, environ=submission_environment(environ)), SHORTLY)
 
 
 def cluster_settings(within: float = SHORTLY) -> ClusterSettings:

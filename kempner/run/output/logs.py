@@ -35,14 +35,15 @@ class _Sink:
         if self.file is not None:
             self.file.append(json.dumps({**event, **self.context}, default=str))
         if _LEVELS[method.upper()] >= self.console_level:
-            say(f"kempner: {_sentence(event)}", sys.stderr)
+            say(f"kempner: {sentence(event)}", sys.stderr)
         raise structlog.DropEvent
 
 
 _sink = _Sink()
 
 
-def _sentence(event: Mapping[str, object]) -> str:
+def sentence(event: Mapping[str, object]) -> str:
+    """A logged event as a person reads it, with its exception below."""
     hidden = {"event", "level", "timestamp", "exception", "attempt", "pid"}
     details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in hidden)
     text = f"{event['event']}" + (f" ({details})" if details else "")

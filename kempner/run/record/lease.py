@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import platform
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.helper_thread import helper_thread
 from kempner.run.process.retry import describe, empty, storage_waits
+from kempner.run.process.signals import inbox
 from kempner.run.record.attempts import CURRENT, SupersededError
 from kempner.run.record.run_dir import RunDirectory
 
@@ -115,6 +117,8 @@ class Lease:
         self._over = threading.Event()
         self.lost = False
         """Whether another supervisor has taken the run over."""
+        self.stop_asked = False
+        """Whether `ask_to_stop` asked this owner; where it traps SIGTERM it has got one, too."""
         self._thread = helper_thread(self._renew, "lease")
 
     @classmethod
@@ -179,6 +183,7 @@ class Lease:
             try:
                 self._write(str(self._beats))
                 newest = look(self._folder)
+                asked = not self.stop_asked and stop_request(self._folder, self._number).exists()
             except OSError as error:
                 if failing_since is None:
                     failing_since = time.monotonic()
@@ -188,6 +193,10 @@ class Lease:
                 seconds = round(time.monotonic() - failing_since, 1)
                 logger().warning("storage works again: the lease is renewed", after=seconds)
                 failing_since = None
+            if asked:
+                self.stop_asked = True
+                if inbox().installed:  # or it would end this process, and nothing would be saved
+                    os.kill(os.getpid(), signal.SIGTERM)
             if newest is not None and newest.number > self._number:
                 self.lost = True
                 return
@@ -257,6 +266,27 @@ def is_owned(folder: Path, pause: Callable[[float], None] = time.sleep) -> bool:
         if look(folder) != first:
             return True
     return False
+
+
+def stop_request(folder: Path, number: int) -> Path:
+    """The file that asks the owner with this number, and no later one, to stop."""
+    return folder / f"{number}.stop"
+
+
+def ask_to_stop(folder: Path) -> bool:
+    """Ask the owner of a run to stop for good, from any machine that sees the run's directory.
+
+    It looks for that with each renewal of its lease, and then stops as on SIGTERM. Returns whether
+    it was not asked before. Raises `OSError`.
+    """
+    seen = look(folder)
+    if seen is None:
+        return False
+    try:
+        stop_request(folder, seen.number).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def look(folder: Path) -> Seen | None:

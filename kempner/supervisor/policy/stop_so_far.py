@@ -17,6 +17,7 @@ class StopSoFar:
 
     `standing` is what the ranks were told, None until they are asked to stop; `said` is why they
     stop by their own words. `unrecorded` is what the ledger does not tell yet, and since when.
+    `by_user` is whether a person asked for it: then no signal is a warning of Slurm's.
     """
 
     signals: list[Received] = field(default_factory=list)
@@ -24,6 +25,7 @@ class StopSoFar:
     said: StopReason = StopReason.NONE
     unrecorded: tuple[StopRequested, float] | None = None
     loop: OwnLoop = OwnLoop.UNKNOWN
+    by_user: bool = False
 
     @property
     def reason(self) -> StopReason:

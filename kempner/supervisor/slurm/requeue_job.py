@@ -95,6 +95,16 @@ def requeue_or_explain(
     _as_large_as_before(job, end.state)
 
 
+STOPPED_FOR_GOOD = "stopped by kempner stop, and so not requeued: start it again to continue"
+
+
+def stay_out_of_queue(job: JobMonitor, ledger: Ledger, history: RunHistory, attempt: int) -> None:
+    """Leave a job to end after an attempt, because a person has asked for that."""
+    job.close()
+    ledger.record(NotRequeued(history.last_step, STOPPED_FOR_GOOD), attempt)
+    logger().warning(STOPPED_FOR_GOOD)
+
+
 def _try(job: JobMonitor, decide: Callable[[JobState | None], RequeueDecision]) -> PutBack:
     """Requeue the job for as long as it makes sense; in an allocation of somebody's, not at all."""
     if not job.batch:

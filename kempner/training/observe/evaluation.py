@@ -10,7 +10,7 @@ from torch import nn
 
 from kempner.config.sections import Config
 from kempner.data.files.token_file import Corpus
-from kempner.data.serve.loader import IGNORE, eval_batches
+from kempner.data.serve.loader import IGNORE, MicroBatch, eval_batches
 from kempner.training.compute.forward_backward import sum_over_ranks, summed_loss
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
@@ -57,9 +57,7 @@ class Evaluation:
                 max_batches=self.config.eval.max_batches,
             ):
                 ballot = vote_group.open(vote())
-                for micro_batch in micro_batches:
-                    sums[0] += summed_loss(model, micro_batch, ranks.device).item()
-                    sums[1] += (micro_batch.targets != IGNORE).sum()
+                _add_losses(sums, model, micro_batches, ranks.device)
                 agreed = ballot.close()
                 if agreed.stop:
                     break
@@ -68,3 +66,39 @@ class Evaluation:
             return Evaluated(None, agreed)
         total, tokens = sum_over_ranks(sums.to(ranks.device)).tolist()
         return Evaluated(total / tokens, agreed)
+
+
+def evaluate_alone(
+    model: nn.Module,
+    corpus: Corpus,
+    device: torch.device,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    max_batches: int,
+) -> tuple[float, int]:
+    """The loss, in nats per token, that a run has on held-out data, by this process alone; and of
+    how many tokens it is the mean. Raises `DataError` as `eval_batches`."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    model.eval()
+    with torch.no_grad():
+        for micro_batches in eval_batches(
+            corpus,
+            seq_len=seq_len,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            max_batches=max_batches,
+        ):
+            _add_losses(sums, model, micro_batches, device)
+    total, tokens = sums.tolist()
+    return total / tokens, int(tokens)
+
+
+def _add_losses(
+    sums: torch.Tensor, model: nn.Module, micro_batches: list[MicroBatch], device: torch.device
+) -> None:
+    """Add the summed loss and the number of tokens to `sums` [2]."""
+    for micro_batch in micro_batches:
+        sums[0] += summed_loss(model, micro_batch, device).item()
+        sums[1] += (micro_batch.targets != IGNORE).sum()

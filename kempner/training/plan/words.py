@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from kempner.run.output.words import counted
 from kempner.training.plan.plan import Plan
 from kempner.training.plan.timeline import KINDS
 
@@ -51,8 +52,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _world(plan: Plan) -> Iterator[str]:
-    nodes = f"{plan.job.nodes} node" + ("s" if plan.job.nodes > 1 else "")
-    yield f"{plan.job.world} ranks on {nodes}, one {plan.job.gpu.name} each: {plan.job.mesh}"
+    ranks, nodes = counted(plan.job.world, "rank"), counted(plan.job.nodes, "node")
+    yield f"{ranks} on {nodes}, one {plan.job.gpu.name} each: {plan.job.mesh}"
     yield f"communication: {plan.job.choice.describe()}"
     yield f"  {plan.job.choice.reason}"
 

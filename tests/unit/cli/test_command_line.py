@@ -29,6 +29,10 @@ COMMANDS = (
         "train",
         "supervise",
         "status",
+        "logs",
+        "stop",
+        "eval",
+        "wrap",
         "triage",
         "completion",
         "config",
@@ -56,6 +60,32 @@ def test_every_command_has_its_help_and_the_version(command: str, capsys: Captur
     assert shown[0].split()[: 2 + len(words)] == ["Usage:", "kempner", *words]
     assert run(*words, "--version") == 0
     assert capsys.readouterr().out == f"kempner {kempner.__version__}\n"
+
+
+def test_the_help_has_what_is_used_every_day_first(capsys: Captured) -> None:
+    assert run("-h") == 0
+    everyday, _, rare = capsys.readouterr().out.partition("Now and then:")
+    named = lambda text: {line.split()[0] for line in text.splitlines() if line[:3].strip()}  # noqa: E731
+    assert {"supervise", "status", "logs", "stop", "eval"} <= named(everyday)
+    assert {"wrap", "join", "download", "completion"} <= named(rare)
+
+
+@pytest.mark.parametrize(("old", "new"), [("experts model", "kempner plan MODEL --world N")])
+def test_an_earlier_spelling_is_told_the_new_one(old: str, new: str, capsys: Captured) -> None:
+    assert run(*old.split()) == 2
+    assert capsys.readouterr().err.strip().endswith(f"{new} (see kempner -h)")
+
+
+def test_a_word_is_shown_as_text_where_the_locale_is_plain_c() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kempner", "status", "🙂"],
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        timeout=scaled(60),
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(rb"kempner: \U0001f642 is not a run")
 
 
 @pytest.mark.parametrize("group", ["", "checkpoint", "config"])

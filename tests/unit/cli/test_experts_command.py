@@ -1,4 +1,4 @@
-"""`kempner experts`: what a mixture of experts needs of a rank."""
+"""`kempner plan MODEL`: what a mixture of experts needs of a rank."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def run(folder: Path, content: dict[str, object] | str, *arguments: object) -> i
     text = content if isinstance(content, str) else json.dumps(content)
     (folder / "config.json").write_text(text)
     with pytest.raises(SystemExit) as left:
-        main(["experts", str(folder), *(str(argument) for argument in arguments)])
+        main(["plan", str(folder), *(str(argument) for argument in arguments)])
     return left.value.code
 
 
 def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: Captured) -> None:
     page = (ROOT / "docs/plan.md").read_text()
-    shown = page.split("$ kempner experts MiniMax-M2 --world 64\n")[1].split("```")[0]
+    shown = page.split("$ kempner plan MiniMax-M2 --world 64\n")[1].split("```")[0]
     assert run(tmp_path, MINIMAX_M2, "--world", 64) == 0
     assert capsys.readouterr().out == shown
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from kempner.cluster.slurm.directives import read_words
 from kempner.cluster.slurm.resources import count_gpus
 
 _TORCHRUN = re.compile(r"^[^#]*--launcher[= ]torchrun\b", re.MULTILINE)
@@ -72,7 +72,7 @@ def read_plan(script: Path, more: Sequence[str] = ()) -> Plan:
 def parse_plan(text: str, source: str, more: Sequence[str] = ()) -> Plan:
     """The same of a script's text. Raises `ValueError` with a sentence."""
     try:
-        words = [*_script_options(text), *more]
+        words = [*read_words(text), *more]
         found, _ = _parser().parse_known_args(words)
         ntasks = None if found.ntasks is None else int(found.ntasks)
         nodes = None if found.nodes is None else int(found.nodes.partition("-")[0])
@@ -152,14 +152,3 @@ def _gpus(found: argparse.Namespace) -> int | None:
     if found.gres is not None and "gpu" in found.gres:
         return count_gpus(found.gres)
     return None
-
-
-def _script_options(text: str) -> list[str]:
-    """The words of the #SBATCH lines, which end at the first command."""
-    words: list[str] = []
-    for line in text.splitlines():
-        if line.startswith("#SBATCH"):
-            words += shlex.split(line.removeprefix("#SBATCH"), comments=True)
-        elif line.strip() and not line.startswith("#"):
-            break
-    return words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -15,6 +16,8 @@ from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SHORTLY, SlurmError
 from kempner.cluster.slurm.job import JobState
 from kempner.insight.doctor.facts.plan import Plan, parse_limit, read_plan
+
+_CONFIGURATION = Path("/etc/slurm/slurm.conf")
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,18 @@ class SlurmFacts:
     no_partition: str = ""
 
 
-def there_is_slurm() -> bool:
-    """Whether this host has Slurm's commands."""
-    return shutil.which("scontrol") is not None
+def there_is_slurm(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this host has Slurm's commands, and belongs to a cluster: a laptop with the package
+    alone has neither a file nor a server that configures them."""
+    if shutil.which("scontrol") is None:
+        return False
+    if environ.get("SLURM_CONF") or _CONFIGURATION.exists():
+        return True
+    try:
+        scontrol.cluster_settings(within=0.0)
+    except SlurmError as error:
+        return "configuration source" not in str(error)
+    return True
 
 
 def look_at_slurm(partition: str) -> SlurmFacts:

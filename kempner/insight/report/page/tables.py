@@ -9,7 +9,6 @@ from kempner.insight.report.interruptions import Cost, Interruption
 from kempner.insight.report.page.words import (
     UNKNOWN,
     Unit,
-    count,
     duration,
     number,
     share,
@@ -17,6 +16,7 @@ from kempner.insight.report.page.words import (
     text,
 )
 from kempner.insight.report.summary import RunReport
+from kempner.run.output.words import counted
 
 LEAST = 0.0005
 """Seconds of a category that are as good as none."""
@@ -140,7 +140,7 @@ def save_table(report: RunReport) -> str:
     if not saves.committed:
         return "<p>No checkpoint was saved.</p>"
     every = "" if saves.interval_steps is None else f", every {saves.interval_steps:,} steps"
-    failed = f"; {count(saves.failed, 'save')} failed" if saves.failed else ""
+    failed = f"; {counted(saves.failed, 'save')} failed" if saves.failed else ""
     window = (
         "no stop had a deadline" if saves.window_seconds is None else "the shortest of this run"
     )

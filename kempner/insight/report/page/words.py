@@ -86,8 +86,3 @@ def size(count: int) -> str:
 def date(seconds: float) -> str:
     """A moment, in UTC, to the minute."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def count(many: int, one: str, more: str = "") -> str:
-    """`1 stop`, `2 stops`."""
-    return f"{many:,} {one if many == 1 else more or one + 's'}"

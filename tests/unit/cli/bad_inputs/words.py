@@ -26,7 +26,7 @@ COMMANDS = [
     Row("schema", "did you mean kempner config schema?"),
     Row(
         "frobnicate",
-        "there is no kempner frobnicate; the commands are init, prepare, download",
+        "there is no kempner frobnicate; the commands are init, prepare, plan",
     ),
     Row("x.toml", "there is no kempner x.toml; the commands are"),
     Row("TRAIN x.toml", "there is no kempner TRAIN"),
@@ -147,7 +147,7 @@ VALUES = [
     Row(
         "supervise -- torchrun -m package", "give the run a name: kempner supervise --run.name=NAME"
     ),
-    Row("supervise --run.name=a/b -- true", "run.name must match the pattern"),
+    Row("supervise --run.name=a/b -- true", "run.name must be of letters, digits"),
     Row("prepare text.txt --out", "--out needs a value (see kempner prepare -h)"),
     Row("prepare text.txt --out=", "--out= has no value"),
     Row("prepare text.txt --out out --workers 0", "--workers must be at least 1, not 0"),

@@ -30,7 +30,7 @@ from kempner.insight.doctor.facts.plan import (
     parse_plan,
     read_plan,
 )
-from kempner.insight.doctor.facts.slurm import Partition, read_partition
+from kempner.insight.doctor.facts.slurm import Partition, read_partition, there_is_slurm
 from kempner.insight.doctor.facts.software import look_at_software
 from kempner.insight.doctor.facts.write_test import write_test
 
@@ -193,3 +193,21 @@ def test_the_dry_run_imports_torch_and_a_model_of_ones_own() -> None:
     assert (found.trouble, found.devices) == ("", 0)
     assert found.torch.startswith("2.")
     assert found.kempner
+
+
+@pytest.mark.parametrize(
+    ("said", "there"),
+    [
+        ("scontrol: fatal: Could not establish a configuration source", False),
+        ("slurm_load_ctl_conf error: Unable to contact slurm controller", True),
+    ],
+)
+def test_a_laptop_with_the_package_alone_has_no_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, there: bool
+) -> None:
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("kempner.insight.doctor.facts.slurm._CONFIGURATION", tmp_path / "none")
+    assert there_is_slurm({}) is there
+    assert there_is_slurm({"SLURM_CONF": "/somewhere"})

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,7 +72,8 @@ def test_ports_that_are_taken(site: Site, capsys: pytest.CaptureFixture[str]) ->
 def test_a_controller_that_is_away(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scontrol, "cluster_settings", partial(scontrol.cluster_settings, 0.0))
+    ask = scontrol.cluster_settings
+    monkeypatch.setattr(scontrol, "cluster_settings", lambda within=0.0: ask(0.0))
     site.slurm(away="")
     ((check, level, sentence),) = site.doctor(capsys, *IN_JOB).bad()
     assert (check, level) == ("Slurm", "fail")

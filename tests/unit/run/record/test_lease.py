@@ -21,6 +21,7 @@ from kempner.run.record.lease import (
     Holder,
     Lease,
     Seen,
+    ask_to_stop,
     is_owned,
     look,
     reason_to_take,
@@ -30,6 +31,7 @@ from kempner.run.record.lease import (
 from kempner.run.record.run_dir import RunDirectory
 
 ME = Holder("node1", "boot-a/1", 10, 500, "7", 1, "now", 0.3)
+SEEN = Seen(0, None, "")
 OTHER = replace(ME, pid=11, job=None, restarts=0)
 
 
@@ -213,3 +215,17 @@ def test_an_owner_is_known_by_its_process_here_and_by_its_beat_elsewhere(run: Ru
 
     assert not is_owned(run.supervisors)
     assert is_owned(run.supervisors, pause=renew)
+
+
+def test_a_request_to_stop_reaches_the_owner_of_that_moment_alone(run: RunDirectory) -> None:
+    lease = Lease.acquire(run, 0.3)
+    assert ask_to_stop(run.supervisors)
+    assert not ask_to_stop(run.supervisors)
+    wait_until(lambda: lease.stop_asked, "the owner sees it")
+    lease.release()
+    later = Lease.acquire(run, 0.3)
+    beats = lambda: (look(run.supervisors) or SEEN).beat  # noqa: E731
+    first = beats()
+    wait_until(lambda: beats() not in (first, "1"), "the next owner has looked")
+    assert not later.stop_asked
+    later.release()

@@ -1,0 +1,48 @@
+"""What a person calls a run: its directory, its name, or the Slurm job that it is in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kempner.cli.usage.words import usable_path
+from kempner.cluster.slurm.command import SHORTLY
+from kempner.insight.status.job import find_run
+from kempner.insight.status.runs import find_runs, places
+from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.run_dir import RunDirectory
+
+RUN = "A run's directory or name, or its Slurm job."
+"""The help of an argument that `run_of` takes."""
+
+RUN_METAVAR = "RUN_DIR|JOBID"
+
+
+def is_job(target: str) -> bool:
+    """Whether this is a Slurm job, or an element of an array, and not a file of that name."""
+    return bool(re.fullmatch(r"\d+(_\d+)?", target)) and not Path(target).exists()
+
+
+def named_run(target: str) -> RunDirectory:
+    """The run with this directory or name. Raises `UsageError` if there is none, or several."""
+    run = RunDirectory(usable_path(Path(target)))
+    if run.ledger.is_file():
+        return run
+    named = [] if "/" in target else [r for r in find_runs(places(Path())) if r.path.name == target]
+    if len(named) > 1:
+        raise UsageError(f"{target} may be {' or '.join(str(r.path) for r in named)}: name one")
+    if not named:
+        raise UsageError(
+            f"{target} is not a run: it has no ledger.jsonl; name <run.dir>/<run.name>, or a job id"
+        )
+    return named[0]
+
+
+def run_of(target: str, within: float = SHORTLY) -> RunDirectory:
+    """The run with this directory, name or job, which has begun. Raises `UsageError`."""
+    if not is_job(target):
+        return named_run(target)
+    run = find_run(target, find_runs(places(Path())), within)
+    if run is None or not run.ledger.is_file():
+        raise UsageError(f"job {target} has not started a run yet: `kempner status {target}`")
+    return run

@@ -1,0 +1,108 @@
+"""The logs of an attempt as lines for a person: what its processes log, and what they print."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from operator import attrgetter
+from pathlib import Path
+
+from kempner.run.output.logs import sentence
+from kempner.run.record.run_dir import RunDirectory
+
+SUPERVISOR = "supervisor"
+"""Whose lines they are that no rank has written."""
+
+_UNTIMED = "~"
+"""In place of a time, for what was printed: it sorts behind every time."""
+
+_NAME = re.compile(r"(?:rank-(?P<rank>\d+)|supervisor)\.(?:jsonl|out)")
+
+
+@dataclass(frozen=True)
+class LogText:
+    """A line, or several that belong together, of `source`; `time` is in ISO 8601, if it has one,
+    and sorts as text."""
+
+    time: str
+    source: str
+    text: str
+
+    def __str__(self) -> str:
+        clock = ""
+        if self.time != _UNTIMED:
+            clock = f" {datetime.fromisoformat(self.time).astimezone():%H:%M:%S}"
+        return "\n".join(f"[{self.source}]{clock} {line}" for line in self.text.splitlines())
+
+
+class AttemptLines:
+    """Reads the logs of an attempt again and again, each time only what is new.
+
+    `rank` is whose logs are read: of all ranks and the supervisor for None.
+    """
+
+    def __init__(self, run: RunDirectory, attempt: int, rank: int | None = None) -> None:
+        self.folder, self._rank = run.attempt(attempt), rank
+        self._read_up_to: dict[Path, int] = {}
+
+    def read(self) -> Iterator[LogText]:
+        """What was written since the last time: by time, then what was printed, by rank.
+
+        Raises `OSError`.
+        """
+        return heapq.merge(*map(self._new, self._files()), key=attrgetter("time"))
+
+    def _files(self) -> list[Path]:
+        try:
+            there = sorted(self.folder.iterdir())
+        except FileNotFoundError:
+            return []
+        return [path for path in there if self._is_wanted(path.name)]
+
+    def _is_wanted(self, name: str) -> bool:
+        found = _NAME.fullmatch(name)
+        if found is None:
+            return False
+        return self._rank is None or found["rank"] == f"{self._rank:05d}"
+
+    def _new(self, path: Path) -> Iterator[LogText]:
+        """The whole lines that a file has got; a line that is still being written waits."""
+        rank = path.name.removeprefix("rank-").partition(".")[0]
+        source = f"rank {int(rank)}" if rank.isdecimal() else SUPERVISOR
+        structured = path.suffix == ".jsonl"
+        try:
+            with path.open("rb") as file:
+                file.seek(self._read_up_to.get(path, 0))
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return
+                    self._read_up_to[path] = self._read_up_to.get(path, 0) + len(line)
+                    text = line.decode(errors="replace")
+                    yield _logged(text, source) if structured else _printed(text, source)
+        except FileNotFoundError:
+            return  # pruned meanwhile
+
+
+def _logged(line: str, source: str) -> LogText:
+    try:
+        event = json.loads(line)
+        time, level = datetime.fromisoformat(event["timestamp"]), event["level"]
+    except (ValueError, KeyError, TypeError):
+        return _printed(line, source)
+    event.pop("rank", None)
+    told = sentence(event)
+    loud = "" if level in ("debug", "info") else f"{level}: "
+    return LogText(time.isoformat(), source, f"{loud}{told}")
+
+
+def _printed(line: str, source: str) -> LogText:
+    return LogText(_UNTIMED, source, line.rstrip("\n"))
+
+
+def shown(texts: Iterable[LogText]) -> Iterator[str]:
+    """As `kempner logs` prints them; empty lines say nothing."""
+    return (str(text) for text in texts if text.text.strip())

@@ -1,0 +1,320 @@
+"""Decides how a batch script becomes one that survives: edits with reasons, or why it is left."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kempner.cluster.slurm import directives
+from kempner.cluster.slurm.directives import Directives
+from kempner.project.wrap import head
+from kempner.project.wrap.head import STOPS, Change
+from kempner.project.wrap.launchers import Kind, Start, kind_of, take_apart
+from kempner.project.wrap.shell import BACKGROUND, CannotWrapError, Command, Script, Word, parse
+
+SHELLS = ("bash", "sh", "dash", "ksh")
+
+WIDTH = 100
+"""Characters after which the options of kempner get another line."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a script is left as it is: one sentence."""
+
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """The script as it is to be; `reasons` are the lines that change in it, with why."""
+
+    text: bytes
+    reasons: tuple[tuple[int, str], ...]
+
+
+def wrap(text: bytes, python: str, file: str, line: int = 0) -> Wrapped | Refused:
+    """What becomes of a batch script, whose file is called `file`.
+
+    `python` is the interpreter with kempner. `line` is that of the training command, 0 to look for
+    it.
+    """
+    try:
+        return _wrap(text, python, file, line)
+    except CannotWrapError as error:
+        return Refused(str(error))
+
+
+def diff(before: bytes, wrapped: Wrapped, name: str) -> str:
+    """The change as a unified diff, for patch(1)."""
+    old, new = (
+        text.decode(errors="replace").splitlines(keepends=True) for text in (before, wrapped.text)
+    )
+    return "".join(difflib.unified_diff(old, new, name, name))
+
+
+def _wrap(text: bytes, python: str, file: str, line: int) -> Wrapped:
+    _check_kind(text, file)
+    try:
+        asked = directives.read(text)
+    except ValueError as error:
+        raise CannotWrapError(str(error)) from error
+    script = parse(text)
+    if script.wrong:
+        raise CannotWrapError(f"line {script.wrong} cannot be read as a command of bash")
+    _check_job(asked)
+    _check_commands(script.commands)
+    command = _training(script, line)
+    _check_place(command)
+    _check_arguments(command, script)
+    try:
+        start = take_apart(command, asked, script.variables)
+    except CannotWrapError as error:
+        joined = " " if re.match(r"(starts|gives|has|runs|takes) ", str(error)) else ": "
+        raise CannotWrapError(f"line {command.line}{joined}{error}") from error
+    name = _run_name(command, start, asked, file)
+    changes = head.complete(asked)
+    changes += _supervised(command, start, _supervise(python, name, start), script, text)
+    return Wrapped(_apply(text, changes), _reasons(text, changes))
+
+
+def _check_kind(text: bytes, file: str) -> None:
+    first = text.partition(b"\n")[0]
+    if first.endswith(b"\r"):
+        raise CannotWrapError(
+            "line 1 ends as lines of Windows do, which sbatch refuses: "
+            f"sed -i 's/\\r$//' {shlex.quote(file)}"
+        )
+    if not first.startswith(b"#!"):
+        raise CannotWrapError(
+            "line 1 is not `#!/bin/bash`, without which sbatch refuses the script"
+        )
+    words = first[2:].decode(errors="replace").split()
+    names = [word.rpartition("/")[2] for word in words if not word.startswith("-")]
+    shell = next((name for name in names if name != "env"), "")
+    if shell not in SHELLS:
+        raise CannotWrapError(
+            f"line 1 names {shell}, and kempner reads scripts of bash and sh only: write "
+            "#!/bin/bash, and the script in its words"
+        )
+
+
+def _check_job(asked: Directives) -> None:
+    for name in ("hetjob", "packjob"):
+        if found := asked.last(name):
+            raise CannotWrapError(
+                f"line {found.line} makes the job heterogeneous, and kempner cannot requeue a part "
+                "of one: ask for one set of resources"
+            )
+    if given := head.unknown_signal(asked):
+        raise CannotWrapError(
+            f"line {given.line} asks for a signal that stops nothing in kempner: write "
+            f"--signal={head.WARNING}"
+        )
+
+
+def _check_commands(commands: Sequence[Command]) -> None:
+    """Refuse what would come between kempner and the job."""
+    for command in commands:
+        values = [word.value or word.source for word in command.words]
+        if command.name == "trap" and (trapped := _trapped(values)):
+            raise CannotWrapError(
+                f"line {command.line} traps {trapped}, which is to reach kempner: delete the trap, "
+                "since kempner stops the program with a checkpoint and requeues the job"
+            )
+    for command in commands:
+        values = [word.value or word.source for word in command.words]
+        if command.name == "scontrol" and "requeue" in values:
+            raise CannotWrapError(
+                f"line {command.line} requeues the job, as kempner does: delete the line"
+            )
+        if command.name == "sbatch":
+            raise CannotWrapError(
+                f"line {command.line} submits a job, and kempner requeues this one: delete the "
+                "line, or the program would run twice"
+            )
+        if "supervise" in values and any(v.endswith("kempner") for v in values):
+            raise CannotWrapError(f"line {command.line} starts kempner already: nothing is missing")
+
+
+def _trapped(values: Sequence[str]) -> str:
+    """A stop signal that `trap` gives to a handler of the script's own; empty if it does not."""
+    if len(values) < 3 or values[1] in ("", "''", '""', "-"):
+        return ""
+    names = (value.upper().removeprefix("SIG") for value in values[2:])
+    numbers = {"15": "TERM", "2": "INT", "1": "HUP", "10": "USR1", "12": "USR2"}
+    return next((n for name in names if (n := numbers.get(name, name)) in STOPS), "")
+
+
+def _training(script: Script, line: int) -> Command:
+    """The command to be supervised: the one in `line`, or the one that is likely to train."""
+    if line:
+        on_line = [c for c in script.commands if c.line == line]
+        if not on_line:
+            raise CannotWrapError(f"line {line} does not begin a command")
+        return max(on_line, key=lambda c: kind_of(c, script.variables))
+    kinds = [(command, kind_of(command, script.variables)) for command in script.commands]
+    best = max((kind for _, kind in kinds), default=Kind.OTHER)
+    found = [command for command, kind in kinds if kind is best and kind is not Kind.OTHER]
+    if not found:
+        raise CannotWrapError(
+            "none of its lines starts Python, srun, torchrun or accelerate: name the line of the "
+            "training command with --line"
+        )
+    if len(found) > 1:
+        *most, last = [str(command.line) for command in found]
+        both = "both" if len(found) == 2 else "all"
+        raise CannotWrapError(
+            f"lines {', '.join(most)} and {last} {both} start a program: name the line of the one "
+            "to be supervised with --line, or give each a job of its own"
+        )
+    return found[0]
+
+
+def _check_place(command: Command) -> None:
+    """Refuse a command that cannot be the one that the job ends with."""
+    where = f"line {command.line}"
+    inside = command.within[-1] if command.within else ""
+    if inside == "a pipe":
+        raise CannotWrapError(
+            f"{where}: what the training command prints goes through a pipe, and so its exit code "
+            "is lost: take the pipe away, since --output of the job keeps what it prints"
+        )
+    if inside == "a loop":
+        raise CannotWrapError(
+            f"{where} starts the program within a loop, and a job that is started again would "
+            "begin with its first turn: make it a job array (#SBATCH --array), with one program in "
+            "each job"
+        )
+    if inside == BACKGROUND:
+        raise CannotWrapError(
+            f"{where} starts the program in the background, where no signal reaches it: take the & "
+            "away"
+        )
+    if inside:
+        raise CannotWrapError(f"{where} starts the program within {inside}: move it out of it")
+    if any(redirect.operator.startswith("<<") for redirect in command.redirects):
+        raise CannotWrapError(
+            f"{where}: {command.name} reads its commands from a here-document, which a supervised "
+            "command cannot: write them into a file, and start that"
+        )
+    if command.guards or not (command.alone or command.last):
+        raise CannotWrapError(
+            f"{where} has other commands behind the program: write them on lines of their own"
+        )
+
+
+def _check_arguments(command: Command, script: Script) -> None:
+    """Refuse what makes the command another one at each start: kempner knows a run by it."""
+    for word in _program(command):
+        if script.changes(word.source):
+            raise CannotWrapError(
+                f"line {command.line} gives the program {word.source}, which is another at each "
+                "start, so that kempner would take it for another run: take what stays the same "
+                "for a job, such as $SLURM_JOB_ID"
+            )
+
+
+def _program(command: Command) -> Sequence[Word]:
+    """The words behind the script or module that the command starts."""
+    for at, word in enumerate(command.words):
+        if (word.value or "").endswith(".py") or word.value == "-m":
+            return command.words[at + 1 :]
+    return ()
+
+
+def _run_name(command: Command, start: Start, asked: Directives, file: str) -> str:
+    """What the run must be called, since its command has no script to name it after."""
+    kept = [word.value or "" for word in command.words if word.start >= start.kept]
+    if any(word.endswith(".py") for word in kept):
+        return ""
+    name = asked.value("job-name") or file.rpartition("/")[2].rpartition(".")[0] or file
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
+
+
+def _supervise(python: str, name: str, start: Start) -> str:
+    """kempner's own words, with a line for options that are long."""
+    words = [shlex.quote(python), "-m kempner supervise --launcher srun"]
+    if name:
+        words.append(f"--run.name={name}")
+    if start.procs:
+        words.append(f"--slurm.procs={start.procs}")
+    if start.hosts:
+        words.append(f"--slurm.hosts={start.hosts}")
+    if start.srun_args:
+        listed = json.dumps(list(start.srun_args), separators=(",", ":"))
+        words.append("\\\n    " + shlex.quote(f"--slurm.srun_args={listed}"))
+    return " ".join(words) + " --"
+
+
+WAITING = """) &
+kempner=0; wait $! || kempner=$?
+while [ $kempner -gt 128 ] && kill -0 $! 2>/dev/null; do kempner=0; wait $! || kempner=$?; done
+[ $kempner -eq 0 ] || exit $kempner"""
+"""What follows a program that the script waits for. Each signal ends a `wait`; if the script ended
+before kempner, Slurm would kill it while it has the job requeued."""
+
+EXPLAINED = "kempner starts the ranks, stops them with a checkpoint and has the job requeued"
+
+
+def _supervised(
+    command: Command, start: Start, supervise: str, script: Script, text: bytes
+) -> list[Change]:
+    """Put kempner before the program, as the batch process or as one that hears its warnings."""
+    traps_exit = any(c.name == "trap" and len(c.words) > 2 for c in script.commands)
+    own = "".join(f"{word} " for word in start.command)
+    first = command.words[0].start
+    changes = _appending(command)
+    if command.last and not traps_exit:
+        trap = "trap '' TERM  # a warning must not end the job before kempner is there\n"
+        return [
+            Change(command.head, command.head, trap, ""),
+            Change(first, start.kept, f"exec {supervise} \\\n    {own}", EXPLAINED),
+            *changes,
+        ]
+    if not command.alone:
+        raise CannotWrapError(
+            f"line {command.line} has other commands before the program: write them on lines of "
+            "their own"
+        )
+    told = "trap 'kill -TERM $!' TERM  # this shell passes the warning on\n(trap '' TERM; "
+    waited = "what follows runs once the program is complete"
+    return [
+        Change(command.head, command.head, told, ""),
+        Change(first, start.kept, f"exec {supervise} \\\n    {own}", EXPLAINED),
+        *changes,
+        Change(command.tail, command.tail, WAITING, waited),
+    ]
+
+
+def _appending(command: Command) -> list[Change]:
+    """A file that the program's output goes to must keep what it said before a requeue."""
+    longer = {">": ">>", "&>": "&>>", ">|": ">>"}
+    return [
+        Change(
+            redirect.start,
+            redirect.end,
+            longer[redirect.operator],
+            f"{redirect.file} would be emptied at each start",
+        )
+        for redirect in command.redirects
+        if redirect.operator in longer and redirect.file != "/dev/null"
+    ]
+
+
+def _apply(text: bytes, changes: Sequence[Change]) -> bytes:
+    """The script after all of them. Those at the same place are made in their order."""
+    made, at = b"", 0
+    for change in sorted(changes, key=lambda each: (each.start, each.end)):
+        made += text[at : change.start] + change.text.encode(errors="surrogateescape")
+        at = change.end
+    return made + text[at:]
+
+
+def _reasons(text: bytes, changes: Sequence[Change]) -> tuple[tuple[int, str], ...]:
+    told = [(text.count(b"\n", 0, change.start) + 1, change.reason) for change in changes]
+    return tuple((line, reason) for line, reason in told if reason)

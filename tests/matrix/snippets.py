@@ -19,6 +19,7 @@ ELSEWHERE = {
     "train: tests/unit/checkpoint/convert",
     "docs/data.md: from kempner import ResumableBatchSampler, ResumableDataLoader": "saves by "
     "itself: tests/unit/data",
+    "docs/wrap.md: ++ job.sbatch": "a batch script: tests/unit/project/test_wrap.py",
     "docs/submit.md: import kempner": "tests/distributed/jobs/test_submit.py",
     "docs/migration.md: import kempner": "tests/pages/test_migration.py",
     "docs/migration.md: import torch": "tests/pages/test_migration.py",

@@ -18,6 +18,14 @@ CTRL_C, CTRL_Q, CTRL_S, CTRL_Z, ENTER = b"\x03", b"\x11", b"\x13", b"\x1a", b"\n
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
 
 
+def lines_of(shown: bytes) -> list[str]:
+    """The lines that were shown, also those that others have overwritten, without colours, and
+    without the echo of a Ctrl-C.
+    """
+    text = _CONTROLS.sub("", shown.decode(errors="replace")).replace("^C", "\n")
+    return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+
+
 @dataclass
 class Terminal:
     """A terminal with a session of its own in it, which runs a command of the shell."""
@@ -64,11 +72,8 @@ class Terminal:
         return bytes(self.shown)
 
     def lines(self) -> list[str]:
-        """The lines that were shown, also those that others have overwritten, without colours, and
-        without the echo of a Ctrl-C.
-        """
-        text = _CONTROLS.sub("", self.look().decode(errors="replace")).replace("^C", "\n")
-        return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+        """The lines that were shown until now."""
+        return lines_of(self.look())
 
     def type(self, keys: bytes) -> None:
         """Press keys."""

@@ -24,7 +24,7 @@ from kempner.model.spec.communication_choice import (
 from kempner.model.spec.mesh import ranks_on_a_node, resolve_mesh
 from kempner.model.spec.shape import Shape, count_parameters
 from kempner.run.output.logs import logger
-from kempner.run.output.words import counted
+from kempner.run.output.units import count, size_text
 from kempner.run.record.run_dir import RunDirectory
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration in TOML.")]
@@ -93,7 +93,7 @@ def check(
     if job is not None and not known:
         typer.echo(needs(config, ready.vocab_size, job))
     if world is not None:
-        typer.echo(f"mesh of {counted(world, 'rank')}: {resolve_mesh(config, world)}")
+        typer.echo(f"mesh of {count(world, 'rank')}: {resolve_mesh(config, world)}")
     typer.echo(f"ok: {file}: {summary(config, ready.vocab_size)}")
 
 
@@ -149,20 +149,16 @@ def needs(config: Config, vocab_size: int, job: Job) -> str:
     )
     choice = choose(config, situation)
     memory = needed_memory(config, situation, shape, choice)
-    parts = ", ".join(f"{name} {_gb(size)}" for name, size in asdict(memory).items() if size)
-    ranks = counted(job.world, "rank")
-    lines = [f"one of {ranks} needs about {_gb(memory.total)} on its device: {parts}"]
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in asdict(memory).items() if size)
+    rank = "the rank" if job.world == 1 else f"one of {job.world:,} ranks"
+    lines = [f"{rank} needs about {size_text(memory.total)} on its device: {parts}"]
     if mesh.world > 1:
         traffic = step_traffic(config, situation, shape, choice)
-        among = f"{_gb(traffic.within)} among its {job.ranks_per_node} ranks"
+        among = f"{size_text(traffic.within)} among its {job.ranks_per_node} ranks"
         if job.world > job.ranks_per_node:
-            among = f"{_gb(traffic.between)} to other nodes and {among}"
+            among = f"{size_text(traffic.between)} to other nodes and {among}"
         lines += [
             f"communication: {choice.describe()}: {choice.reason}",
             f"in a step each node sends {among}",
         ]
     return "\n".join(lines)
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB"

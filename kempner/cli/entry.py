@@ -34,7 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         if armed and arguments is None:
             _run_and_leave(given)
-        sys.exit(_run(given))
+        code = _run(given)
+        if arguments is None and "torch" in sys.modules:
+            from kempner.run.output.console import leave
+
+            leave(code)  # to tear torch down would keep the shell waiting for a second
+        sys.exit(code)
     finally:
         gc.enable()
 

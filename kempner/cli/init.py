@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
+from kempner.cli.progress import busy
 from kempner.project.site import Request, Site, choose
 from kempner.project.texts import CONFIG, project_files
-from kempner.run.output.words import counted
+from kempner.run.output.units import count
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +34,8 @@ def _init(
     from kempner.project.ask_site import find_site
     from kempner.project.write import read_templates, write_project
 
-    site = find_site()
+    with busy("asking about this site"):
+        site = find_site()
     texts = project_files(site, read_templates())
     kept = write_project(folder, texts)
     for line in report(folder, texts, kept, site):
@@ -72,7 +74,7 @@ def _scripts(site: Site, request: Request | None) -> str:
         return f"for any cluster, since {site.trouble}"
     account = f", account {request.account}" if request.account else ""
     others = len({kind.partition for kind in request.others} - {request.kind.partition})
-    more = f"; {counted(others, 'other partition')} in its comments" if others else ""
+    more = f"; {count(others, 'other partition')} in its comments" if others else ""
     return f"for partition {request.kind.described()}{account}{more}"
 
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kempner.cli.progress import bar
+from kempner.cli.progress import bar, busy
+from kempner.run.output.units import count
 from kempner.run.process.exit_codes import ExitCode
+from kempner.training.observe.progress_bar import SteadyConsole
 
 if TYPE_CHECKING:
     from kempner.data.prepare.pipeline import Prepared
@@ -56,9 +58,10 @@ def _prepare(
     ] = None,
 ) -> ExitCode:
     """Turn text into token files; after an interruption, run it again to continue."""
-    from kempner.data.prepare.pipeline import prepare
+    with busy("starting"):
+        from kempner.data.prepare.pipeline import prepare
 
-    console = Console(stderr=True)
+    console = SteadyConsole(stderr=True)
     try:
         with _reporter(console) as on_progress:
             prepared = prepare(
@@ -109,8 +112,8 @@ def _summary(out: Path, prepared: Prepared) -> str:
     kept = 0 if prepared.was_finished else prepared.kept
     facts = [
         f"{index.tokens:,} tokens",
-        f"{index.documents:,} documents",
-        f"{len(index.shards):,} token files",
+        count(index.documents, "document"),
+        count(len(index.shards), "token file"),
         f"{index.tokenizer.kind} tokenizer of {index.vocab_size:,} tokens in {index.dtype}",
     ]
     bad = sum(shard.bad_lines for shard in index.shards)

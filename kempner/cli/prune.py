@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from kempner.cli.checkpoint.inspect import in_units, since
+from kempner.cli.checkpoint.inspect import since
+from kempner.run.output.units import size_text
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.retry import describe
 from kempner.run.record.attempt_logs import (
@@ -73,7 +74,7 @@ def prune(
         typer.echo(_row(run, fate, now, dry_run).rstrip())
     going = [fate.logs.bytes for fate in fates if fate.goes]
     done = "would go, which frees" if dry_run else "deleted, which freed"
-    typer.echo(f"{len(going)} of {len(fates)} attempts {done} {in_units(sum(going))}")
+    typer.echo(f"{len(going)} of {len(fates)} attempts {done} {size_text(sum(going))}")
 
 
 def _delete(folder: Path) -> None:
@@ -86,7 +87,7 @@ def _delete(folder: Path) -> None:
 def _row(run: RunDirectory, fate: Fate, now: float, dry_run: bool) -> str:
     verb = ("would go" if dry_run else "gone") if fate.goes else "stays"
     name = run.attempt(fate.logs.number).relative_to(run.path)
-    age, size = since(now - fate.logs.written), in_units(fate.logs.bytes)
+    age, size = since(now - fate.logs.written), size_text(fate.logs.bytes)
     return f"{verb:<8}  {name!s:<14}  {age:>6}  {size:>10}  {fate.why}"
 
 

@@ -23,6 +23,7 @@ from kempner.cli.checkpoint.trained_on import (
     load_model,
     recorded_shape,
 )
+from kempner.cli.progress import busy
 from kempner.run.process.exit_codes import UsageError
 
 
@@ -66,12 +67,14 @@ def sample(
         text = find_text(directory, chosen, manifest, data)
         shape = recorded_shape(chosen, manifest, text.seq_len)
         ids = _encoded(prompt, text)
-        import torch
+        with busy("importing torch"):
+            import torch
+
+            from kempner.model.generate import generate
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = load_model(chosen, manifest, shape, text.dtype, device)
-
-    from kempner.model.generate import generate
+        with busy(f"loading {chosen.name}"):
+            model = load_model(chosen, manifest, shape, text.dtype, device)
 
     generator = torch.Generator(device)
     if seed is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import typer
 
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
+from kempner.cli.progress import busy
 from kempner.cli.usage.words import overrides
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
@@ -15,7 +18,7 @@ from kempner.run.output.console import expect_a_line_for_now, say
 from kempner.run.output.logs import logger
 from kempner.run.process.retry import storage_waits
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory
-from kempner.training.rank_link.rank_link import open_rank_link
+from kempner.training.rank_link.rank_link import RankLink, open_rank_link
 from kempner.training.rank_link.shutdown import ShutdownHandler
 
 
@@ -40,12 +43,17 @@ def train(context: typer.Context, file: ConfigFile) -> None:
     else:  # after a node was lost, a supervisor may start fewer
         refuse_absent_ranks(config.resilience.faults, rank_link.world.size)
         resolve_mesh(config, rank_link.world.size)
-    if rank_link.launch is None and rank_link.world.size == 1:
+    if _is_alone(rank_link):
         storage_waits().configure(config.resilience.patience, shutdown.should_shutdown)
         _check(config, rank_link.run)
-    from kempner.training.main import main
+    with busy("importing torch") if _is_alone(rank_link) else nullcontext():
+        from kempner.training.main import main
 
     main(config, rank_link, shutdown)
+
+
+def _is_alone(rank_link: RankLink) -> bool:
+    return rank_link.launch is None and rank_link.world.size == 1
 
 
 def _check(config: Config, run: RunDirectory) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kempner.model.attention import KVCache
 from kempner.model.transformer import Transformer
 
 _COLD = 1e-5
@@ -26,8 +27,9 @@ def generate(
 ) -> Iterator[int]:
     """The tokens that a model adds to a prompt, without end.
 
-    Every token is computed from the last `context` ones afresh, without a key-value cache. The
-    model's mode is left as it is: call `eval()` first if it has dropout.
+    Each costs the forward of one token, since keys and values are cached. Once `context` tokens are
+    held, the oldest quarter of them is forgotten and the others are read again. The model's mode is
+    left as it is: call `eval()` first if it has dropout.
 
     Args:
         model: an unsharded model.
@@ -40,11 +42,19 @@ def generate(
         generator: source of randomness, on the model's device; the global one when None.
     """
     tokens = prompt[-context:]
+    cache = _empty_cache(model, context)
     while True:
-        logits = model(tokens[None])[0, -1]
+        logits = model(tokens[None], cache=cache)[0, -1]
         drawn = _draw(logits, temperature, top_k, top_p, generator)
         yield int(drawn)
-        tokens = torch.cat((tokens, drawn))[-context:]
+        tokens = torch.cat((tokens, drawn))
+        if tokens.numel() > context:
+            tokens = tokens[max(1, context // 4) :]
+            cache = _empty_cache(model, context)
+
+
+def _empty_cache(model: Transformer, context: int) -> list[KVCache]:
+    return [KVCache(context) for _ in model.layers]
 
 
 def _draw(

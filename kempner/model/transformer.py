@@ -11,7 +11,7 @@ exchanged with Hugging Face by renaming alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kempner.model import fused
 from kempner.model.activation_checkpointing import Mode, checkpointed
-from kempner.model.attention import Mask, attend, document_mask
+from kempner.model.attention import KVCache, Mask, attend, document_mask
 from kempner.model.loss import cross_entropy, linear_cross_entropy
 from kempner.model.spec.shape import RopeScaling, Shape
 
@@ -88,7 +88,9 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
         self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps) if shape.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, cache: KVCache | None = None
+    ) -> Tensor:
         projections = (self.wq, self.wk, self.wv)
         projected = (
             fused.project(x, *(p.weight for p in projections))
@@ -101,7 +103,10 @@ class Attention(nn.Module):
             q = self.q_norm(q.to(self.q_norm.weight.dtype))
             k = self.k_norm(k.to(self.k_norm.weight.dtype))
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
-        attended = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask, self.grouped)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        attended = attend(q, k, v, mask, self.grouped)
         mixed: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
         return mixed
 
@@ -140,22 +145,28 @@ class Block(nn.Module):
         self.ffn = FeedForward(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, cache: KVCache | None = None
+    ) -> Tensor:
         # An evaluation must not begin by compiling what it needs without gradients.
         if self.compiled is None or not torch.is_grad_enabled():
-            return self.run(x, cos, sin, mask)
+            return self.run(x, cos, sin, mask, cache)
         return self.compiled(x, cos, sin, mask)
 
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+    def run(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, cache: KVCache | None = None
+    ) -> Tensor:
         """The block itself, keeping for its backward what `checkpointing` says."""
         if self.checkpointing is None or not torch.is_grad_enabled():
-            return self._computed(x, cos, sin, mask)
+            return self._computed(x, cos, sin, mask, cache)
         draws = self.dropout.p > 0
         return checkpointed(self.checkpointing, self._computed, x, cos, sin, mask, draws=draws)
 
-    def _computed(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+    def _computed(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, cache: KVCache | None = None
+    ) -> Tensor:
         normed = fused.rms_norm(x, self.attention_norm)
-        x = x + self.dropout(self.attention(normed, cos, sin, mask))
+        x = x + self.dropout(self.attention(normed, cos, sin, mask, cache))
         fed = self.ffn(fused.rms_norm(x, self.ffn_norm), self.checkpointing == "full")
         deeper: Tensor = x + self.dropout(fed)
         return deeper
@@ -218,7 +229,9 @@ class Transformer(nn.Module):
         """`layers`, by their type."""
         return [layer for layer in self.layers if isinstance(layer, Block)]
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, cache: Sequence[KVCache] | None = None
+    ) -> Tensor:
         """Logits of the next token at every position; with targets, what they cost.
 
         The loss is computed here, where a sharded output projection is gathered.
@@ -226,18 +239,22 @@ class Transformer(nn.Module):
         Args:
             tokens: int64, [batch, seq], seq at most `shape.max_seq_len`.
             targets: int64, [batch, seq], `IGNORE` where there is none.
+            cache: one for each block. The tokens that it holds are not computed again, and get no
+                logits: all of them, or all but the last one, are new.
 
         Returns:
             float32, [batch, seq, vocab_size]; with targets a scalar, the cross entropy in nats
             summed over all that have one.
         """
         if self.autocast_dtype is None:
-            return self._computed(tokens, targets)
+            return self._computed(tokens, targets, cache)
         with torch.autocast(tokens.device.type, self.autocast_dtype):
-            return self._computed(tokens, targets)
+            return self._computed(tokens, targets, cache)
 
-    def _computed(self, tokens: Tensor, targets: Tensor | None) -> Tensor:
-        hidden = self._hidden(tokens)
+    def _computed(
+        self, tokens: Tensor, targets: Tensor | None, cache: Sequence[KVCache] | None
+    ) -> Tensor:
+        hidden = self._hidden(tokens, cache)
         weight = self.embed.weight if self.output is None else self.output.weight
         if self.vocabulary is not None:
             if targets is None:
@@ -254,13 +271,15 @@ class Transformer(nn.Module):
         logits = self._of_tokens(F.linear(hidden, weight).float())
         return logits if targets is None else cross_entropy(logits, targets)
 
-    def _hidden(self, tokens: Tensor) -> Tensor:
-        """What the output projection gets: [batch, seq, dim]."""
-        cos, sin = self.rotary[:, : tokens.shape[1]]
-        mask = None if self.document_end is None else document_mask(tokens, self.document_end)
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, cos, sin, mask)
+    def _hidden(self, tokens: Tensor, cache: Sequence[KVCache] | None) -> Tensor:
+        """What the output projection gets: [batch, seq, dim] of the tokens that are not cached."""
+        known = cache[0].length if cache else 0
+        cos, sin = self.rotary[:, known : tokens.shape[1]]
+        end = self.document_end
+        mask = None if end is None else document_mask(tokens, end, known)
+        x = self.embed(tokens[:, known:])
+        for number, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, mask, None if cache is None else cache[number])
         # Before the output projection is used: where sharded, this gathers it, too.
         return fused.rms_norm(x, self.norm)
 

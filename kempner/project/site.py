@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kempner.run.output.words import counted
+from kempner.run.output.units import count
 
 DAY = 24 * 60 * 60
 """Seconds that a job asks for where the partition allows it."""
@@ -31,10 +31,10 @@ class NodeKind:
 
     def described(self) -> str:
         """Such as `low (default): 8 nodes of 4 GPUs and 8 CPUs, at most 2:00:00`."""
-        gpus = f"{counted(self.gpus, 'GPU')} and " if self.gpus else ""
+        gpus = f"{count(self.gpus, 'GPU')} and " if self.gpus else ""
         parts = [
             f"{self.partition}{' (default)' if self.default else ''}: "
-            f"{counted(self.count, 'node')} of {gpus}{counted(self.cpus, 'CPU')}",
+            f"{count(self.count, 'node')} of {gpus}{count(self.cpus, 'CPU')}",
             "" if self.limit == "infinite" else f"at most {self.limit}",
             "" if self.up else "down",
         ]

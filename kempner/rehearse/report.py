@@ -7,7 +7,7 @@ from pathlib import Path
 from kempner.rehearse.judge import Findings, Row, Verdict, judge, shown
 from kempner.rehearse.rehearsal import Seen
 from kempner.rehearse.words import explain
-from kempner.run.output.words import counted
+from kempner.run.output.units import count
 from kempner.run.process.exit_codes import ExitCode
 
 COLUMNS = ("samples", "losses", "rate", "evaluation", "weights", "names", "generators", "variables")
@@ -29,7 +29,7 @@ def report(seen: Seen, size: int) -> tuple[str, ExitCode]:
 
 
 def _verdict(seen: Seen, findings: Findings, size: int) -> str:
-    ranks = counted(size, "rank")
+    ranks = count(size, "rank")
     over = f"{seen.undisturbed.last} steps on {ranks}"
     match findings.verdict:
         case Verdict.EXACT:

@@ -77,6 +77,9 @@ class UserAsked:
     received: Received
 
 
+_UNEXPLAINED = (StopReason.SIGNAL, StopReason.PEER_STOPPED)
+"""Of these Slurm may know the reason."""
+
 AttemptEvent: TypeAlias = Received | UserAsked | RankExit | News | JobSeen
 
 
@@ -393,7 +396,7 @@ class AttemptFollower:
             logger().warning(f"{standing.sentence}: stopping after this step, with a checkpoint")
         told = StopRequested(standing.reason.label, standing.sentence, round(seconds_left, 1))
         self._stop.unrecorded = (told, now)
-        if self.job.id is None or standing.reason is not StopReason.SIGNAL:
+        if self.job.id is None or standing.reason not in _UNEXPLAINED:
             self._record_stop()
 
     def _record_stop(self, now: float = inf) -> None:
@@ -427,6 +430,7 @@ class AttemptFollower:
             # What the ranks have said of it meanwhile is better than that one of them was asked.
             reason = self._stop.said or StopReason.PEER_STOPPED
             sentence = f"rank {end.rank} was asked to stop"
+            self.job.look()  # a preemption signals the ranks alone
             self.ask_to_stop(StopOrder(reason, sentence, self._life.graces[Deadline.STOP]))
         if end.code == ExitCode.STOPPED and self.roster.left_early(end):
             # Others may have met it a moment before: no order frees them, since they wait for it.

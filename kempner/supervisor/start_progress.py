@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 
 from kempner.run.control.protocol import Phase
-from kempner.run.output.console import erase_line, leave_line_to_others, say, show_for_now
-from kempner.run.output.words import counted
+from kempner.run.output.console import (
+    can_rewrite,
+    erase_line,
+    leave_line_to_others,
+    say,
+    show_for_now,
+)
+from kempner.run.output.units import count
 
 _ON_THE_WAY = (Phase.START, Phase.RENDEZVOUS, Phase.LOAD)
 """The phases before the first step, in their order."""
@@ -19,9 +26,9 @@ def describe_start(size: int, phases: Collection[Phase], last_step: int | None) 
     """
     if any(phase not in _ON_THE_WAY for phase in phases):
         return ""
-    ranks = counted(size, "rank")
-    if len(phases) < size:
-        return f"starting {ranks}"
+    ranks = count(size, "rank")
+    if len(phases) < size:  # until a fork server, which imports torch for all, has done so
+        return f"starting {ranks}: importing torch"
     match min(phases, key=_ON_THE_WAY.index):
         case Phase.START:
             return f"{ranks}: importing torch"
@@ -33,18 +40,25 @@ def describe_start(size: int, phases: Collection[Phase], last_step: int | None) 
 
 
 class StartProgress:
-    """One line on a terminal, a few in a file; silent once training has begun.
+    """One line on a terminal, with the seconds since the start, a few in a file; silent once
+    training has begun.
 
     Of a program of the user's own, which prints what it likes, nothing but its start is told.
     """
 
-    def __init__(self, size: int, last_step: int | None, ours: bool) -> None:
-        self._size, self._last_step = size, last_step
-        self._shown, self._over = "", not ours
+    def __init__(
+        self,
+        size: int,
+        last_step: int | None,
+        ours: bool,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._size, self._last_step, self._now = size, last_step, now
+        self._shown, self._over, self._began = "", not ours, now()
         if ours:
             self.update(())
         else:
-            say(describe_start(size, (), None))
+            say(f"starting {count(size, 'rank')}")
 
     def update(self, phases: Collection[Phase]) -> None:
         """Show where the ranks are that have connected, if that is news."""
@@ -54,7 +68,11 @@ class StartProgress:
         if not line:
             self._over = True
             leave_line_to_others(True)  # rank 0 shows its own there
-        elif line != self._shown:
+            return
+        seconds = int(self._now() - self._began)
+        if seconds and can_rewrite():
+            line = f"{line}, {seconds} s"
+        if line != self._shown:
             self._shown = line
             show_for_now(line)
 

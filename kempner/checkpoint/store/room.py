@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kempner.run.output.units import size_text
+
 
 @dataclass(frozen=True)
 class Room:
@@ -22,20 +24,17 @@ def judge_room(free: int, size: int, there: int, keep: int) -> Room:
     `keep` of them stay, `there` are there already, and the next one is written before the oldest
     is deleted.
     """
+    one, left = size_text(size), size_text(free)
     if free < size:
         return Room(
-            f"a checkpoint needs about {_gb(size)}, and {_gb(free)} are free: free disk space, or "
-            "set checkpoint.dir to a larger disk",
+            f"a checkpoint needs about {one}, and {left} are free: free disk space, or set "
+            "checkpoint.dir to a larger disk",
             refused=True,
         )
     more = max(1, keep + 1 - there)
     if free < more * size:
         return Room(
-            f"{_gb(free)} are free, and {more} more checkpoints of about {_gb(size)} are to come: "
-            "free disk space, or lower checkpoint.keep_last"
+            f"{left} are free, and {more} more checkpoints of about {one} are to come: free disk "
+            "space, or lower checkpoint.keep_last"
         )
     return Room()
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -17,7 +17,7 @@ from kempner.checkpoint.store.read_marker import reading_at
 from kempner.cli.checkpoint import inspect
 from kempner.cli.checkpoint.convert import warn_unmarked
 from kempner.cli.checkpoint.hugging_face import has_weights, matching_names, needless
-from kempner.cli.progress import counter
+from kempner.cli.progress import busy, counter
 from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.run.process.exit_codes import ExitCode
 
@@ -70,7 +70,8 @@ def compare(
 
 @contextmanager
 def _open(path: Path) -> Iterator[Side]:
-    from kempner.checkpoint.compare import sides
+    with busy("importing torch"):
+        from kempner.checkpoint.compare import sides
 
     if has_weights(path):
         yield sides.safetensors(path)

@@ -22,7 +22,7 @@ from kempner.cli.checkpoint.hugging_face import (
     read_model,
 )
 from kempner.cli.checkpoint.trained_on import Data
-from kempner.cli.progress import counter
+from kempner.cli.progress import busy, counter
 from kempner.cluster.machine.rlimits import raise_open_file_limit
 from kempner.run.process.exit_codes import UsageError, cannot_write
 
@@ -96,9 +96,10 @@ def export(
     raise_open_file_limit()
     chosen = pick(*locate(directory), step)
 
-    from kempner.checkpoint.convert.export import export_dcp, export_safetensors, export_torch
-    from kempner.checkpoint.convert.export import model_tensors as weights
-    from kempner.checkpoint.convert.tensor_copy import Source, total
+    with busy("importing torch"):
+        from kempner.checkpoint.convert.export import export_dcp, export_safetensors, export_torch
+        from kempner.checkpoint.convert.export import model_tensors as weights
+        from kempner.checkpoint.convert.tensor_copy import Source, total
 
     missing = ""
     with reading_at(chosen, warn_unmarked):
@@ -184,9 +185,10 @@ def _one_of(given: Mapping[str, Path | None]) -> Path:
 def _import_hugging_face(
     source: Path, folder: Path, step: int | None, cursor: int | None, vocab_multiple: int
 ) -> None:
-    from kempner.checkpoint.convert.import_safetensors import import_weights
-    from kempner.checkpoint.convert.tensor_copy import total
-    from kempner.checkpoint.format.train_state import TrainState
+    with busy("importing torch"):
+        from kempner.checkpoint.convert.import_safetensors import import_weights
+        from kempner.checkpoint.convert.tensor_copy import total
+        from kempner.checkpoint.format.train_state import TrainState
 
     section, weights = read_model(source, vocab_multiple)
     state = TrainState(step or 0, cursor or 0)
@@ -211,7 +213,8 @@ def _own_checkpoint(source: Path) -> Path | None:
 
 
 def _import_own(checkpoint: Path, folder: Path, step: int | None, cursor: int | None) -> None:
-    from kempner.checkpoint.convert.import_own import import_own, place_of
+    with busy("importing torch"):
+        from kempner.checkpoint.convert.import_own import import_own, place_of
 
     with reading_at(checkpoint, warn_unmarked):
         manifest = place_of(read(checkpoint), step, cursor)
@@ -228,9 +231,10 @@ def _import_own(checkpoint: Path, folder: Path, step: int | None, cursor: int | 
 
 
 def _import_stock(source: Path, folder: Path, step: int | None, cursor: int | None) -> None:
-    from kempner.checkpoint.convert.import_dcp import Foreign, import_dcp
-    from kempner.checkpoint.convert.key_map import listed
-    from kempner.checkpoint.convert.tensor_copy import total
+    with busy("importing torch"):
+        from kempner.checkpoint.convert.import_dcp import Foreign, import_dcp
+        from kempner.checkpoint.convert.key_map import listed
+        from kempner.checkpoint.convert.tensor_copy import total
     from kempner.checkpoint.format.contents import Saved
     from kempner.checkpoint.format.train_state import TrainState
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kempner.checkpoint.format.manifest import Manifest, rank_of, read
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
@@ -23,7 +22,9 @@ from kempner.checkpoint.store.retention import Keep, expendable
 from kempner.checkpoint.store.retention import prune as delete
 from kempner.cli.progress import bar
 from kempner.insight.words import spans
+from kempner.run.output.units import size_text
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, ExitCode, UsageError
+from kempner.training.observe.progress_bar import SteadyConsole
 
 Folder = Annotated[
     Path,
@@ -143,7 +144,7 @@ def _row(item: Item, now: float) -> str:
     notes = "; ".join(filter(None, (item.note, item.problem)))
     if item.manifest is None:
         return f"{item.step:>10}  {'-':>7}  {'-':>10}  {'-':>5}  {'-':<10}  {notes}"
-    age, size = since(now - item.manifest.created), in_units(_bytes(item.manifest))
+    age, size = since(now - item.manifest.created), size_text(_bytes(item.manifest))
     world = item.manifest.identity.world
     return f"{item.step:>10}  {age:>7}  {size:>10}  {world:>5}  {_verified(item, now):<10}  {notes}"
 
@@ -161,7 +162,7 @@ def _report(path: Path, damages: list[Damage]) -> None:
     except DataError as error:
         typer.echo(f"{path.name}: damaged\n  {error}")
         return
-    world, size = manifest.identity.world, in_units(_bytes(manifest))
+    world, size = manifest.identity.world, size_text(_bytes(manifest))
     verdict = "damaged" if damages else "ok"
     typer.echo(f"{path.name}: {verdict} (world {world}, {size})")
     for line in _by_rank(manifest, damages) if damages else ():
@@ -197,7 +198,7 @@ def _progress(path: Path) -> Iterator[Callable[[int], None]]:
     except DataError:
         total = 0  # it is not read either
     done, lock = 0, threading.Lock()
-    with bar(Console(stderr=True), f"reading {path.name}") as show:
+    with bar(SteadyConsole(stderr=True), f"reading {path.name}") as show:
 
         def count(length: int) -> None:
             nonlocal done
@@ -218,12 +219,3 @@ def since(seconds: float) -> str:
     if hours >= 48:
         return f"{hours // 24} d"
     return f"{hours} h" if hours else f"{minutes} min" if minutes else f"{int(seconds)} s"
-
-
-def in_units(size: float) -> str:
-    """A number of bytes, in words."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

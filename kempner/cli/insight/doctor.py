@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
+from kempner.cli.progress import busy
 from kempner.cli.usage.words import overrides
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.errors import ConfigError
@@ -86,8 +87,7 @@ def doctor(
         patient = _before_launch(config, run, script, nproc)
     supervisor = Supervisor(lambda: _would_start(config, run), _lead)
     with _tidy_when_ended():
-        findings = examine(patient, supervisor)
-    return _tell(findings, as_json)
+        return _tell(examine(patient, supervisor, looking=busy), as_json, patient.nodes)
 
 
 @contextmanager
@@ -123,9 +123,9 @@ def _world_of(allocation: Allocation) -> World:
 def _before_launch(
     config: Config, run: RunDirectory, script: Path | None, nproc: int | None
 ) -> Patient:
-    usual = script is None and nproc is None and shutil.which("sbatch") and USUAL_SCRIPT.is_file()
-    if usual and there_is_slurm():
-        script = USUAL_SCRIPT
+    if script is None and nproc is None and shutil.which("sbatch") and USUAL_SCRIPT.is_file():
+        with busy("asking Slurm"):
+            script = USUAL_SCRIPT if there_is_slurm() else None
     plan = None if script is None else _plan(script)
     if plan is None:
         return Patient(
@@ -161,14 +161,22 @@ def _lead(save: float) -> float:
     return stop_lead(Durations((SaveSeconds(0.0, save, 0.0),)), 0.0, None, exit_margin((), None))
 
 
-def _tell(findings: list[Finding], as_json: bool) -> int:
-    level = worst(findings)
+def _tell(findings: Iterable[Finding], as_json: bool, asked: Collection[str] = ()) -> int:
+    """Print each finding as it comes; the exit code of all."""
+    told = list[Finding]()
+    each = _keeping(findings, told)
     if as_json:
-        told = {"level": level.value, "findings": [each.to_json() for each in findings]}
-        typer.echo(json.dumps(told, indent=2))
+        plain = [one.to_json() for one in each]
+        typer.echo(json.dumps({"level": worst(told).value, "findings": plain}, indent=2))
     elif sys.stdout.isatty():
-        show(findings, Console())
+        show(each, asked, Console())
     else:
-        for line in lines(findings):
+        for line in lines(each, asked):
             typer.echo(line)
-    return ExitCode.USAGE if level is Level.FAIL else ExitCode.COMPLETED
+    return ExitCode.USAGE if worst(told) is Level.FAIL else ExitCode.COMPLETED
+
+
+def _keeping(findings: Iterable[Finding], kept: list[Finding]) -> Iterator[Finding]:
+    for each in findings:
+        kept.append(each)
+        yield each

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import typer
 
+from kempner.cli.progress import busy
 from kempner.model.spec.experts import Division, ExpertModel, divide_experts, fits
 from kempner.model.spec.hardware import Gpu, find_gpu
-from kempner.run.output.words import counted
+from kempner.run.output.units import count
 from kempner.run.process.exit_codes import ExitCode
 
 
@@ -21,9 +22,10 @@ def divide(model: Path, world: int, gpu: str, as_json: bool) -> int:
     `model` is the config.json of a Hugging Face model, or its folder.
     """
     card = find_gpu(gpu)
-    from kempner.training.plan.expert_counts import count_experts
+    with busy("importing torch and building the model without its weights"):
+        from kempner.training.plan.expert_counts import count_experts
 
-    counted = count_experts(model)
+        counted = count_experts(model)
     ways = divide_experts(counted, world)
     if as_json:
         typer.echo(json.dumps(_to_json(counted, ways, card), indent=2))
@@ -52,8 +54,8 @@ def _to_text(model: ExpertModel, ways: Sequence[Division], gpu: Gpu, world: int)
     lines = [
         f"{model.parameters / 1e9:,.1f} billion parameters, {model.expert_parameters / 1e9:,.1f} "
         f"billion of them in experts: {model.experts} in a layer, {model.layers} layers",
-        f"{counted(world, 'rank')}, one {gpu.name} of {gpu.memory / 1e9:.0f} GB each. GB of a "
-        "rank, without activations and caches; * fits",
+        f"{count(world, 'rank')}, one {gpu.name} of {gpu.memory / 1e9:.0f} GB each. GB of a rank, "
+        "without activations and caches; * fits",
         "",
         f"{'EP':>5}{'experts':>9}{'bf16 weights':>15}{'training, sharded':>20}"
         f"{'training, whole':>18}",

@@ -11,6 +11,7 @@ import typer
 
 from kempner.cli.config import TAKES_OVERRIDES
 from kempner.cli.insight.experts import divide
+from kempner.cli.progress import busy
 from kempner.cli.usage.words import overrides
 from kempner.config.loading import load
 from kempner.config.sections import Config
@@ -18,6 +19,7 @@ from kempner.data.files.index import read_index
 from kempner.data.files.requirements import vocabulary
 from kempner.model.spec.hardware import DEFAULTS, GPUS, Assumptions, find_gpu
 from kempner.model.spec.mesh import ranks_on_a_node, resolve_mesh
+from kempner.run.output.units import count
 from kempner.run.process.exit_codes import DataError, ExitCode, UsageError
 
 _DAY = 86_400
@@ -79,8 +81,9 @@ def plan(
     vocab_size = _vocabulary(config)
     # Nothing is computed: more threads would only take memory.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from kempner.training.plan.plan import plan as make
-    from kempner.training.plan.words import to_json, to_text
+    with busy("importing torch"):
+        from kempner.training.plan.plan import plan as make
+        from kempner.training.plan.words import to_json, to_text
 
     assumptions = Assumptions(
         network=network_gbps * 1e9 / 8,
@@ -88,7 +91,8 @@ def plan(
         node_failure=node_failure_days * _DAY,
         compute_share=efficiency,
     )
-    made = make(config, world, nodes, gpu, vocab_size=vocab_size, assumptions=assumptions)
+    with busy(f"tracing a training step of one of {count(world, 'rank')}"):
+        made = make(config, world, nodes, gpu, vocab_size=vocab_size, assumptions=assumptions)
     typer.echo(json.dumps(to_json(made), indent=2) if as_json else to_text(made))
     return ExitCode.COMPLETED if made.fits else ExitCode.CRASHED
 

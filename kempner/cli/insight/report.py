@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import typer
 
 import kempner
+from kempner.cli.progress import busy
 from kempner.cli.usage.words import usable_path
 from kempner.insight.report.page.document import page
 from kempner.insight.report.page.words import share
 from kempner.insight.report.summary import RunData, read_run
-from kempner.run.output.words import counted
+from kempner.run.output.units import count
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
@@ -40,18 +41,21 @@ def report(
 
     Where its time went, what interrupted it and what that cost. Works while the run goes on.
     """
-    read = [read_run(RunDirectory(usable_path(run))) for run in runs]
+    with busy(f"reading {count(len(runs), 'run')}"):
+        read = [read_run(RunDirectory(usable_path(run))) for run in runs]
     if as_json:
         typer.echo(json.dumps([_finite(data.report.to_json()) for data in read], indent=2))
         return
-    _write(usable_path(output), page(read, kempner.__version__))
+    with busy("drawing"):
+        content = page(read, kempner.__version__)
+    _write(usable_path(output), content)
     for data in read:
         typer.echo(f"{output}: {_line(data)}")
 
 
 def _line(data: RunData) -> str:
     found = data.report
-    many = counted(len(found.interruptions), "interruption")
+    many = count(len(found.interruptions), "interruption")
     goodput = "unknown" if found.time.goodput is None else share(found.time.goodput)
     return f"{found.name}: {found.training.state}, goodput {goodput}, {many}"
 

@@ -19,7 +19,7 @@ from kempner.cli.insight import status_words as words
 from kempner.insight.report.page.words import duration
 from kempner.insight.status.activity import Activity
 from kempner.insight.status.summary import Status
-from kempner.run.output.words import counted
+from kempner.run.output.units import count
 
 WIDEST = 110
 """Columns beyond which a line is hard to read."""
@@ -240,7 +240,7 @@ def table(found: Sequence[tuple[str, Status]], columns: int, note: str = "") -> 
         if why := next((sentence for sentence in said if sentence), ""):
             reasons.add_row(Text(Path(name).name, style=_style(status)), Text(why))
     live = sum(status.doing.activity.is_live for _, status in found)
-    bottom = f"{counted(len(found), 'run')}, {live} live{f' · {note}' if note else ''}"
+    bottom = f"{count(len(found), 'run')}, {live} live{f' · {note}' if note else ''}"
     parts = [shown, Padding(reasons, (0, 0, 1, 1))] if reasons.row_count else [shown]
     return Group(*parts, Padding(Text(bottom, style="dim"), (0, 0, 0, 1)))
 

@@ -12,7 +12,7 @@ from kempner.insight.status.job import JobStatus
 from kempner.insight.status.progress import Progress
 from kempner.insight.status.summary import AttemptStatus, EndOfAttempt, Status
 from kempner.insight.words import name_or_count
-from kempner.run.output.words import counted
+from kempner.run.output.units import count
 
 UNKNOWN = "-"
 
@@ -71,7 +71,7 @@ def places(status: Status) -> Iterator[tuple[str, str]]:
         name = name_or_count(group.ranks)
         yield (name, group.place) if len(name) <= 18 else ("ranks", f"{name}: {group.place}")
     if rest := len(status.ranks.groups) - len(groups):
-        yield "", f"and {counted(rest, 'other place')}"
+        yield "", f"and {count(rest, 'other place')}"
 
 
 def job_rows(job: JobStatus) -> Iterator[tuple[str, str]]:
@@ -155,7 +155,7 @@ def checkpoint(found: CheckpointFacts | None, now: float) -> str:
     if found.time is not None:
         said.append(f"{duration(round(max(0.0, now - found.time)))} ago")
     if found.damaged:
-        said.append(f"{counted(found.damaged, 'file')} DAMAGED")
+        said.append(f"{count(found.damaged, 'file')} DAMAGED")
     elif found.verified_at is not None:
         said.append(f"verified {duration(round(max(0.0, now - found.verified_at)))} ago")
     elif found.loaded:
@@ -168,7 +168,7 @@ def attempt(last: AttemptStatus | None, now: float) -> str:
     if last is None:
         return UNKNOWN
     where = f" on {last.nodes}" if last.nodes else f" on {last.device}" if last.device else ""
-    return f"{last.number}, {counted(last.ranks, 'rank')}{where}, began {moment(last.begin, now)}"
+    return f"{last.number}, {count(last.ranks, 'rank')}{where}, began {moment(last.begin, now)}"
 
 
 def describe_end(end: EndOfAttempt) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kempner.cli.insight.rows import table_row, terminal_columns
+from kempner.cli.progress import busy
 from kempner.insight.triage.ledger import triage_run
 from kempner.insight.triage.logs import triage_logs
 from kempner.insight.triage.verdict import Verdict
@@ -38,7 +39,8 @@ def triage(
     Lightning or transformers; all that are given count as one job's. A folder stands for the logs
     in it. Exits with 1 if no cause was found.
     """
-    verdicts = [verdict for _, verdict in _verdicts(paths)]
+    with busy("reading the logs"):
+        verdicts = [verdict for _, verdict in _verdicts(paths)]
     if as_json:
         typer.echo(json.dumps([verdict.to_json() for verdict in verdicts], indent=2))
     else:

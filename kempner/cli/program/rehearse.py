@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from kempner.cli.progress import busy
 from kempner.run.output import logs
 from kempner.run.output.console import say
 from kempner.run.process.exit_codes import ExitCode, UsageError
@@ -53,7 +54,7 @@ def rehearse(
 
     scratch = _scratch()
     try:
-        with Stage().open() as stage:
+        with busy("running it undisturbed, stopped and killed"), Stage().open() as stage:
             rehearsal = Rehearsal(command, steps, nproc, scratch, stage, say)
             text, code = report(rehearsal.run(), nproc)
         say(text)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from kempner.cluster.slurm.allocation import Allocation
-from kempner.cluster.slurm.command import SlurmError
+from kempner.cluster.slurm.command import SHORTLY, SlurmError
 from kempner.config.sections import Config
 from kempner.insight.doctor.checks import data as data_checks
 from kempner.insight.doctor.checks import gpus, machine, network, ranks, save_time, storage
@@ -54,6 +57,12 @@ class Patient:
         return self.plan is not None or self.allocation is not None
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        """All nodes that are asked; none before a launch, where this machine is."""
+        allocation = self.allocation
+        return () if allocation is None else (*allocation.nodes, *allocation.spare)
+
+    @property
     def elsewhere(self) -> bool:
         """Whether it is to run on other machines than those that are asked: a login node may have
         other limits, interfaces and GPUs."""
@@ -61,40 +70,55 @@ class Patient:
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """What is known of a patient. `size` is in bytes of one checkpoint."""
+class _Folders:
+    """What is known of a patient before its nodes are asked: the run's directory, and its data."""
 
     state: RunState
     disk: Disk
     data: DataSet
     held_out: DataSet | None
-    survey: Survey
-    slurm: slurm_facts.SlurmFacts | None
-    job: slurm_checks.JobFacts
 
     def vocab_size(self, config: Config) -> int | None:
         """The model's token ids, as far as they are known."""
         return data_checks.vocabulary_of(config, self.data)
 
 
+@dataclass(frozen=True)
+class _Facts(_Folders):
+    """What is known of a patient."""
+
+    survey: Survey
+    slurm: slurm_facts.SlurmFacts | None
+    job: slurm_checks.JobFacts
+
+
+Looking = Callable[[str], AbstractContextManager[None]]
+"""Says what is looked at, for as long as that takes."""
+
+
 def examine(
-    patient: Patient, supervisor: Supervisor, environ: Mapping[str, str] = os.environ
-) -> list[Finding]:
-    """All findings, in the order in which one reads them."""
-    facts = _gather(patient, environ)
-    return [
-        finding("configuration", passed("it is valid")),
-        finding("run", storage.check_run(facts.state)),
-        *_about_ranks(patient, facts),
-        *_about_data(patient, facts, supervisor),
-        *_about_storage(patient, facts, environ),
-        *_about_time(patient, facts, supervisor),
-        *_about_nodes(patient, facts),
-        finding("Slurm", slurm_checks.check_slurm(facts.slurm, patient.uses_slurm)),
-    ]
+    patient: Patient,
+    supervisor: Supervisor,
+    environ: Mapping[str, str] = os.environ,
+    looking: Looking = lambda _: nullcontext(),
+) -> Iterator[Finding]:
+    """All findings, each as soon as it is known, in the order in which one reads them."""
+    yield finding("configuration", passed("it is valid"))
+    with looking("looking at the run's directory and its data"):
+        folders = _look_at_folders(patient)
+    yield finding("run", storage.check_run(folders.state))
+    vocab_size = folders.vocab_size(patient.config)
+    yield finding("mesh", ranks.check_mesh(patient.config, patient.world, vocab_size))
+    yield from _about_data(patient, folders, supervisor, looking)
+    facts = _ask(patient, folders, environ, looking)
+    yield from _about_ranks(patient, facts)
+    yield from _about_storage(patient, facts, environ)
+    yield from _about_time(patient, facts, supervisor)
+    yield from _about_nodes(patient, facts)
+    yield finding("Slurm", slurm_checks.check_slurm(facts.slurm, patient.uses_slurm))
 
 
-def _gather(patient: Patient, environ: Mapping[str, str]) -> _Facts:
+def _look_at_folders(patient: Patient) -> _Folders:
     config, run = patient.config, patient.run
     checkpoints = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
     state, disk = look_at_run(run), look_at_disk(checkpoints)
@@ -102,28 +126,41 @@ def _gather(patient: Patient, environ: Mapping[str, str]) -> _Facts:
     held_out = None
     if config.eval.interval is not None and config.eval.dataset_path is not None:
         held_out = find_data_set("eval", config.eval.dataset_path)
-    wanted = _wanted(patient, disk, state, (data, held_out), environ)
-    allocation = patient.allocation
-    survey = survey_here(wanted) if allocation is None else survey_nodes(wanted, allocation)
-    asked, job = _ask_slurm(patient)
-    return _Facts(state, disk, data, held_out, survey, asked, job)
+    return _Folders(state, disk, data, held_out)
 
 
-def _wanted(
-    patient: Patient,
-    disk: Disk,
-    state: RunState,
-    data: tuple[DataSet | None, ...],
-    environ: Mapping[str, str],
-) -> Wanted:
+def _ask(
+    patient: Patient, folders: _Folders, environ: Mapping[str, str], looking: Looking
+) -> _Facts:
+    """Ask the nodes and Slurm, at the same time."""
+    wanted, allocation = _wanted(patient, folders, environ), patient.allocation
+    who = "this machine" if allocation is None else "the nodes"
+    asking: Future[tuple[slurm_facts.SlurmFacts | None, slurm_checks.JobFacts]] = Future()
+
+    def ask_slurm() -> None:
+        try:
+            asking.set_result(_ask_slurm(patient))
+        except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
+            asking.set_exception(error)
+
+    # Not of a pool, whose threads are waited for at the end, also after a Ctrl-C.
+    threading.Thread(target=ask_slurm, name="slurm", daemon=True).start()
+    with looking(f"asking {who} about storage, network, GPUs and the import of torch"):
+        survey = survey_here(wanted) if allocation is None else survey_nodes(wanted, allocation)
+    with looking("waiting for Slurm's answer"):
+        asked, job = asking.result()
+    return _Facts(**vars(folders), survey=survey, slurm=asked, job=job)
+
+
+def _wanted(patient: Patient, folders: _Folders, environ: Mapping[str, str]) -> Wanted:
     """What to ask the nodes. Where a run is going on its storage is left in peace."""
-    config = patient.config
-    shared = dict.fromkeys((disk.existing, str(nearest(patient.run.path))))
+    config, data = patient.config, (folders.data, folders.held_out)
+    shared = dict.fromkeys((folders.disk.existing, str(nearest(patient.run.path))))
     return Wanted(
         shared=tuple(shared),
         copies=tuple(each.marker for each in data if each is not None and each.index is not None),
         caches=(_cache(environ),) if offline(environ) else (),
-        write=state.running is False,
+        write=folders.state.running is False,
         imports=() if config.model.factory is None else (config.model.factory,),
         interface=config.distributed.interface,
     )
@@ -156,13 +193,14 @@ def _ask_slurm(patient: Patient) -> tuple[slurm_facts.SlurmFacts | None, slurm_c
             return slurm_facts.SlurmFacts(controller=str(error)), job
         partition = state.nodes.partition
         job = slurm_checks.JobFacts(state.may_requeue, state.times.limit, state.batch)
-    return slurm_facts.look_at_slurm(partition), job
+    # A run that needs no Slurm does not wait for one that is not there.
+    within = SHORTLY if patient.uses_slurm else 0.0
+    return slurm_facts.look_at_slurm(partition, within), job
 
 
 def _about_ranks(patient: Patient, facts: _Facts) -> Iterator[Finding]:
     config, world = patient.config, patient.world
     answers = () if patient.elsewhere else facts.survey.answers
-    yield finding("mesh", ranks.check_mesh(config, world, facts.vocab_size(config)))
     yield from ranks.check_ranks(world, answers, facts.survey.gpus_hidden)
     if patient.elsewhere:
         return
@@ -170,18 +208,17 @@ def _about_ranks(patient: Patient, facts: _Facts) -> Iterator[Finding]:
     yield from gpus.check_gpus(answers, ours=world.in_job, busy=facts.state.running is not False)
 
 
-def _about_data(patient: Patient, facts: _Facts, supervisor: Supervisor) -> Iterator[Finding]:
-    found = data_checks.check_data(patient.config, facts.data, facts.held_out)
+def _about_data(
+    patient: Patient, folders: _Folders, supervisor: Supervisor, looking: Looking
+) -> Iterator[Finding]:
+    found = data_checks.check_data(patient.config, folders.data, folders.held_out)
     yield from found
-    yield from storage.check_copies(
-        facts.survey.answers,
-        {each.marker: each.folder for each in (facts.data, facts.held_out) if each and each.index},
-    )
     if any(each.level is Level.FAIL for each in found):
         yield finding("start", skipped("not tried, since the data cannot be used"))
         return
     try:
-        supervisor.ready()
+        with looking("trying whether kempner supervise would start"):
+            supervisor.ready()
     except RunError as error:
         yield finding("start", fail(str(error)))
     else:
@@ -193,6 +230,10 @@ def _about_storage(
 ) -> Iterator[Finding]:
     config, answers = patient.config, facts.survey.answers
     keep = config.checkpoint.keep_last
+    yield from storage.check_copies(
+        answers,
+        {each.marker: each.folder for each in (facts.data, facts.held_out) if each and each.index},
+    )
     yield from storage.check_shared(facts.survey)
     yield finding("space", storage.check_room(facts.disk, _size(patient, facts), keep))
     yield finding("inodes", storage.check_inodes(facts.disk, patient.world.size, keep))

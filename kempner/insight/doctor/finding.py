@@ -96,16 +96,3 @@ def worst(findings: Iterable[Finding]) -> Level:
     """The worst level of all."""
     order = list(Level)
     return max((each.level for each in findings), key=order.index, default=Level.PASS)
-
-
-def many(count: int, what: str) -> str:
-    """`1 file`, `2 files`."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
-def size_text(size: float) -> str:
-    """Bytes for people, in decimal units."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 1e3:.0f} kB"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -17,42 +17,42 @@ _SHOWN_NODES = 4
 """Nodes that are named; of more, how many."""
 
 
-def where(finding: Finding, everybody: frozenset[str]) -> str:
-    """The nodes that a finding is about, before its sentence; empty if that is `everybody`."""
+_WIDTH = 15
+"""Characters of the longest name of a check."""
+
+
+def where(finding: Finding, asked: Collection[str]) -> str:
+    """The nodes that a finding is about, before its sentence; empty if all that were `asked`."""
     nodes = finding.nodes
-    if not nodes or everybody == {*nodes}:
+    if not nodes or len(asked) < 2 or {*asked} == {*nodes}:
         return ""
     more = f" and {len(nodes) - _SHOWN_NODES} more" if len(nodes) > _SHOWN_NODES else ""
     return f"{', '.join(nodes[:_SHOWN_NODES])}{more}: "
 
 
-def lines(findings: Sequence[Finding]) -> list[str]:
-    """One line for each finding, and one for all."""
-    everybody = _everybody(findings)
-    width = max((len(each.check) for each in findings), default=0)
-    rows = [
-        f"{each.level.value:<7} {each.check:<{width}}  {where(each, everybody)}{each.sentence}"
-        for each in findings
-    ]
-    return [*rows, summary(findings)]
-
-
-def show(findings: Sequence[Finding], console: Console) -> None:
-    """At a terminal."""
-    everybody = _everybody(findings)
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+def lines(findings: Iterable[Finding], asked: Collection[str]) -> Iterator[str]:
+    """One line for each finding, as it comes, and one for all; `asked` are all nodes."""
+    told = []
     for each in findings:
-        style = _STYLES[each.level]
-        sentence = where(each, everybody) + each.sentence
-        passed = each.level in (Level.PASS, Level.SKIPPED)
-        table.add_row(
-            Text(each.level.value, style), Text(each.check), Text(sentence, "dim" if passed else "")
-        )
-    console.print(table)
-    console.print(Text(summary(findings), _STYLES[worst(findings)]))
+        told.append(each)
+        yield f"{each.level.value:<7} {each.check:<{_WIDTH}}  {where(each, asked)}{each.sentence}"
+    yield summary(told)
+
+
+def show(findings: Iterable[Finding], asked: Collection[str], console: Console) -> None:
+    """The same at a terminal."""
+    told = []
+    for each in findings:
+        told.append(each)
+        style, passed = _STYLES[each.level], each.level in (Level.PASS, Level.SKIPPED)
+        row = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        row.add_column(no_wrap=True, width=len(Level.SKIPPED.value))
+        row.add_column(no_wrap=True, width=_WIDTH)
+        row.add_column(overflow="fold")
+        sentence = Text(where(each, asked) + each.sentence, "dim" if passed else "")
+        row.add_row(Text(each.level.value, style), Text(each.check), sentence)
+        console.print(row)
+    console.print(Text(summary(told), _STYLES[worst(told)]))
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -65,8 +65,3 @@ def summary(findings: Sequence[Finding]) -> str:
         Level.SKIPPED: "skipped",
     }
     return ", ".join(f"{counts[level]} {word}" for level, word in words.items() if counts[level])
-
-
-def _everybody(findings: Sequence[Finding]) -> frozenset[str]:
-    """All nodes that anything is said of."""
-    return frozenset(node for each in findings for node in each.nodes)

@@ -88,12 +88,12 @@ class AttemptFacts:
         return max(0.0, reached.get("compile", 0.0) - reached.get("load", math.inf))
 
     @property
-    def first_step(self) -> int:
-        """The step that it goes on from."""
+    def first_step(self) -> int | None:
+        """The step that it goes on from; None if it never came so far, or does not say."""
         for kind in (RankReady, Resumed):
             if (entry := self.first(kind)) is not None:
                 return int(entry.event.step)  # type: ignore[attr-defined]
-        return 0
+        return None if self.first(StartedAnew) is None else 0
 
     @property
     def failed_at(self) -> float | None:
@@ -106,7 +106,7 @@ class AttemptFacts:
     @property
     def known_step(self) -> int:
         """The last step that was made for sure, by the ledger alone."""
-        known = [self.first_step]
+        known = [self.first_step or 0]
         known += [e.event.step for e in self.all(CheckpointCommitted)]
         known += [e.event.step for e in self.all(Stopped)]
         known += [e.event.step for e in self.all(Completed)]

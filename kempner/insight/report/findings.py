@@ -27,6 +27,9 @@ from kempner.run.record.save_times import nearest_rank, young_interval
 MARGIN = 15.0
 """Seconds that a stop needs beyond saves and steps: docs/slurm.md, "How early to warn"."""
 
+LEAST_HELD = 3600.0
+"""Seconds of machines held before the failures among them say how often one is to be expected."""
+
 _WARNED = (StopReason.TIME_LIMIT, StopReason.PREEMPTION, StopReason.DEADLINE, StopReason.REQUEUE)
 
 
@@ -165,9 +168,10 @@ def advise(
     seconds = timeline.seconds()
     held = sum(float(seconds[c]) for c in Category if c.holds_machines)
     failures = sum(i.kind.is_failure for i in interruptions)
+    in_slurm = any(attempt.facts.started.job for attempt in timeline.attempts)
     found = [
         _interval(timeline, saves, failures, held),
-        _window(saves),
+        _window(saves) if in_slurm else None,
         _spare_nodes(timeline, nodes, held),
     ]
     return [advice for advice in found if advice is not None]
@@ -177,6 +181,8 @@ def _interval(timeline: Timeline, saves: Saves, failures: int, held: float) -> A
     """Young's interval, with what saves cost and how often something failed."""
     unit = _unit(timeline)
     if not failures or not saves.held_up_seconds or not unit or not saves.took.median:
+        return None
+    if held < LEAST_HELD:
         return None
     between = held / failures
     young = young_interval(saves.held_up_seconds, between)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kempner.insight.report.categories import Category
@@ -63,23 +64,25 @@ class Interruption:
     cost: Cost
 
 
-def interruptions_of(timeline: Timeline) -> list[Interruption]:
-    """Those of a run, in their order."""
+def interruptions_of(timeline: Timeline, dead: bool = False) -> list[Interruption]:
+    """Those of a run, in their order; of one that is `dead`, its last attempt has ended, too."""
     found: list[Interruption] = []
     front = 0
     for place, time in enumerate(timeline.attempts):
         front = max(front, time.front)
-        following = timeline.attempts[place + 1] if place + 1 < len(timeline.attempts) else None
-        facts = time.facts
-        unfinished = following is None and not facts.over
-        if not (facts.completed or unfinished):
-            found.append(_interruption(len(found) + 1, time, following, front))
+        later = timeline.attempts[place + 1 :]
+        unfinished = not (later or time.facts.over or dead)
+        if not (time.facts.completed or unfinished):
+            found.append(_interruption(len(found) + 1, time, later, front))
     return found
 
 
 def _interruption(
-    number: int, time: AttemptTime, following: AttemptTime | None, front: int
+    number: int, time: AttemptTime, later: Sequence[AttemptTime], front: int
 ) -> Interruption:
+    following = later[0] if later else None
+    resumed = _resumption(time, later)
+    again = None if resumed is None else resumed.facts.first_step
     facts = time.facts
     kind, cause, detail = cause_of(facts)
     failed, ended = facts.last(AttemptFailed), facts.last(AttemptEnded)
@@ -87,31 +90,42 @@ def _interruption(
         rank=None if ended is None or kind is Kind.STOP else ended.event.culprit,
         node="" if failed is None else failed.event.node,
         step=max(time.front, facts.known_step),
-        steps_lost=0 if following is None else max(0, front - following.facts.first_step),
+        steps_lost=0 if again is None else max(0, front - again),
     )
     over = float(time.tail.end[-1]) if kind is Kind.STOP else _noticed(time)
-    cost = _cost(time, following)
+    cost = _cost(time, following, resumed)
     return Interruption(number, over, facts.number, kind, cause, detail, place, cost)
 
 
-def _cost(time: AttemptTime, following: AttemptTime | None) -> Cost:
+def _resumption(time: AttemptTime, later: Sequence[AttemptTime]) -> AttemptTime | None:
+    """The next attempt that came to a step, where this one did: it makes again what was lost.
+
+    An attempt that ended before its first step has no step to lose, and makes none again.
+    """
+    if time.facts.ready_at is None:
+        return None
+    return next((each for each in later if each.facts.ready_at is not None), None)
+
+
+def _cost(time: AttemptTime, following: AttemptTime | None, resumed: AttemptTime | None) -> Cost:
     ours, theirs = _seconds(time.tail, time.gap), _after(following)
+    recomputed = 0.0 if resumed is None else _seconds(resumed.body)[Category.RECOMPUTED]
     ranks = time.facts.started.ranks
     ranks_then = ranks if following is None else following.facts.started.ranks
     ending = (Category.HUNG, Category.STOP, Category.START, Category.RECOMPUTED)
-    again = (Category.START, Category.LOAD, Category.RECOMPUTED)
     hang = time.facts.hang()
     still, evidence = (
         (None, None) if hang is None else (hang.event.seconds, hang.event.evidence_seconds)
     )
-    here, there = sum(ours[c] for c in ending), sum(theirs[c] for c in again)
+    here = sum(ours[c] for c in ending)
+    there = theirs[Category.START] + theirs[Category.LOAD] + recomputed
     return Cost(
         hung_seconds=ours[Category.HUNG],
         still_seconds=still,
         evidence_seconds=evidence,
         stop_seconds=ours[Category.STOP],
         restart_seconds=ours[Category.START] + theirs[Category.START] + theirs[Category.LOAD],
-        made_again_seconds=ours[Category.RECOMPUTED] + theirs[Category.RECOMPUTED],
+        made_again_seconds=ours[Category.RECOMPUTED] + recomputed,
         away_seconds=ours[Category.QUEUE] + ours[Category.IDLE],
         gpu_hours=(here * ranks + there * ranks_then) / HOUR,
     )

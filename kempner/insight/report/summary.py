@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kempner.insight.owner import OwnerWatch
 from kempner.insight.report.attempts import AttemptFacts, attempts_of
 from kempner.insight.report.categories import Category
 from kempner.insight.report.cause import Kind
@@ -27,6 +28,9 @@ from kempner.run.record.events.stop import Completed
 from kempner.run.record.history import RunHistory
 from kempner.run.record.recorded_config import total_steps
 from kempner.run.record.run_dir import RunDirectory
+
+_UNSEEN = "in progress, or ended without a message"
+"""Where it cannot be seen whether a supervisor works on the run."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +135,17 @@ def read_run(run: RunDirectory) -> RunData:
     if not attempts:
         raise UsageError(f"{run.path} has not been started yet: its ledger tells of no attempt")
     timeline = account(attempts, steps)
-    name = run.path.resolve().name
-    report = summarise(name, attempts, timeline, steps, evaluations, total_steps(run))
+    name, alive = run.path.resolve().name, _owned(run)
+    report = summarise(name, attempts, timeline, steps, evaluations, total_steps(run), alive)
     return RunData(report, timeline, attempts, steps, evaluations)
+
+
+def _owned(run: RunDirectory) -> bool | None:
+    """Whether a supervisor works on the run now; None if that cannot be seen."""
+    try:
+        return OwnerWatch(run.supervisors).look()
+    except OSError:
+        return None
 
 
 def summarise(
@@ -143,12 +155,14 @@ def summarise(
     steps: StepSeries,
     evaluations: EvalSeries,
     total: int | None,
+    alive: bool | None = None,
 ) -> RunReport:
-    """The report of a run with at least one attempt."""
-    interruptions, saves = interruptions_of(timeline), saves_of(attempts, timeline)
+    """The report of a run with at least one attempt; `alive` is whether anything works on it."""
+    interruptions = interruptions_of(timeline, dead=alive is False)
+    saves = saves_of(attempts, timeline)
     nodes = nodes_of(attempts)
     training = Training(
-        state=_state(attempts[-1], interruptions),
+        state=_state(attempts[-1], interruptions, alive),
         step=max(time.front for time in timeline.attempts),
         total_steps=total,
         attempts=len(attempts),
@@ -194,7 +208,7 @@ def _gpu_hours(timeline: Timeline) -> dict[str, float]:
     return total
 
 
-def _state(last: AttemptFacts, interruptions: Sequence[Interruption]) -> str:
+def _state(last: AttemptFacts, interruptions: Sequence[Interruption], alive: bool | None) -> str:
     """How the run stands, in a few words."""
     if last.completed:
         return Completed.name
@@ -202,8 +216,10 @@ def _state(last: AttemptFacts, interruptions: Sequence[Interruption]) -> str:
         return "given up"
     if last.left_at is not None:
         return f"ended after step {last.left_at}, not complete"
+    if alive:
+        return "in progress"
     if not last.over:
-        return "in progress, or ended without a message"
+        return "ended without a message" if alive is False else _UNSEEN
     end = interruptions[-1] if interruptions else None
     return end.cause if end is not None and end.kind is Kind.STOP else "interrupted"
 

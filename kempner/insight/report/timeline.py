@@ -118,7 +118,7 @@ def _account_attempt(
         inside = (series.time > ready) & (series.time <= end)
         times = np.concatenate(([ready], series.time[inside]))
         times = np.maximum.accumulate(times)
-        steps = np.concatenate(([facts.first_step], series.step[inside]))
+        steps = np.concatenate(([facts.first_step or 0], series.step[inside]))
         saving = np.nan_to_num(series.save_seconds[inside])
         steps_made, again, unit = _steps(facts, times, steps, saving, front, usual)
         body = Pieces.chain([Pieces.of(_start(facts, ready)), steps_made])

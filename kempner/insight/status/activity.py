@@ -116,7 +116,10 @@ def _not_owned(facts: RunFacts, last: AttemptFacts) -> Doing:
         return Doing(Activity.STARTING, "its job runs again, and the supervisor begins")
     if last.requeued_at is not None and (facts.job is None or not facts.job.known):
         return Doing(Activity.QUEUED, "its job went back into the queue")
-    if facts.live.attempt is not None and facts.live.attempt > last.number:
+    unbegun = facts.live.attempt is not None and facts.live.attempt > last.number
+    if (unbegun or not last.over) and not last.stopped and facts.job is not None and facts.job.runs:
+        return Doing(Activity.UNKNOWN, "its job runs, and writes nothing to the run's directory")
+    if unbegun:
         return Doing(Activity.DEAD, f"before attempt {facts.live.attempt} had begun")
     if last.over or last.stopped:
         return _ended(last)

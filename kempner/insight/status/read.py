@@ -15,9 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 from kempner.checkpoint.format.manifest import digest, read
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
 from kempner.checkpoint.io.verify_log import read_findings
+from kempner.insight.owner import OwnerWatch
 from kempner.insight.status.facts import CheckpointFacts, Live, Metrics, RankPlace, RunFacts
 from kempner.insight.status.job import JobStatus, job_of, read_job
-from kempner.insight.status.owner import OwnerWatch
 from kempner.insight.status.tail import Tail
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record import gave_up

@@ -171,7 +171,8 @@ def _job(job: JobStatus) -> dict[str, Any]:
 
 def summarise(facts: RunFacts) -> Status:
     """The status that follows from these facts."""
-    attempts = attempts_of(facts.history, {})
+    # By their numbers: by their times, a clock that was set back would put the last one earlier.
+    attempts = sorted(attempts_of(facts.history, {}), key=lambda attempt: attempt.number)
     last = attempts[-1] if attempts else None
     progress = measure(facts.metrics.lines, facts.metrics.total_steps)
     if progress.step is None:

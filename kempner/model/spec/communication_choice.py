@@ -17,6 +17,7 @@ from kempner.model.spec.communication import (
 from kempner.model.spec.memory import Estimate, estimate_memory
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
+from kempner.run.output.units import size_text
 
 USUAL_GPU = 80 * 10**9
 """Bytes of a GPU that nobody has named: of an A100 or H100, the most common in training."""
@@ -81,10 +82,10 @@ def choose(config: Config, situation: Situation) -> Choice:
     counted = [_counted(config, situation, situation.shape, choice) for choice in options]
     fitting = [option for option in counted if option.memory <= limit]
     if not fitting:
-        need = f"needs {_gb(counted[0].memory)} of {_gb(limit)} (0.9 of the GPU)"
+        need = f"needs {size_text(counted[0].memory)} of {size_text(limit)} (0.9 of the GPU)"
         return _because(least, f"it takes least memory, and even so {need}")
     best = min(fitting, key=_cost)
-    fits = f"fits {_gb(limit)} (0.9 of the GPU) with {_gb(best.memory)}"
+    fits = f"fits {size_text(limit)} (0.9 of the GPU) with {size_text(best.memory)}"
     return _because(best.choice, f"of what fits it sends least; it {fits}")
 
 
@@ -154,7 +155,3 @@ def _cost(option: _Option) -> tuple[int, int, int]:
 
 def _because(choice: Choice, reason: str) -> Choice:
     return Choice(choice.reduce_once, choice.keep_parameters, reason)
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"

@@ -55,7 +55,9 @@ def decide_requeue(
         return RequeueDecision(False, SLURM_SILENT)
     if not job.running:
         unclear = f"the job is {job.state}: if Slurm does not requeue it, submit it again"
-        told = _WHAT_BECOMES_OF_IT.get(classify(first or job, job), unclear)
+        # Without an earlier look a requeue that Slurm has begun looks like a cancel.
+        known = first is not None or job.state != "COMPLETING"
+        told = _WHAT_BECOMES_OF_IT.get(classify(first or job, job), unclear) if known else unclear
         return RequeueDecision(False, _held(job) or told)
     if first is not None and job.restarts != first.restarts:
         return RequeueDecision(

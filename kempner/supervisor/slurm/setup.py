@@ -20,7 +20,7 @@ from kempner.cluster.slurm.shares import NodeShare
 from kempner.config.sections import Config
 from kempner.run.output.logs import logger
 from kempner.run.output.redact import redacted
-from kempner.run.output.words import counted
+from kempner.run.output.units import count
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 
@@ -148,11 +148,11 @@ def introduction(
 ) -> str:
     """What the job's output begins with, where people look first; each number with its source, and
     nothing that is secret. `meeting` is as from `meeting_place`."""
+    nodes = count(len(allocation.nodes), "node")
     return "\n".join(
         [
-            f"job {allocation.job}: {counted(len(allocation.nodes), 'node')} "
-            f"({_shorten(allocation.nodes)}), {counted(allocation.size, 'rank')}, "
-            f"{_per_node(allocation)} per node",
+            f"job {allocation.job}: {nodes} ({_shorten(allocation.nodes)}), "
+            f"{count(allocation.size, 'rank')}, {_per_node(allocation)} per node",
             f"a node has: GPUs {resources.gpus}, CPUs {resources.cpus}, "
             f"memory {resources.memory_mb} MiB",
             f"configuration: {shlex.join(redacted(arguments))}",

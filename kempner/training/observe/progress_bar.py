@@ -125,7 +125,7 @@ class Pace:
         return (now - since) / (step - first) * (self._steps - step) if step > first else None
 
 
-class _Console(Console):
+class SteadyConsole(Console):
     """Never hides the cursor: whoever is killed cannot show it again."""
 
     def show_cursor(self, show: bool = True) -> bool:
@@ -139,7 +139,7 @@ class Bar:
     def __init__(self, done: int, steps: int) -> None:
         erase_line()
         self._place, self._pace = Place(done, steps), Pace(steps)
-        self._console = _Console(highlight=False)
+        self._console = SteadyConsole(highlight=False)
         self._live = Live(
             console=self._console, get_renderable=self._render, refresh_per_second=REFRESHED
         )

@@ -8,6 +8,7 @@ from kempner.config.sections import Config
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.step_time import StepTime
+from kempner.run.output.units import size_text
 from kempner.training.plan.timeline import KINDS, Memory
 
 
@@ -21,9 +22,10 @@ def advise(config: Config, mesh: MeshDegrees, choice: Choice, memory: Memory, li
         return ""
     most = max(KINDS, key=lambda kind: getattr(memory, kind))
     what = next(_remedies(config, mesh, choice, memory))
+    too_much = size_text(memory.total - limit)
     return (
-        f"{_gb(memory.total)} are {_gb(memory.total - limit)} more than there is room for; most of "
-        f"it, {_gb(getattr(memory, most))}, is for {most}: {what}"
+        f"{size_text(memory.total)} are {too_much} more than there is room for; most of it, "
+        f"{size_text(getattr(memory, most))}, is for {most}: {what}"
     )
 
 
@@ -64,7 +66,3 @@ def _remedies(config: Config, mesh: MeshDegrees, choice: Choice, memory: Memory)
     if mesh.replicate > 1:
         yield "shard over all ranks: set parallelism.data_parallel_replicate_degree=1"
     yield "start more ranks, over which the state is sharded, or take larger GPUs"
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from kempner.run.output.words import counted
+from kempner.run.output.units import count, flops_text, seconds_text, size_text
 from kempner.training.plan.plan import Plan
 from kempner.training.plan.timeline import KINDS
 
@@ -52,18 +52,18 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _world(plan: Plan) -> Iterator[str]:
-    ranks, nodes = counted(plan.job.world, "rank"), counted(plan.job.nodes, "node")
-    yield f"{ranks} on {nodes}, one {plan.job.gpu.name} each: {plan.job.mesh}"
+    world = f"{count(plan.job.world, 'rank')} on {count(plan.job.nodes, 'node')}"
+    yield f"{world}, one {plan.job.gpu.name} each: {plan.job.mesh}"
     yield f"communication: {plan.job.choice.describe()}"
     yield f"  {plan.job.choice.reason}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
-    room = f"{_gb(plan.room.memory.total)} of {_gb(plan.room.limit)} (0.9 of the GPU)"
+    room = f"{size_text(plan.room.memory.total)} of {size_text(plan.room.limit)} (0.9 of the GPU)"
     yield f"memory of a rank at its peak: {room}"
     for kind in KINDS:
         if size := getattr(plan.room.memory, kind):
-            yield f"  {_KINDS[kind]:<32}{_gb(size):>12}"
+            yield f"  {_KINDS[kind]:<32}{size_text(size):>12}"
 
 
 def _exchanges(plan: Plan) -> Iterator[str]:
@@ -73,18 +73,19 @@ def _exchanges(plan: Plan) -> Iterator[str]:
     for exchange in plan.exchanges:
         operation, dimension = exchange.collective
         name = f"{operation.replace('_', '-')} over {dimension}"
-        within, between = _gb(exchange.traffic.within), _gb(exchange.traffic.between)
-        yield f"  {name:<30}{within:>12} {between:>12} {exchange.seconds:>9.3g} s"
+        within, between = size_text(exchange.traffic.within), size_text(exchange.traffic.between)
+        yield f"  {name:<30}{within:>12} {between:>12} {seconds_text(exchange.seconds):>11}"
 
 
 def _time(plan: Plan) -> Iterator[str]:
     time = plan.speed.time
     speed = f"{plan.speed.tokens_per_second:,.0f} tokens/s, MFU {_share(plan.speed.mfu)}"
-    yield f"a step takes {time.total:.3g} s: {speed}"
+    yield f"a step takes {seconds_text(time.total)}: {speed}"
     for part, words in _PARTS.items():
         if seconds := getattr(time, part):
-            yield f"  {words:<40}{seconds:>9.3g} s {_share(seconds / time.total):>6}"
-    yield f"  bound by {_BOUND[time.bound]}; a rank computes {plan.flops.traced / 1e12:,.0f} TFLOP"
+            share = _share(seconds / time.total)
+            yield f"  {words:<40}{seconds_text(seconds):>11} {share:>6}"
+    yield f"  bound by {_BOUND[time.bound]}; a rank computes {flops_text(plan.flops.traced)}"
     if plan.speed.hint:
         yield f"  {plan.speed.hint}"
 
@@ -92,13 +93,12 @@ def _time(plan: Plan) -> Iterator[str]:
 def _saves(plan: Plan) -> Iterator[str]:
     saves = plan.saves
     yield (
-        f"a checkpoint has {_gb(saves.bytes)}, is written in {saves.seconds:.3g} s, and holds "
-        f"training up for {saves.pause:.2g} s"
+        f"a checkpoint has {size_text(saves.bytes)}, is written in {seconds_text(saves.seconds)}, "
+        f"and holds training up for {seconds_text(saves.pause)}"
     )
-    yield (
-        f"  save about every {saves.interval / 60:.3g} min, {saves.interval_steps:,} steps "
-        "(Young's formula)"
-    )
+    long = saves.interval >= 60
+    every = f"{saves.interval / 60:.3g} min" if long else seconds_text(saves.interval)
+    yield f"  save about every {every}, {count(saves.interval_steps, 'step')} (Young's formula)"
 
 
 def _traced(plan: Plan) -> Iterator[str]:
@@ -135,13 +135,10 @@ def _assumed(plan: Plan) -> Iterator[str]:
 
 def _verdict(plan: Plan) -> Iterator[str]:
     if plan.fits:
-        yield f"fits: {_gb(plan.room.limit - plan.room.memory.total)} of a GPU's memory are left"
+        left = size_text(plan.room.limit - plan.room.memory.total)
+        yield f"fits: {left} of a GPU's memory are left"
     else:
         yield f"does not fit: {plan.room.advice}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB"
 
 
 def _share(part: float) -> str:

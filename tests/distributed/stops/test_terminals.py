@@ -166,7 +166,7 @@ def test_a_narrow_terminal_a_pause_another_size_and_two_ctrl_c(
     await_line(here, FITS)
     first, *others = (line for line in here.lines() if line)
     assert first == f"run directory: {run.record.path}"
-    assert others[0] == "starting 2 ranks"
+    assert others[0] == "starting 2 ranks: importing torch"
 
     here.type(CTRL_Z)
     wait_until(paused.exists, "the shell to go on")

@@ -20,6 +20,8 @@ from kempner.config.errors import ConfigError
 from kempner.config.loading import known_keys, load
 from kempner.run.process.exit_codes import DataError, DivergedError, ExitCode, RunError, UsageError
 
+BYTES = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
+
 
 def run(*arguments: str | Path) -> int | str | None:
     with pytest.raises(SystemExit) as left:
@@ -71,8 +73,10 @@ def test_check_estimates_the_memory_of_a_rank(
     said += capsys.readouterr().out.splitlines()
     assert said[0] == said[1]
     assert said[0].startswith("one of 2 ranks needs about ")
-    total, *parts = [float(size) for size in re.findall(r"([0-9.]+) GB", said[0])]
-    assert sum(parts) == pytest.approx(total, abs=0.05 * len(parts))
+    found = re.findall(r"([0-9.]+) (GB|MB|kB|B)\b", said[0])
+    total, *parts = [float(size) * BYTES[unit] for size, unit in found]
+    rounded = sum(0.05 * BYTES[unit] for _, unit in found)
+    assert sum(parts) == pytest.approx(total, abs=rounded)
 
 
 def test_check_says_what_is_sent_and_why(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,13 +85,14 @@ def test_check_says_what_is_sent_and_why(path: Path, capsys: pytest.CaptureFixtu
     _, choice, traffic, _, _ = capsys.readouterr().out.splitlines()
     assert choice.startswith("communication: reduce_gradients=micro_batch, reshard_after_forward=")
     assert re.fullmatch(
-        r"in a step each node sends [0-9.]+ GB to other nodes and [0-9.]+ GB among its 4 ranks",
+        r"in a step each node sends [0-9.]+ [GMk]B to other nodes and [0-9.]+ [GMk]B among its 4 "
+        "ranks",
         traffic,
     )
     assert run("config", "check", path, *needs, "--gpu-memory=0") == 0
     _, choice, traffic, _, _ = capsys.readouterr().out.splitlines()
     assert "reshard_after_forward=always: it takes least memory, which the CPU ranks" in choice
-    assert re.fullmatch(r"in a step each node sends [0-9.]+ GB among its 8 ranks", traffic)
+    assert re.fullmatch(r"in a step each node sends [0-9.]+ [GMk]B among its 8 ranks", traffic)
     assert run("config", "check", path, *needs, "--nodes=3") == 2
     assert "8 ranks are not equally many on each of 3 nodes" in capsys.readouterr().err
 

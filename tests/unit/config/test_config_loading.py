@@ -6,6 +6,7 @@ import datetime
 import os
 import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from kempner.config.errors import ConfigError
+from kempner.config.errors import PATTERNS, ConfigError
 from kempner.config.loading import digest, dumps, known_keys, load
 from kempner.config.sections import Config
 
@@ -156,6 +157,20 @@ def test_whatever_may_be_none_is_none_by_default_so_that_leaving_it_out_says_so(
 
 def test_every_key_of_the_schema_is_known() -> None:
     assert known_keys() == list(fields())
+
+
+def patterns(part: Any) -> Iterator[str]:
+    """The regular expressions in a schema."""
+    if isinstance(part, dict):
+        if isinstance(part.get("pattern"), str):
+            yield part["pattern"]
+        part = list(part.values())
+    for inner in part if isinstance(part, list) else ():
+        yield from patterns(inner)
+
+
+def test_no_regular_expression_is_shown_to_a_person() -> None:
+    assert set(patterns(Config.model_json_schema())) == PATTERNS.keys()
 
 
 def test_the_digest_depends_on_values_only(write: Any) -> None:

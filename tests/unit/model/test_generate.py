@@ -5,18 +5,22 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
+from kempner.config.model import RopeScalingSection
 from kempner.config.sections import Config, ModelSection
-from kempner.model.generate import generate
+from kempner.model.attention import KVCache
+from kempner.model.generate import _draw, generate
 from kempner.model.sharding import build_model
 from kempner.model.transformer import Transformer
 
 PROMPT = torch.tensor([3, 1, 4])
 
 
-def build() -> Transformer:
-    section = ModelSection(dim=16, n_layers=1, n_heads=2, ffn_dim=32)
+def build(**sizes: Any) -> Transformer:
+    section = ModelSection(**{"dim": 16, "n_layers": 1, "n_heads": 2, "ffn_dim": 32, **sizes})
     model = build_model(Config(model=section), 29, torch.device("cpu"), None)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -26,6 +30,63 @@ def build() -> Transformer:
 
 def added(count: int, model: Transformer | None = None, **options: Any) -> list[int]:
     return list(islice(generate(model or build(), PROMPT, **options), count))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped heads": {"n_heads": 4, "n_kv_heads": 2},
+    "one head of keys": {"n_heads": 4, "n_kv_heads": 1, "tie_embeddings": True},
+    "normed heads": {"qk_norm": True, "head_dim": 12},
+    "stretched positions": {
+        "rope_scaling": RopeScalingSection(factor=4.0, original_max_position_embeddings=8)
+    },
+    "documents": {"n_kv_heads": 1},
+}
+
+
+def afresh(
+    model: Transformer, prompt: Tensor, count: int, context: int, temperature: float, seed: int
+) -> list[int]:
+    """What `generate` adds, with everything in the window computed again for each token."""
+    window, generator, made = prompt[-context:], torch.Generator().manual_seed(seed), []
+    for _ in range(count):
+        drawn = _draw(model(window[None])[0, -1].detach(), temperature, None, 1.0, generator)
+        made.append(int(drawn))
+        window = torch.cat((window, drawn))
+        if len(window) > context:
+            window = window[context // 4 :]
+    return made
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("length", [1, 5, 12, 20])
+def test_the_cache_changes_no_token(variant: str, length: int) -> None:
+    model = build(n_layers=3, **VARIANTS[variant])
+    if variant == "documents":
+        model.document_end = 4
+    prompt = torch.randint(29, (length,), generator=torch.Generator().manual_seed(length))
+    prompt[length // 2] = 4  # the prompt has the end of a document in it
+    for temperature, seed in ((0.0, 0), (1.0, 1), (5.0, 2)):
+        generator = torch.Generator().manual_seed(seed)
+        made = generate(model, prompt, context=12, temperature=temperature, generator=generator)
+        # Three times the window: what was forgotten in between is forgotten in both.
+        assert list(islice(made, 36)) == afresh(model, prompt, 36, 12, temperature, seed)
+
+
+def test_a_token_costs_the_forward_of_one() -> None:
+    model, read = build(), []
+    model.layers[0].register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
+    added(12, model, context=12)
+    # The prompt of three, nine tokens, and then the window again, without its oldest quarter.
+    assert read == [3, *[1] * 9, 10, 1]
+
+
+def test_a_full_cache_takes_one_token_at_a_time() -> None:
+    model = build()
+    cache = [KVCache(8)]
+    model(PROMPT[None], cache=cache)
+    with pytest.raises(ValueError, match="2 tokens at once for a cache of 3"):
+        model(torch.tensor([[3, 1, 4, 1, 5]]), cache=cache)
 
 
 def test_temperature_zero_takes_the_likeliest_token_of_the_context() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kempner.config.sections import Config
 from kempner.data.files.requirements import check_held_out, check_samples, vocabulary
 from kempner.insight.doctor.facts.data import DataSet
-from kempner.insight.doctor.finding import Finding, Outcome, fail, finding, many, passed, skipped
+from kempner.insight.doctor.finding import Finding, Outcome, fail, finding, passed, skipped
+from kempner.run.output.units import count
 from kempner.run.process.exit_codes import RunError
 
 
@@ -30,7 +31,7 @@ def _present(data: DataSet) -> Outcome:
     if data.unreadable:
         return fail(data.unreadable)
     index = data.index
-    return passed(f"{data.folder}: {index.tokens:,} tokens in {many(len(index.shards), 'file')}")
+    return passed(f"{data.folder}: {index.tokens:,} tokens in {count(len(index.shards), 'file')}")
 
 
 def _tokenizer(config: Config, data: DataSet) -> Outcome:

@@ -13,10 +13,10 @@ from kempner.insight.doctor.finding import (
     finding,
     passed,
     per_node,
-    size_text,
     skipped,
     worst,
 )
+from kempner.run.output.units import size_text
 
 _LEFT_OVER = 2 * 2**30
 """Bytes in use on a GPU that nobody trains on, above which somebody is still there: the driver's

@@ -13,12 +13,11 @@ from kempner.insight.doctor.finding import (
     Outcome,
     fail,
     finding,
-    many,
     passed,
     per_node,
-    size_text,
     warn,
 )
+from kempner.run.output.units import count, size_text
 
 _SMALL_SHM = 2**30
 """Bytes of /dev/shm below which loader workers and NCCL are known to run out of it: containers have
@@ -40,7 +39,7 @@ def check_answers(survey: Survey) -> Finding:
     silent = tuple(n for n in survey.asked if n not in {a.node for a in survey.answers})
     if not silent or not survey.answers:
         if survey.answers:
-            return finding("nodes", passed(f"{many(len(survey.answers), 'node')} answered"))
+            return finding("nodes", passed(f"{count(len(survey.answers), 'node')} answered"))
         said = _last_line(survey.complaints) or "srun printed nothing"
         return Finding("nodes", Level.FAIL, f"no node answered: {said}", survey.asked)
     said = _last_line(survey.complaints)

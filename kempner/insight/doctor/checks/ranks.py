@@ -15,16 +15,15 @@ from kempner.insight.doctor.finding import (
     Outcome,
     fail,
     finding,
-    many,
     passed,
     per_node,
-    size_text,
     skipped,
     warn,
 )
 from kempner.model.spec.communication_choice import Situation, choose, needed_memory, usable_memory
 from kempner.model.spec.mesh import check_tensor_degree, resolve_degrees
 from kempner.model.spec.shape import Shape
+from kempner.run.output.units import count, size_text
 from kempner.run.process.exit_codes import UsageError
 
 
@@ -49,7 +48,7 @@ class World:
     def words(self) -> str:
         """For a sentence."""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"{many(self.size, 'rank')}{nodes} ({self.source})"
+        return f"{count(self.size, 'rank')}{nodes} ({self.source})"
 
 
 def check_mesh(config: Config, world: World, vocab_size: int | None) -> Outcome:
@@ -124,7 +123,7 @@ def _ranks_here(world: World, answer: NodeAnswer) -> Outcome:
         )
     if world.per_node < there and world.in_job:
         return warn(f"{there - world.per_node} of {there} GPUs would have no rank; start {there}")
-    return passed(f"{many(world.per_node, 'rank')} per node, {many(there, 'GPU')}")
+    return passed(f"{count(world.per_node, 'rank')} per node, {count(there, 'GPU')}")
 
 
 def check_gpu_memory(

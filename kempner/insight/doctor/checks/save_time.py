@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from kempner.insight.doctor.facts.node import NodeAnswer
 from kempner.insight.doctor.facts.plan import Plan
 from kempner.insight.doctor.facts.slurm import SlurmFacts
-from kempner.insight.doctor.finding import Outcome, fail, passed, size_text, skipped, warn
+from kempner.insight.doctor.finding import Outcome, fail, passed, skipped, warn
+from kempner.run.output.units import size_text
 
 Lead = Callable[[float], float]
 """Seconds before a job's end at which a stop must begin, by the seconds that a save takes."""

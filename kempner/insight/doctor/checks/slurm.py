@@ -26,7 +26,10 @@ def check_slurm(slurm: SlurmFacts | None, used: bool) -> Outcome:
         return skipped("there is no Slurm on this host")
     if slurm.controller:
         if not used:
-            return skipped("Slurm does not answer here, and no batch script is named")
+            return skipped(
+                "Slurm does not answer here, and the run is taken for one of this machine: name "
+                "its batch script with --script if it is a job"
+            )
         return fail(f"{slurm.controller}: see `scontrol ping`, and start again when it answers")
     if slurm.accounting:
         return warn(

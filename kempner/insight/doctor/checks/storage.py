@@ -15,12 +15,12 @@ from kempner.insight.doctor.finding import (
     Outcome,
     fail,
     finding,
-    many,
     passed,
     per_node,
     skipped,
     warn,
 )
+from kempner.run.output.units import count
 
 _FILES_BESIDE = 16
 """Of a checkpoint, besides the files of each rank: manifest, metadata, the folder itself."""
@@ -65,7 +65,7 @@ def check_inodes(disk: Disk, ranks: int, keep: int) -> Outcome:
     if disk.inodes < needed:
         return fail(
             f"{disk.existing}: {disk.inodes} more files can be made, and checkpoints of "
-            f"{many(ranks, 'rank')} need {needed}: delete files, or "
+            f"{count(ranks, 'rank')} need {needed}: delete files, or "
             "set checkpoint.dir to another disk"
         )
     return passed(f"{disk.inodes:,} more files can be made, {needed:,} are needed")

@@ -61,22 +61,25 @@ def there_is_slurm(environ: Mapping[str, str] = os.environ) -> bool:
     return True
 
 
-def look_at_slurm(partition: str) -> SlurmFacts:
-    """Ask the controller, the accounting, and about a partition; empty for the default one."""
+def look_at_slurm(partition: str, within: float = SHORTLY) -> SlurmFacts:
+    """Ask the controller, the accounting, and about a partition; empty for the default one.
+
+    Each is asked again for `within` seconds while it gives no answer.
+    """
     try:
-        settings = scontrol.cluster_settings()
+        settings = scontrol.cluster_settings(within)
     except SlurmError as error:
         return SlurmFacts(controller=_short(error))
     ahead = None if settings.ahead is None else settings.ahead + time.monotonic() - time.time()
     try:
-        scontrol.accounting_answers()
+        scontrol.accounting_answers(within)
         accounting = ""
     except SlurmError as error:
         accounting = _short(error)
     found, why = None, ""
     if partition:
         try:
-            found = read_partition(scontrol.show_partition(partition.partition(",")[0]))
+            found = read_partition(scontrol.show_partition(partition.partition(",")[0], within))
         except (SlurmError, ValueError) as error:
             why = _short(error)
     return SlurmFacts("", accounting, ahead, settings.kill_wait, found, why)

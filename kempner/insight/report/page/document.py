@@ -12,7 +12,7 @@ from kempner.insight.report.page.plots import Plot, plots_of
 from kempner.insight.report.page.strip import strip
 from kempner.insight.report.page.words import date, duration, number, share, text
 from kempner.insight.report.summary import RunData, RunReport
-from kempner.run.output.words import counted
+from kempner.run.output.units import count
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """What a browser may load for the page: nothing that is not in it."""
@@ -80,9 +80,9 @@ def _header(runs: Sequence[RunData]) -> str:
 def story(report: RunReport) -> str:
     """What happened, in a few sentences of HTML."""
     total = "" if report.training.total_steps is None else f" of {report.training.total_steps:,}"
-    who = counted(report.time.machines.ranks, "rank")
+    who = count(report.time.machines.ranks, "rank")
     if report.time.machines.nodes is not None:
-        who += f" ({counted(report.time.machines.nodes, 'node')})"
+        who += f" ({count(report.time.machines.nodes, 'node')})"
     unit = tables.unit_of(report)
     state = text(report.training.state[:1].upper() + report.training.state[1:])
     told = [
@@ -100,10 +100,10 @@ def story(report: RunReport) -> str:
             (Kind.SILENT, "end without a message", "ends without a message"),
         )
         listed = ", ".join(
-            counted(kinds.count(kind), one, more) for kind, one, more in words if kind in kinds
+            count(kinds.count(kind), one, more) for kind, one, more in words if kind in kinds
         )
         told.append(
-            f"{counted(many, 'interruption')} ({listed}) cost {unit.show(report.lost_hours)} "
+            f"{count(many, 'interruption')} ({listed}) cost {unit.show(report.lost_hours)} "
             f"{unit.name}."
         )
     else:
@@ -123,7 +123,7 @@ def _run(run: RunData, plots: Sequence[Plot] | None) -> str:
     head = ""
     if plots is None:
         head = f"<h1>{text(report.name)}</h1><p class=lead>{story(report)}</p>"
-    used = f" <small>of {counted(report.nodes.used, 'node')}</small>" if report.nodes.used else ""
+    used = f" <small>of {count(report.nodes.used, 'node')}</small>" if report.nodes.used else ""
     parts = [
         head,
         _figures(report),
@@ -155,7 +155,7 @@ def _figures(report: RunReport) -> str:
             "goodput",
             f"{share(report.time.while_held)} without queue and pauses",
         ),
-        (duration(report.time.wall), "wall time", counted(report.training.attempts, "attempt")),
+        (duration(report.time.wall), "wall time", count(report.training.attempts, "attempt")),
         (unit.show(total), unit.name, f"{share(lost)} lost to interruptions"),
         (
             f"{len(report.interruptions):,}",

@@ -12,11 +12,10 @@ from kempner.insight.report.page.words import (
     duration,
     number,
     share,
-    size,
     text,
 )
 from kempner.insight.report.summary import RunReport
-from kempner.run.output.words import counted
+from kempner.run.output.units import count, size_text
 
 LEAST = 0.0005
 """Seconds of a category that are as good as none."""
@@ -140,12 +139,16 @@ def save_table(report: RunReport) -> str:
     if not saves.committed:
         return "<p>No checkpoint was saved.</p>"
     every = "" if saves.interval_steps is None else f", every {saves.interval_steps:,} steps"
-    failed = f"; {counted(saves.failed, 'save')} failed" if saves.failed else ""
+    failed = f"; {count(saves.failed, 'save')} failed" if saves.failed else ""
     window = (
         "no stop had a deadline" if saves.window_seconds is None else "the shortest of this run"
     )
     rows = [
-        ("Saved", f"{saves.committed:,}{every}{failed}", f"largest {size(saves.largest_bytes)}"),
+        (
+            "Saved",
+            f"{saves.committed:,}{every}{failed}",
+            f"largest {size_text(saves.largest_bytes)}",
+        ),
         (
             "Until durable",
             duration(saves.took.median),

@@ -75,14 +75,6 @@ def number(value: float | None, form: str = ",.0f") -> str:
     return UNKNOWN if value is None else format(value, form)
 
 
-def size(count: int) -> str:
-    """Bytes."""
-    value, units = float(count), ["B", "kB", "MB", "GB", "TB", "PB"]
-    while value >= 1000 and units[1:]:
-        value, units = value / 1000, units[1:]
-    return f"{value:.3g} {units[0]}"
-
-
 def date(seconds: float) -> str:
     """A moment, in UTC, to the minute."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"

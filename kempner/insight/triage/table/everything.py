@@ -61,7 +61,7 @@ traffic cached ffline nan Nan NaN NAN is|inf was|inf became|inf =|inf worker DUE
 name|or resolution unhandled wrong gai Read-only endpoint /dev/shm loss|is bus|error
 appears|not REQUEUED barrier Unable tasks NCCL|WARN ring not|respond initialized no|NCCL
 no|socket no|usable device nstruction
-unrecognized quota While|making FATAL [ERROR] configuration
+unrecognized exclusive two|different quota While|making FATAL [ERROR] configuration
 """
 """Every sign needs one of these in its line; `|` stands for a space."""
 

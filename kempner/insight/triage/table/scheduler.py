@@ -56,6 +56,30 @@ CAUSES = (
         ),
     ),
     Cause(
+        "cpu_binding",
+        "srun was told to bind tasks to CPUs that its job does not have: as a rule by a "
+        "SLURM_CPU_BIND that another job or shell has left",
+        "before srun, unset SLURM_CPU_BIND, SLURM_CPU_BIND_TYPE, SLURM_CPU_BIND_LIST and "
+        "SLURM_CPU_BIND_VERBOSE, submit from outside of a job, or give --cpu-bind=none; no node is "
+        "to blame",
+        (
+            Sign(r"error: CPU binding outside of job step allocation", blame=NAMED),
+            Sign(r"Unable to satisfy cpu bind request", blame=NAMED),
+        ),
+    ),
+    Cause(
+        "contradictory_options",
+        "srun refuses what the job's variables and its own options say together",
+        "ask for memory in one way (--mem, --mem-per-cpu or --mem-per-gpu), and for CPUs in one; "
+        "before srun, or in the shell that submits, unset what another job has left: "
+        "SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, SLURM_MEM_PER_NODE, SLURM_CPUS_PER_TASK, "
+        "SLURM_TRES_PER_TASK",
+        (
+            Sign(r"(?:MEM_PER_|--mem).* are mutually exclusive", blame=NAMED),
+            Sign(r"cpus.per.task set by two different environment variables", blame=NAMED),
+        ),
+    ),
+    Cause(
         "launch_failure",
         "Slurm could not start the processes on a node",
         "try again without the node; if it is any node, check the step's options and the clocks",

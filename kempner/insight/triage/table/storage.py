@@ -52,6 +52,18 @@ CAUSES = (
         ),
     ),
     Cause(
+        "weights_only",
+        "torch.load refuses a file that holds more than tensors: since torch 2.6 it takes "
+        "weights_only=True for granted",
+        "if you trust its author, load it with weights_only=False, or allow the classes that the "
+        "message names by torch.serialization.add_safe_globals; its other files are alike "
+        "in that",
+        (
+            Sign(r"WeightsUnpickler error: Unsupported (?:global|class)"),
+            Sign(r"Weights only load failed", sure=LIKELY),
+        ),
+    ),
+    Cause(
         "damaged_file",
         "a file was read and is damaged or incomplete, a checkpoint most often",
         "use the checkpoint before it; a save that was killed leaves such files",

@@ -56,7 +56,7 @@ def test_list_tells_what_is_known_without_reading(run: RunDirectory, capsys: Cap
     assert sorted(found) == [10, 20, 30, 40]
     assert "damaged: found damaged by attempt 3" in found[10]
     assert "__1_0.distcp has 5 bytes instead of" in found[20]
-    assert re.search(r"30 .* 2\.\d MiB +3 +no +latest", found[30])
+    assert re.search(r"30 .* 2\.\d MB +3 +no +latest", found[30])
     assert "no manifest" in found[40]
 
 

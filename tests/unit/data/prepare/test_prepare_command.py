@@ -27,7 +27,7 @@ def test_it_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert run(texts, "--out", tmp_path / "out", "--workers", 1) == ExitCode.COMPLETED
     out, errors = capsys.readouterr()
     assert out == (
-        f"{tmp_path}/out prepared: 5 tokens, 1 documents, 1 token files, "
+        f"{tmp_path}/out prepared: 5 tokens, 1 document, 1 token file, "
         "byte tokenizer of 257 tokens in uint16; empty documents skipped: 1; "
         f"files skipped because they are not text: 1, {texts}/c.png first\n"
     )

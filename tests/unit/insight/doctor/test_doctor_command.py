@@ -6,7 +6,9 @@ import os
 import re
 import signal
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ from rich.console import Console
 from sick_site import Site
 
 from kempner.cli.entry import main
+from kempner.config.loading import load
+from kempner.insight.doctor.checks.ranks import World
+from kempner.insight.doctor.examine import Patient, Supervisor, examine
 from kempner.insight.doctor.facts import node_probe
 from kempner.insight.doctor.finding import Finding, Level, Outcome, fail, passed, per_node
 from kempner.insight.doctor.table import lines, show
@@ -31,13 +36,34 @@ FINDINGS = [
 
 
 def test_the_table_names_the_nodes() -> None:
-    assert lines(FINDINGS) == [
-        "pass    mesh        8 ranks",
-        "warn    clock       node2: it is 3 s ahead",
-        "fail    open files  node3, node4, node5, node6 and 2 more: 200",
+    nodes = [f"node{n}" for n in range(1, 9)]
+    assert [*lines(FINDINGS, nodes)] == [
+        "pass    mesh             8 ranks",
+        "warn    clock            node2: it is 3 s ahead",
+        "fail    open files       node3, node4, node5, node6 and 2 more: 200",
         "1 failed, 1 warned, 1 passed",
     ]
-    assert lines([FINDINGS[1]])[0] == "warn    clock  it is 3 s ahead"
+    assert next(lines([FINDINGS[1]], ["node2"])) == "warn    clock            it is 3 s ahead"
+
+
+def test_a_check_is_told_as_soon_as_it_is_known(site: Site) -> None:
+    """Before the nodes are asked, which takes as long as the import of torch."""
+    looked: list[str] = []
+
+    @contextmanager
+    def looking(what: str) -> Iterator[None]:
+        looked.append(what)
+        yield
+
+    config = load(Path("c.toml"), [])
+    patient = Patient(config, RunDirectory(Path("runs/c")), World(1, 1, None, "one process"))
+    supervisor = Supervisor(lambda: None, lambda save: 2 * save)
+    found = examine(patient, supervisor, looking=looking)
+    known = [each.check for each in islice(found, 7)]
+    assert known == ["configuration", "run", "mesh", "data", "tokenizer", "held-out data", "start"]
+    assert not any("torch" in what for what in looked)
+    assert next(found).check == "ranks and GPUs"
+    assert any("torch" in what for what in looked)
 
 
 def test_nodes_that_are_well_share_a_line() -> None:
@@ -54,7 +80,8 @@ def test_nodes_that_are_well_share_a_line() -> None:
 
 def test_the_table_at_a_terminal_is_as_wide_as_that(tmp_path: Path) -> None:
     with open(tmp_path / "out", "w+") as file:
-        show(FINDINGS, Console(file=file, width=40, force_terminal=True))
+        nodes = [f"node{n}" for n in range(1, 9)]
+        show(FINDINGS, nodes, Console(file=file, width=40, force_terminal=True))
         file.seek(0)
         told = re.sub(r"\x1b\[[\d;]*m", "", file.read()).splitlines()
     assert max(map(len, told)) <= 40

@@ -14,7 +14,9 @@ from harness import PYTHON, ROOT
 from plants import FAULTS, IN_JOB, offline
 from sick_site import Report, Site, mounted
 
-from kempner.cluster.slurm import scontrol
+from kempner.insight.doctor import examine
+from kempner.insight.doctor.facts import slurm
+from kempner.insight.doctor.facts.slurm import look_at_slurm
 
 Bad = list[tuple[str, str, str]]
 
@@ -72,14 +74,27 @@ def test_ports_that_are_taken(site: Site, capsys: pytest.CaptureFixture[str]) ->
 def test_a_controller_that_is_away(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = scontrol.cluster_settings
-    monkeypatch.setattr(scontrol, "cluster_settings", lambda within=0.0: ask(0.0))
+    monkeypatch.setattr(examine, "SHORTLY", 0.0)
     site.slurm(away="")
     ((check, level, sentence),) = site.doctor(capsys, *IN_JOB).bad()
     assert (check, level) == ("Slurm", "fail")
     assert "Unable to contact slurm controller" in sentence
-    # On a laptop that happens to have the commands it is none.
+    # On a laptop that happens to have the commands it is none, nor where `kempner init` has written
+    # the batch scripts; and it is not waited for.
+    no_cluster = "scontrol: fatal: Could not establish a configuration source"
+    answering = (site.folder / "bin" / "scontrol").read_text()
+    site.command("scontrol", f"#!/bin/sh\necho '{no_cluster}' >&2\nexit 1\n")
+    site.command("sbatch", "#!/bin/sh\n")
+    monkeypatch.setattr(slurm, "look_at_slurm", None)
     assert site.doctor(capsys).bad() == []
+    (site.folder / "scripts" / "slurm").mkdir(parents=True)
+    (site.folder / "scripts" / "slurm" / "multinode.sh").write_text(Path("job.sh").read_text())
+    assert site.doctor(capsys).bad() == []
+    monkeypatch.setattr(slurm, "look_at_slurm", look_at_slurm)
+    (site.folder / "slurm" / "away").unlink()
+    site.command("scontrol", answering)
+    said = {each["check"]: each["sentence"] for each in site.doctor(capsys).told["findings"]}
+    assert "scripts/slurm/multinode.sh" in said["mesh"]
 
 
 def on_a_disk(site: Site, capsys: pytest.CaptureFixture[str], options: str, *arguments: str) -> Bad:
@@ -94,7 +109,7 @@ def test_a_disk_without_room_for_one_checkpoint(
 ) -> None:
     bad = on_a_disk(site, capsys, "size=512k")
     assert {(check, level) for check, level, _ in bad} == {("space", "fail"), ("start", "fail")}
-    assert "a checkpoint needs about 0.9 MB" in bad[0][2]
+    assert "a checkpoint needs about 887.4 kB" in bad[0][2]
 
 
 def test_a_disk_without_room_for_all_that_are_kept(
@@ -102,7 +117,7 @@ def test_a_disk_without_room_for_all_that_are_kept(
 ) -> None:
     ((check, level, sentence),) = on_a_disk(site, capsys, "size=3m")
     assert (check, level) == ("space", "warn")
-    assert "4 more checkpoints of about 0.9 MB are to come" in sentence
+    assert "4 more checkpoints of about 887.4 kB are to come" in sentence
     assert on_a_disk(site, capsys, "size=8m", "--checkpoint.keep_last=2") == []
 
 

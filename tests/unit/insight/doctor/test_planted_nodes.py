@@ -38,7 +38,7 @@ def examined(site: Site, allocation: Allocation, *arguments: str) -> Report:
     world = World(len(allocation.nodes), 1, None, "job 7", in_job=True)
     plan = read_plan(Path("job.sh"))
     patient = Patient(config, RunDirectory(Path("runs/c")), world, plan, allocation)
-    findings = examine(patient, Supervisor(lambda: None, lambda save: 2 * save + 25))
+    findings = [*examine(patient, Supervisor(lambda: None, lambda save: 2 * save + 25))]
     return Report({"findings": [each.to_json() for each in findings]}, 0)
 
 

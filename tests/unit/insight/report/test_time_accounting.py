@@ -17,6 +17,7 @@ from kempner.insight.report.pieces import Pieces, overlaps
 from kempner.insight.report.series import collect
 from kempner.insight.report.summary import read_run
 from kempner.run.process.exit_codes import UsageError
+from kempner.run.record.lease import Lease
 from kempner.run.record.run_dir import RunDirectory
 
 
@@ -259,29 +260,70 @@ def test_a_stop_is_no_failure_and_the_queue_costs_nothing(tmp_path: Path) -> Non
 
 
 def test_advice_follows_from_what_was_measured(tmp_path: Path) -> None:
-    """Young: sqrt(2 x 0.5 s x time between failures), in steps of 2 s."""
-    assert not PlantedRun(tmp_path / "empty").ledger
-    run = PlantedRun(tmp_path / "run")
+    """Young: sqrt(2 x 0.5 s x time between failures), in steps of 90 s."""
+    run = PlantedRun(tmp_path / "run", step_takes=90.0)
     killed_rank(run)
     report = run.report()
     held = report.time.wall
-    steps = round((2 * 0.5 * held) ** 0.5 / 2.0)
-    assert any(f"every {steps} steps" in advice.what for advice in report.advice)
+    steps = round((2 * 0.5 * held) ** 0.5 / 90.0)
+    assert any(f"every {steps:,} steps" in advice.what for advice in report.advice)
     needed = report.saves.needed_seconds
-    assert needed == np.ceil(2 * 1.6 + 2 * 2.0 + 15)
+    assert needed == np.ceil(2 * 1.6 + 2 * 90.0 + 15)
     calm = PlantedRun(tmp_path / "calm")
     quiet(calm)
     assert calm.report().advice == []
+
+
+def test_a_few_minutes_say_nothing_about_how_often_to_save(tmp_path: Path) -> None:
+    run = PlantedRun(tmp_path / "run")
+    killed_rank(run)
+    [warning] = run.report().advice
+    assert "before the end of the job is enough" in warning.what
+    for event in run.ledger:
+        event.pop("job", None)
+    assert run.report().advice == []  # no Slurm, and so no warning before a job's end
+
+
+def test_an_attempt_that_never_resumed_loses_nothing(tmp_path: Path) -> None:
+    """Stopped after step 46, preempted again while it started, resumed at 46; then a real loss."""
+    run = PlantedRun(tmp_path / "run")
+    run.begin()
+    run.steps(46)
+    run.stop("preemption")
+    run.attempt += 1
+    run.tell("attempt_started", ranks=4, job="7", restarts=1)
+    run.spend("start", 12.0)
+    run.tell("stop_requested", reason="preemption", sentence="", seconds_left=30.0)
+    run.tell("attempt_ended", code=75, reason="stopped", culprit=None, exits={}, seconds=0.1)
+    run.begin()
+    run.steps(4)
+    run.save()
+    run.steps(3)
+    run.fail()
+    run.attempt += 1
+    run.tell("attempt_started", ranks=4, job="7", restarts=1)
+    run.spend("start", 12.0)
+    run.fail(cut_off=0.0)
+    run.go_on_from(50, again=3)
+    run.complete()
+    found = run.report().interruptions
+    assert [one.place.steps_lost for one in found] == [0, 0, 3, 0]
+    again = [one.cost.made_again_seconds for one in found]
+    assert again == pytest.approx([0, 0, 3 * 2.0 + 0.7, 0], abs=0.01)
 
 
 def test_a_run_that_goes_on_is_told_up_to_now(tmp_path: Path) -> None:
     run = PlantedRun(tmp_path / "run")
     run.begin()
     run.steps(10)
+    lease = Lease.acquire(run.write(), 45.0)
     report = run.report()
-    assert report.training.state.startswith("in progress")
-    assert report.interruptions == []
+    assert (report.training.state, report.interruptions) == ("in progress", [])
     assert report.time.seconds["train"] == pytest.approx(20, abs=0.01)
+    lease.release()
+    report = run.report()
+    assert report.training.state == "ended without a message"
+    assert [one.kind for one in report.interruptions] == [Kind.SILENT]
 
 
 def test_lines_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ STARTED = event("attempt_started", 900.0, ranks=2)
 OWN = STARTED | {"own_program": True}
 READY = event("ready_to_train", 910.0, step=0, device="cpu", reached={})
 AGAIN = event("attempt_started", 960.0, 2, ranks=2, job="7")
+EARLIER = event("attempt_started", 850.0, 2, ranks=2)
 ASKED = event("stop_requested", 980.0, reason="time_limit", sentence="Slurm sent a warning")
 ASKED |= {"seconds_left": 50.0}
 STOPPED = event("stopped", 985.0, step=7, reason="time_limit", lost_steps=0)
@@ -119,6 +120,10 @@ A = Activity
         ([STARTED, READY, ASKED], {"alive": False}, A.DEAD, "asked to stop (time limit) before"),
         ([STARTED, READY, KILLED], {"alive": False, "attempt": 2}, A.DEAD, "before attempt 2"),
         ([STARTED, READY], {}, A.UNKNOWN, ""),
+        ([STARTED, READY], {"alive": False, "job": job("RUNNING")}, A.UNKNOWN, "its job runs, and"),
+        ([STARTED, READY], {"alive": False, "job": job("FAILED")}, A.DEAD, ""),
+        # The clock was set back between two attempts: the last one has the highest number.
+        ([STARTED, READY, KILLED, EARLIER], {"alive": False, "attempt": 2}, A.DEAD, ""),
         ([STARTED, READY, event("completed", 990.0, step=9)], {"alive": True}, A.DONE, ""),
         (
             [STARTED, READY, KILLED],

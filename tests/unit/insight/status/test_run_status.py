@@ -13,8 +13,8 @@ import pytest
 from kempner.checkpoint.store.inventory import locate
 from kempner.cli.insight.rows import table_row
 from kempner.cli.insight.status_words import checkpoint
+from kempner.insight.owner import judge_lease
 from kempner.insight.status.facts import CheckpointFacts, RankPlace
-from kempner.insight.status.owner import judge_lease
 from kempner.insight.status.progress import measure
 from kempner.insight.status.ranks import gather
 from kempner.insight.status.read import ATTEMPTS, KEPT, RunReader

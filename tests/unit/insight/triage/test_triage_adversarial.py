@@ -378,3 +378,40 @@ def test_torchrun_s_root_cause_is_not_believed_against_how_processes_ended(
     assert verdict_on(lines).rank == 3
     believed = [said, *torchrun("n1", (3, 3, culprit), (2, 2, culprit))]
     assert verdict_on(believed).rank == 2
+
+
+def test_an_inherited_binding_is_no_fault_of_the_node_that_it_fails_on() -> None:
+    verdict = verdict_on(
+        [
+            "srun: error: CPU binding outside of job step allocation, allocated CPUs are: 0x3.",
+            "srun: error: Task launch for StepId=5.0 failed on node n7: Unable to satisfy cpu bind "
+            "request",
+            "srun: error: Application launch failed: Unable to satisfy cpu bind request",
+            "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.",
+        ]
+    )
+    assert (verdict.cause, verdict.node, verdict.rank) == ("cpu_binding", None, None)
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        (
+            "_pickle.UnpicklingError: Weights only load failed. This file can still be loaded, to "
+            "do so you have two options, do those steps only if you trust the source of the "
+            "checkpoint. ",
+            "weights_only",
+        ),
+        ("_pickle.UnpicklingError: pickle data was truncated", "damaged_file"),
+    ],
+)
+def test_a_file_that_torch_refuses_to_unpickle_is_not_damaged(message: str, cause: str) -> None:
+    lines = raised("[rank0]: ", message)
+    if cause == "weights_only":
+        lines.append(
+            "[rank0]: \tWeightsUnpickler error: Unsupported global: GLOBAL argparse.Namespace was "
+            "not an allowed global by default."
+        )
+    verdict = verdict_on(lines)
+    assert (verdict.cause, verdict.rank) == (cause, 0)
+    assert ("checkpoint before it" in verdict.do) is (cause == "damaged_file")

@@ -50,6 +50,30 @@ STEPD = "slurmstepd: error: pyxis: "
             "container",
             "container_mount",
         ),
+        (
+            "srun: error: CPU binding outside of job step allocation, allocated CPUs are: 0x3.",
+            "cpu_binding",
+        ),
+        (
+            "srun: error: Task launch for StepId=7935525.0 failed on node node7: Unable to satisfy "
+            "cpu bind request",
+            "cpu_binding",
+        ),
+        (
+            "srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are "
+            "mutually exclusive.",
+            "contradictory_options",
+        ),
+        (
+            "srun: fatal: cpus-per-task set by two different environment variables "
+            "SLURM_CPUS_PER_TASK=4 != SLURM_TRES_PER_TASK=cpu=1",
+            "contradictory_options",
+        ),
+        (
+            "srun: fatal: cpus_per_task set by two different environment variables "
+            "SLURM_CPUS_PER_TASK=2 != SLURM_TRES_PER_TASK=cpu:4",
+            "contradictory_options",
+        ),
         ("sbatch: error: invalid partition specified: gpu", "job_refused"),
         (
             "sbatch: error: Batch job submission failed: Invalid account or account/partition "

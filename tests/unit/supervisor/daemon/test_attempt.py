@@ -160,6 +160,24 @@ def test_what_the_ranks_say_of_a_stop_names_it_for_the_supervisor_too(
     assert [(e["reason"], e["sentence"]) for e in lines] == [("signal", "rank 0 was asked to stop")]
 
 
+def test_the_ledger_waits_for_slurm_s_reason_for_a_rank_that_was_stopped_alone(
+    hands: Hands, tmp_path: Path
+) -> None:
+    """A preemption signals the ranks, and one of them may leave before Slurm has said why."""
+    job = JobMonitor("7", batch=True, arguments=[])
+    follower = follow(hands, 2, Config(), Ledger(tmp_path / "ledger.jsonl"), job)
+    fields = {"JobId": "7", "JobState": "RUNNING"}
+    feed(follower, JobSeen(parse_job(fields), 900.0, 30.0))
+    feed(follower, Heard(1, Outcome(1, 75, "stopped before training began")))
+    preempted = parse_job(fields | {"PreemptTime": "2030-01-01T00:00:00"})
+    feed(follower, JobSeen(preempted, 30.0, 30.0))
+    follower.enforce()
+    told = [message.reason for message in hands.told if isinstance(message, Stop)]
+    assert told == [StopReason.PEER_STOPPED, StopReason.PREEMPTION]
+    lines = [e for e in read_lines(tmp_path / "ledger.jsonl") if e["event"] == "stop_requested"]
+    assert [e["reason"] for e in lines] == ["preemption"]
+
+
 @pytest.mark.parametrize(("batch", "told"), [(False, 1), (True, 2)])
 def test_a_ctrl_c_at_a_terminal_is_no_warning_of_slurm(
     hands: Hands, tmp_path: Path, clock: Clock, batch: bool, told: int

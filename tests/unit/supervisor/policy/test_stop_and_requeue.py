@@ -253,7 +253,10 @@ def test_a_job_does_without_bad_nodes_where_there_are_others(scarce: bool, words
 
 def test_a_job_that_was_never_seen_before_is_judged_by_itself() -> None:
     assert decide_requeue(STOPPED, None, RUNNING, True, 0).requeue
-    assert "cancelled" in decide_requeue(STOPPED, None, COMPLETING, True, 0).reason
+    told = decide_requeue(STOPPED, None, COMPLETING, True, 0).reason
+    assert told == "the job is COMPLETING: if Slurm does not requeue it, submit it again"
+    cancelled = decide_requeue(STOPPED, None, job(state="CANCELLED"), True, 0).reason
+    assert cancelled == "the job was cancelled: submit it again to continue"
 
 
 def requeued(step: int | None, of: str = "7", preempted: bool = False) -> dict[str, Any]:

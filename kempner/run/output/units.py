@@ -1,0 +1,33 @@
+"""Numbers as people read them: in units that fit, and with nouns that agree with them."""
+
+from __future__ import annotations
+
+_BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_FLOPS = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
+_SECONDS = (("s", 1.0), ("ms", 1e-3))
+
+
+def size_text(size: float) -> str:
+    """Bytes in the largest decimal unit of which they are one or more: `56.3 GB`, `940 B`."""
+    for unit, scale in _BYTES:
+        if size >= scale:
+            return f"{size / scale:,.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def flops_text(flops: float) -> str:
+    """Floating-point operations in the largest unit of which they are one or more: `6 TFLOP`."""
+    unit, scale = next((each for each in _FLOPS if flops >= each[1]), _FLOPS[-1])
+    return f"{flops / scale:,.0f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds, milliseconds or microseconds, of which they are one or more: `14.1 s`, `80 ms`."""
+    unit, scale = next((each for each in _SECONDS if seconds >= each[1]), ("us", 1e-6))
+    value = seconds / scale
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3g} {unit}"
+
+
+def count(number: int, one: str, more: str = "") -> str:
+    """`1 rank`, `1,024 ranks`; `more` is the plural where that is not `one` with an s."""
+    return f"{number:,} {one if number == 1 else more or one + 's'}"

@@ -1,15 +1,17 @@
-"""Makes the pictures of a report in docs/images, of a run that really met with all that they show.
+"""Makes the pictures of docs/images, of a run that really met with all that they show.
 
     python scripts/docs/report_picture.py [RUN_DIR]
 
 Without RUN_DIR it makes the run, in two minutes, from the data of `make demo`: two ranks, of which
-one is killed, one hangs, and which are stopped and started again. Needs chromium.
+one is killed, one hangs, and which are stopped and started again. `kempner status` is drawn while
+it trains, the report when it is over, which needs chromium.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import io
 import os
 import shutil
 import signal
@@ -23,7 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
 
 from browser import Browser, chromium  # noqa: E402
+from rich.console import Console  # noqa: E402
 
+from kempner.cli.insight.status_view import panel  # noqa: E402
+from kempner.insight.status.read import JobWatch  # noqa: E402
+from kempner.insight.status.runs import RunFollower  # noqa: E402
 from kempner.run.record.ledger import read_lines  # noqa: E402
 from kempner.run.record.run_dir import RunDirectory  # noqa: E402
 
@@ -46,6 +52,9 @@ STOP_AFTER, AWAY = 180, 10.0
 WIDTH = 1000
 PICTURES = {"report.png": "section:nth-of-type(2)", "report_top.png": ".strip"}
 """Each file shows the page down to the end of this element."""
+
+COLUMNS = 100
+"""Width of the terminal in which the status is drawn."""
 
 _ELEMENT_ENDS = "document.querySelector({!r}).getBoundingClientRect().bottom + scrollY"
 
@@ -83,10 +92,20 @@ def make_run() -> Path:
     with subprocess.Popen(command, cwd=ROOT, env={**environ, "KEMPNER_FAULTS": FAULTS}) as process:
         while _last_step(run) < STOP_AFTER and process.poll() is None:
             time.sleep(0.5)
+        draw_status(run)
         process.send_signal(signal.SIGTERM)
     time.sleep(AWAY)
     subprocess.run(command, cwd=ROOT, env=environ, check=True)
     return run.path
+
+
+def draw_status(run: RunDirectory) -> None:
+    """What `kempner status` shows of a run at this moment."""
+    status = RunFollower(run, JobWatch(None, wait=True), patient=True).read()
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    name = str(run.path.relative_to(ROOT))
+    console.print(panel(name, status, COLUMNS, "", 2))
+    (IMAGES / "status.svg").write_text(console.export_svg(title=f"kempner status {name}"))
 
 
 def _last_step(run: RunDirectory) -> int:

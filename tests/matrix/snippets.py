@@ -19,7 +19,17 @@ ELSEWHERE = {
     "train: tests/unit/checkpoint/convert",
     "docs/data.md: from kempner import ResumableBatchSampler, ResumableDataLoader": "saves by "
     "itself: tests/unit/data",
+    "docs/wrap.md: ++ job.sbatch": "a batch script: tests/unit/project/test_wrap.py",
     "docs/submit.md: import kempner": "tests/distributed/jobs/test_submit.py",
+    "docs/migration.md: import kempner": "tests/pages/test_migration.py",
+    "docs/migration.md: import torch": "tests/pages/test_migration.py",
+    'docs/migration.md: """kempner supervise --nproc 2 -- python train.py"""': "tests/pages/"
+    "test_migration.py",
+    "docs/migration.md: import torch (2)": "tests/pages/test_migration.py",
+    "docs/migration.md: #SBATCH --ntasks-per-node=4": "a batch script: tests/slurm/jobs/"
+    "test_own_program.py",
+    "docs/migration.md: #SBATCH --signal=B:SIGTERM@120": "a batch script: tests/slurm/jobs/"
+    "test_own_program.py",
     'docs/own_loop.md: """The same loop, and it survives: kempner supervise --nproc 2 -- python '
     'surviving.py"""': "parts of docs/examples/surviving.py: tests/distributed/programs",
 }

@@ -6,30 +6,33 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from blocks import Block, Reader, blocks_of, form
-from harness import ROOT, write_tokens
+from harness import ROOT, wait_until, write_tokens
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from kempner.run.process.exit_codes import ExitCode
+
 pytestmark = pytest.mark.timeout(900)
 
 ELSEWHERE = {
     "README.md: pip install .": "installs; `make walk` does",
-    "README.md: make demo": "takes minutes; it is its own test",
     "docs/communication.md: kempner config check configs/train/7b.toml --world 32 --nodes 8": "it "
     "asks for 81 GB of disk; its lines: tests/unit/config/test_config_command.py",
     "docs/plan.md: kempner plan configs/train/7b.toml --world 32 --nodes 8": "is longer than the "
     "terminal; the same to the letter: tests/unit/cli/test_plan_command.py",
     "docs/plan.md: kempner plan MiniMax-M2 --world 64": "needs a config.json; the same to "
     "the letter: tests/unit/cli/test_experts_command.py",
-    "docs/own_loop.md: exec kempner supervise --launcher srun --run.name=mine -- python "
+    "docs/any_command.md: exec kempner supervise --launcher srun --run.name=mine -- python "
     "my_train.py": "on a cluster: tests/slurm/jobs/test_own_program.py",
     'docs/doctor.md: "$KEMPNER_PYTHON" -m kempner doctor "$@" --allocation': "on a cluster: "
     "tests/slurm/jobs/test_doctor_in_allocation.py",
@@ -100,18 +103,53 @@ def test_the_quickstart_holds(reader: Reader) -> None:
 
 def test_the_page_on_own_loops_holds(reader: Reader) -> None:
     shutil.copy(ROOT / "docs/examples/surviving.py", reader.folder)
-    own = 'import os, sys\nassert sys.argv[1:] == ["--my-option", "3"], os.environ["RANK"]\n'
-    (reader.folder / "my_train.py").write_text(own)
-    assert type_page("docs/own_loop.md", reader) >= 3
-    assert (reader.folder / "runs" / "mine" / "ledger.jsonl").exists()
+    assert type_page("docs/own_loop.md", reader) >= 2
     assert (reader.folder / "curve.pt").exists()
 
 
-def test_the_page_on_other_libraries_holds(reader: Reader) -> None:
-    for example in ("with_transformers.py", "with_lightning.py", "with_accelerate.py"):
+def test_the_page_on_any_command_holds(reader: Reader) -> None:
+    own = 'import os, sys\nassert sys.argv[1:] == ["--my-option", "3"], os.environ["RANK"]\n'
+    (reader.folder / "my_train.py").write_text(own)
+    assert type_page("docs/any_command.md", reader) >= 1
+    assert (reader.folder / "runs" / "mine" / "ledger.jsonl").exists()
+
+
+def test_the_program_in_c_tells_its_steps_saves_when_asked_and_goes_on(tmp_path: Path) -> None:
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("there is no C compiler")
+    page = (ROOT / "docs" / "any_command.md").read_text()
+    (source,) = re.findall(r"^```c\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.c").write_text(source)
+    command = [compiler, "-Wall", "-Werror", "-o", "train", "train.c"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    heartbeat = tmp_path / "heartbeat"
+    environ = {"KEMPNER_HEARTBEAT_FILE": str(heartbeat)}
+    with subprocess.Popen([tmp_path / "train"], cwd=tmp_path, env=environ) as program:
+        wait_until(lambda: read_count(heartbeat) >= 5, "a fifth step", 60)
+        program.send_signal(signal.SIGTERM)
+        assert program.wait() == ExitCode.STOPPED
+    stopped = read_count(tmp_path / "step.txt")
+    assert 5 <= stopped < 200
+    heartbeat.unlink()
+    assert subprocess.run([tmp_path / "train"], cwd=tmp_path, env=environ).returncode == 0
+    assert read_count(heartbeat) == read_count(tmp_path / "step.txt") == 200
+
+
+def read_count(path: Path) -> int:
+    """The number in a file; 0 where there is none yet."""
+    text = path.read_text() if path.exists() else ""
+    return int(text or 0)
+
+
+def test_the_pages_on_other_libraries_hold(reader: Reader) -> None:
+    pages = {
+        "trainer": ("with_transformers.py", "final/model.safetensors"),
+        "lightning": ("with_lightning.py", "curve.pt"),
+        "accelerate": ("with_accelerate.py", "curve/model.safetensors"),
+    }
+    for page, (example, made) in pages.items():
         shutil.copy(ROOT / "docs/examples" / example, reader.folder)
-    assert type_page("docs/integrations.md", reader) == 3
-    for made in ("final/model.safetensors", "curve.pt", "curve/model.safetensors"):
+        assert type_page(f"docs/{page}.md", reader) == 1
         assert (reader.folder / made).exists()
 
 
@@ -154,7 +192,8 @@ def test_each_block_is_typed_or_has_a_reason_not_to_be() -> None:
     here = {
         "README.md",
         *("docs/quickstart.md", "docs/own_loop.md", "docs/configuration.md", "docs/triage.md"),
-        *("docs/metrics.md", "docs/status.md", "docs/doctor.md", "docs/integrations.md"),
+        *("docs/metrics.md", "docs/status.md", "docs/doctor.md", "docs/any_command.md"),
+        *("docs/trainer.md", "docs/lightning.md", "docs/accelerate.md"),
     }
     untested = [block.name for page in PAGES if page not in here for block in typed(page)]
     assert untested == []

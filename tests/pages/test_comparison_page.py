@@ -16,8 +16,8 @@ import comparison_page
 RECORD = comparison_page.read()
 SOURCES: Mapping[str, Any] = tomli.loads(comparison_page.SOURCES.read_text())
 
-MADE = ("promises.md", "tests_merged.md", "configuration_keys.md")
-"""Pages that are made from something else, and the list of tests."""
+MADE = ("promises.md", "configuration_keys.md")
+"""Pages that are made from something else."""
 
 NAMES = re.compile(
     r"\b(transformers|Trainer|SFTTrainer|TRL|Lightning|Fabric|Accelerate|accelerate launch|"

@@ -32,6 +32,6 @@ def test_each_is_refused_by_its_name(name: str) -> None:
 
 
 def test_the_page_lists_them_all() -> None:
-    page = (ROOT / "docs" / "integrations.md").read_text()
-    listed = page[page.index("Refused before the first step") : page.index("## Lightning")]
+    page = (ROOT / "docs" / "trainer.md").read_text()
+    listed = page[page.index("## What is refused") : page.index("## Evidence")]
     assert [limit.name for limit in LIMITS if limit.name not in listed] == []

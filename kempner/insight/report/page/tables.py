@@ -27,7 +27,7 @@ MANY = 100
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") -> str:
     """A table of cells that are HTML; a head that begins with `>` is of a column of numbers."""
     kinds = [' class="n"' if head.startswith(">") else "" for head in heads]
-    top = "".join(f"<th{k}>{h.removeprefix('>')}</th>" for k, h in zip(kinds, heads, strict=True))
+    top = "".join(map(_head, heads))
     body = "".join(
         "<tr>"
         + "".join(
@@ -38,6 +38,12 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") -
         for row in rows
     )
     return f'<table class="{name}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _head(head: str) -> str:
+    """The cell above a column; one without words is no head, since it would be read out."""
+    kind = ' class="n"' if head.startswith(">") else ""
+    return f"<th{kind}>{head.removeprefix('>')}</th>" if head else "<td></td>"
 
 
 def unit_of(*reports: RunReport) -> Unit:
@@ -211,14 +217,12 @@ def comparison(reports: Sequence[RunReport]) -> str:
     ]
     heads = ("", *(f'><i class="dot c{n % 6}"></i>{text(r.name)}' for n, r in enumerate(reports)))
     rows = [(name, *cells) for name, cells in lines]
-    kinds = "".join(
-        f"<th{' class=n' if h.startswith('>') else ''}>{h.removeprefix('>')}</th>" for h in heads
-    )
+    top = "".join(map(_head, heads))
     body = "".join(
         f"<tr><th>{row[0]}</th>{''.join(f'<td class=n>{c}</td>' for c in row[1:])}</tr>"
         for row in rows
     )
     return (
-        f'<div class="wide"><table class="compare"><thead><tr>{kinds}</tr></thead>'
+        f'<div class="wide"><table class="compare"><thead><tr>{top}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )

@@ -140,7 +140,8 @@ def survive(
         batches = _open_batches(session, data, todo, noise)
         if batches is not None:
             everything = batches.held_with(everything)
-        watch = Watch(everything, Given(model, optimizer, *given.values(), data=data))
+        held = Given(model, optimizer, given["state"], given["per_rank"], data)
+        watch = Watch(everything, held)
         everything = watch.held_with(everything)
         checkpoints = open_checkpoints(session, everything, optimizer, keep_last, noise)
         return Survivor(Plan(steps, save_every, noise), session, checkpoints, batches, watch)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import signal
 from pathlib import Path
 
@@ -22,4 +21,4 @@ def count(*_: object) -> None:
 
 
 register_optimizer_step_post_hook(count)
-runpy.run_path(str(EXAMPLE), run_name="__main__")
+exec(compile(EXAMPLE.read_text(), str(EXAMPLE), "exec"))  # runpy would name another command

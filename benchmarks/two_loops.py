@@ -42,7 +42,7 @@ from kempner.training.compute.optimizer import build_optimizer, clip_gradients
 from kempner.training.groups.process_groups import Ranks, connect
 from kempner.training.loop import Training
 from kempner.training.rank_link.rank_link import open_rank_link
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.vote.vote import Ballot, Vote, VoteResult
 
 NAME = "TWO_LOOPS_NAME"
@@ -112,7 +112,7 @@ class Turns:
 
 def be_kempner(file: Path) -> None:
     """A rank as `kempner train` is one, but for the turns that its loop is cut into."""
-    shutdown = ShutdownHandler()
+    shutdown = StopListener()
     shutdown.install()
     logs.configure()
     config = load(file, [])

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors import state
 from kempner.run.record.attempts import Fence, begin_attempt
@@ -87,7 +87,7 @@ class Nothing:
 
 def open_manager(
     run: RunDirectory, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup
-) -> CheckpointManager:
+) -> CheckpointEngine:
     """kempner's manager, in an attempt of its own; called on every rank."""
     world = dist.get_world_size()
     box = [begin_attempt(run) if dist.get_rank() == 0 else None]
@@ -99,7 +99,7 @@ def open_manager(
         fence=Fence(run.attempts, box[0]),
         group=group,
     )
-    return CheckpointManager(context, model, optimizer, keep=Keep(last=2))
+    return CheckpointEngine(context, model, optimizer, keep=Keep(last=2))
 
 
 class Ours(Nothing):

@@ -4,9 +4,11 @@ The public names are imported on first use, so `import kempner` stays fast and n
 
     from kempner import CheckpointManager, ShutdownHandler, survive
 
-`survive` makes a training loop of your own stop, save and resume; the two classes are its parts.
-`ResumableBatchSampler`, `ResumableSampler` and `ResumableDataLoader` resume at the right sample.
-`submit` starts a run, on a Slurm cluster or here, and returns its `Job`.
+`survive` makes a training loop of your own stop, save and resume; with the two classes the loop
+itself asks when to stop, and saves. `ResumableBatchSampler`, `ResumableSampler` and
+`ResumableDataLoader` resume at the right sample. `submit` starts a run, on a Slurm cluster or here,
+and returns its `Job`. What a user can correct is a `RunError`, or its `UsageError`, with an
+`ExitCode`.
 """
 
 from __future__ import annotations
@@ -17,18 +19,20 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointManager",
+    "ExitCode",
     "Job",
     "ResumableBatchSampler",
     "ResumableDataLoader",
     "ResumableSampler",
+    "RunError",
     "ShutdownHandler",
+    "UsageError",
     "__version__",
     "submit",
     "survive",
 ]
 
 if TYPE_CHECKING:  # for type checkers and editors; __getattr__ imports them at run time
-    from kempner.checkpoint.manager import CheckpointManager
     from kempner.data.serve.sampler import (
         ResumableBatchSampler,
         ResumableDataLoader,
@@ -36,16 +40,20 @@ if TYPE_CHECKING:  # for type checkers and editors; __getattr__ imports them at 
     )
     from kempner.jobs.job import Job
     from kempner.jobs.submit import submit
-    from kempner.training.rank_link.shutdown import ShutdownHandler
+    from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
+    from kempner.training.by_hand import CheckpointManager, ShutdownHandler
     from kempner.training.survive import survive
 else:
     _HOMES = {
-        "CheckpointManager": "kempner.checkpoint.manager",
+        "CheckpointManager": "kempner.training.by_hand",
+        "ExitCode": "kempner.run.process.exit_codes",
         "Job": "kempner.jobs.job",
         "ResumableBatchSampler": "kempner.data.serve.sampler",
         "ResumableDataLoader": "kempner.data.serve.sampler",
         "ResumableSampler": "kempner.data.serve.sampler",
-        "ShutdownHandler": "kempner.training.rank_link.shutdown",
+        "RunError": "kempner.run.process.exit_codes",
+        "ShutdownHandler": "kempner.training.by_hand",
+        "UsageError": "kempner.run.process.exit_codes",
         "submit": "kempner.jobs.submit",
         "survive": "kempner.training.survive",
     }

@@ -27,7 +27,7 @@ from kempner.checkpoint.format.names import METADATA, CheckpointFolder, in_progr
 from kempner.checkpoint.format.shard_plan import TensorSpec, data_file, place
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.store import commit
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata
@@ -111,7 +111,7 @@ def open_manager(
     optimizer: Optimizer,
     group: dist.ProcessGroup,
     **options: Any,
-) -> CheckpointManager:
+) -> CheckpointEngine:
     """Keeps the last two checkpoints of `run`; called on every rank of `group`.
 
     `options` go into its context.
@@ -127,4 +127,4 @@ def open_manager(
         group=group,
         **options,
     )
-    return CheckpointManager(context, model, optimizer, keep=Keep(last=2))
+    return CheckpointEngine(context, model, optimizer, keep=Keep(last=2))

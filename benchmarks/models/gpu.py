@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors import state
 from kempner.config.sections import Config, ModelSection, TrainSection
@@ -111,7 +111,7 @@ class Trained:
         table = state.capture(self.model, self.optimizer)
         return {key: tensor.detach().cpu().clone() for key, tensor in table.items()}
 
-    def manager(self, name: str) -> CheckpointManager:
+    def manager(self, name: str) -> CheckpointEngine:
         """Saves to, and restores from, the run of this name."""
         run = RunDirectory(self.bench.folder / name)
         run.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ class Trained:
         fence = Fence(run.attempts, begin_attempt(run))
         group = dist.new_group(backend="gloo")
         context = CheckpointContext(run.checkpoints, identity, fence, group)
-        return CheckpointManager(context, self.model, self.optimizer, keep=Keep(last=2))
+        return CheckpointEngine(context, self.model, self.optimizer, keep=Keep(last=2))
 
 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:

@@ -141,7 +141,7 @@ def rank(arguments: Sequence[str]) -> None:
     main = importlib.import_module("kempner.training.main")
     loop = importlib.import_module("kempner.training.loop")
     watch.mark("kempner")
-    manager = importlib.import_module("kempner.checkpoint.manager").CheckpointManager
+    manager = importlib.import_module("kempner.checkpoint.manager").CheckpointEngine
     main.connect = watch.around(main.connect, "meet")  # type: ignore[attr-defined]
     main.build = watch.around(main.build, "build")  # type: ignore[attr-defined]
     manager.restore = watch.around(manager.restore, "load", before="build")

@@ -95,7 +95,7 @@ class FolderCheckpoints:
     def save(self, train_state: TrainState, counted: int | None = None) -> None:
         """Save and commit the state as of `train_state`; how it ended, `failures` tells.
 
-        `counted` is as for `CheckpointManager.save`. Raises `SupersededError`, on all ranks alike,
+        `counted` is as for `CheckpointEngine.save`. Raises `SupersededError`, on all ranks alike,
         if a newer attempt owns the run, and what the library raises that is no `OSError`.
         """
         self.join()

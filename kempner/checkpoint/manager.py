@@ -1,4 +1,4 @@
-"""`CheckpointManager`: saves in the background, commits, and finds the way back.
+"""`CheckpointEngine`: saves in the background, commits, and finds the way back.
 
 Every method is called on every rank, in the same order. The process group of its context is used
 for nothing else: the background half of a save talks on it while training goes on.
@@ -36,7 +36,7 @@ from kempner.run.record.events.health import StorageWaited
 from kempner.run.record.save_times import Durations
 
 
-class CheckpointManager:
+class CheckpointEngine:
     """Saves and restores a model and its optimizer below the folder of `context`.
 
     `keep` says which checkpoints stay. Without `background` a save is waited for at once.

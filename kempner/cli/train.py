@@ -19,7 +19,7 @@ from kempner.run.output.logs import logger
 from kempner.run.process.retry import storage_waits
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 from kempner.training.rank_link.rank_link import RankLink, open_rank_link
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +33,7 @@ def train(context: typer.Context, file: ConfigFile) -> None:
     Its world comes from torchrun, a Slurm step or `kempner supervise`; otherwise it is one process.
     Started again, the run continues from its newest checkpoint.
     """
-    shutdown = ShutdownHandler()
+    shutdown = StopListener()
     shutdown.install()
     logs.configure()
     config = load(file, overrides(context, file))

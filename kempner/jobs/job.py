@@ -16,9 +16,11 @@ from kempner.insight.status.job import JobStatus
 from kempner.insight.status.read import JobWatch
 from kempner.insight.status.runs import RunFollower
 from kempner.insight.status.summary import Status
+from kempner.insight.triage.ledger import triage_run
+from kempner.insight.triage.logs import triage_logs
 from kempner.jobs.submission import Submission, cancelled_mark, last_submission, log_of
 from kempner.run.output.logs import logger
-from kempner.run.process.exit_codes import RunError, UsageError
+from kempner.run.process.exit_codes import RunError, UsageError, cannot_read
 from kempner.run.record.events.job import Resubmitted
 from kempner.run.record.run_dir import RunDirectory
 
@@ -80,6 +82,20 @@ class Job:
         return self._look()[1].reason
 
     @property
+    def failure(self) -> str:
+        """What has failed, in a sentence: the reason, and the exception that was raised first.
+
+        Empty unless the run has failed or was given up. Raises `RunError` if it cannot be read now.
+        """
+        doing = self._look()[1]
+        if doing.activity not in (Activity.FAILED, Activity.GIVEN_UP):
+            return ""
+        try:
+            return describe_failure(doing.reason, self._raised())
+        except OSError as error:
+            raise cannot_read(error.filename or self.run_dir, error) from error
+
+    @property
     def step(self) -> int:
         """The last step that was logged, or for a program of your own, reported or committed; 0
         before the first.
@@ -106,12 +122,13 @@ class Job:
             return not (doing.activity.is_live or doing.activity is Activity.QUEUED)
         return works is False
 
-    def wait(self, timeout: float | None = None) -> Activity:
+    def wait(self, timeout: float | None = None, *, check: bool = False) -> Activity:
         """Wait until it is done, for `timeout` seconds at most; its state then.
 
         Raises:
             TimeoutError: it is not done yet; it goes on.
-            RunError: it cannot be read now.
+            RunError: it cannot be read now. With `check`, also if it has failed or was given up:
+                its `failure`.
         """
         end = None if timeout is None else time.monotonic() + timeout
         pause = _SLURM_EVERY if self._job else _OWN_EVERY
@@ -122,9 +139,11 @@ class Job:
                 logger().warning(f"{self.run_dir} waits: {why}")
             left = pause if end is None else end - time.monotonic()
             if left <= 0:
-                now = self._held or self.state
-                raise TimeoutError(f"{self.run_dir} is not done after {timeout:g} s: {now}")
+                told_now = describe_unfinished(self.state, self._held)
+                raise TimeoutError(f"{self.run_dir} is not done after {timeout:g} s: {told_now}")
             time.sleep(min(pause, left))
+        if check and (failure := self.failure):
+            raise RunError(f"{self.run_dir} has failed: {failure}")
         return self.state
 
     def cancel(self) -> None:
@@ -159,6 +178,15 @@ class Job:
         job = self.status().job
         return job.why_waiting if job is not None and job.held else ""
 
+    def _raised(self) -> str:
+        """The exception that was raised first, or the supervisor's last line; empty if none is
+        known."""
+        found = triage_run(self._run).told.raised if self._run.ledger.is_file() else ""
+        if found or self.log is None or not self.log.is_file():
+            return found
+        lines = self.log.read_text(errors="replace").split("\n")
+        return triage_logs([self.log]).told.raised or next(filter(None, reversed(lines)), "")
+
     def _follow(self, job: str) -> None:
         self._job = job
         watch = JobWatch(job or None, wait=True)
@@ -192,6 +220,21 @@ class Job:
         if (child := CHILDREN.get(submission.pid)) is not None and child.poll() is not None:
             del CHILDREN[submission.pid]
         return submission.process_lives()
+
+
+def describe_failure(reason: str, raised: str) -> str:
+    """What has failed: why the run is in that state, and the exception, where that is more."""
+    raised = raised.removeprefix("kempner: ")
+    if raised in reason:
+        return reason
+    return f"{reason.removesuffix('; its log says why')}: {raised}"
+
+
+def describe_unfinished(state: Activity, held: str) -> str:
+    """What a run does that is not done, for a person who has waited long enough."""
+    if held or state.is_live or state is Activity.QUEUED:
+        return held or state
+    return f"{state}, and its supervisor is about to end"
 
 
 def job_goes_on(job: JobStatus | None) -> bool | None:

@@ -108,7 +108,7 @@ def _sbatch_options(slurm: Mapping[str, object]) -> dict[str, object]:
 
 
 def _words(
-    program: str | os.PathLike[str] | Sequence[str], overrides: Sequence[str], name: str | None
+    program: object, overrides: Sequence[str], name: str | None
 ) -> tuple[list[str], RunDirectory]:
     """The arguments of `kempner supervise`, and the run that they name."""
     given = [*overrides] if name is None else [*overrides, f"--run.name={name}"]
@@ -116,6 +116,12 @@ def _words(
     path = None
     if isinstance(program, (str, os.PathLike)):
         path = Path(program)
+    elif not isinstance(program, Sequence):
+        what = "a function" if callable(program) else f"what is of type {type(program).__name__}"
+        raise UsageError(
+            f"submit(): {what} cannot be submitted; give the path of a configuration, "
+            'or a command as a list of words, such as ["python", "train.py"]'
+        )
     elif not (command := [str(word) for word in program]):
         raise UsageError("the command is empty: give a configuration, or a list of words")
     config = load(path, given)

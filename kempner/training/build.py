@@ -16,7 +16,7 @@ import kempner
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity, Origin
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.slots.memory import open_slots
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors.step_slots import StepMemory
@@ -57,7 +57,7 @@ from kempner.training.observe.profiler import Profiler
 from kempner.training.observe.progress_bar import open_display
 from kempner.training.policy.anomalies import Health, remembered
 from kempner.training.rank_link.rank_link import RankLink
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 
 
 def build(
@@ -65,7 +65,7 @@ def build(
     rank_link: RankLink,
     ranks: Ranks,
     attempt: Attempt,
-    shutdown: ShutdownHandler,
+    shutdown: StopListener,
     faults: FaultInjector,
 ) -> Training:
     """Everything the loop needs, with the state of the newest checkpoint."""
@@ -88,7 +88,7 @@ def build(
     record = partial(rank_link.record, attempt)
     history = read_history(run, attempt) if ranks.world.rank == 0 else RunHistory()
     section = config.checkpoint
-    checkpoints = CheckpointManager(
+    checkpoints = CheckpointEngine(
         CheckpointContext(
             path=Path(section.dir) if section.dir else run.checkpoints,
             identity=_identity(config, corpus, vocab_size, ranks),
@@ -195,7 +195,7 @@ def _collect_garbage_again() -> None:
 def _resume(
     config: Config,
     ranks: Ranks,
-    checkpoints: CheckpointManager,
+    checkpoints: CheckpointEngine,
     record: Recorder,
     history: RunHistory,
 ) -> TrainState:

@@ -23,7 +23,7 @@ from kempner.training.groups.process_groups import Ranks
 from kempner.training.last_words import LastWords
 from kempner.training.main import Ownership, take_run
 from kempner.training.rank_link.rank_link import RankLink
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Supervised:
     """The connection of this process, with what depends on it; it outlives a loop."""
 
     rank_link: RankLink
-    shutdown: ShutdownHandler
+    shutdown: StopListener
     last_words: LastWords
     terms: LaunchTerms | None
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint.format.train_state import Rollback, TrainState
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.config.sections import Config
 from kempner.data.serve.loader import Feed, MicroBatch, StepBatch
 from kempner.model.spec.communication import EACH_MICRO_BATCH, Choice
@@ -31,7 +31,7 @@ from kempner.training.observe.metrics import StepMetrics
 from kempner.training.observe.profiler import Profiler
 from kempner.training.policy.anomalies import Health, Plan, observe, plan_rollback
 from kempner.training.policy.lr_schedule import learning_rate
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.vote.final_save import (
     finish,
     refuse_to_go_on_unsaved,
@@ -100,8 +100,8 @@ class Training:
     ranks: Ranks
     model: nn.Module
     optimizer: Optimizer
-    shutdown: ShutdownHandler
-    checkpoints: CheckpointManager
+    shutdown: StopListener
+    checkpoints: CheckpointEngine
     tools: Tools
     state: LoopState
 

@@ -34,7 +34,7 @@ from kempner.training.groups.process_groups import Ranks, add_variables, choose_
 from kempner.training.loop import Training, train
 from kempner.training.oom_message import describe_shortage
 from kempner.training.rank_link.rank_link import RankLink
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 
 _PEER_GONE = (
     "Connection closed by peer",
@@ -48,7 +48,7 @@ _PEER_GONE = (
 """What Gloo and the store say when a peer is gone; they have no exception type for it."""
 
 
-def main(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> NoReturn:
+def main(config: Config, rank_link: RankLink, shutdown: StopListener) -> NoReturn:
     """Run this process as one rank and end it; the exit code says how it went."""
     sentence = ""
     try:
@@ -88,7 +88,7 @@ def classify(error: BaseException, rank_link: RankLink) -> ExitCode:
     return ExitCode.PEERS_LOST if told or lost else ExitCode.CRASHED
 
 
-def run_rank(config: Config, rank_link: RankLink, shutdown: ShutdownHandler) -> ExitCode:
+def run_rank(config: Config, rank_link: RankLink, shutdown: StopListener) -> ExitCode:
     """Connect, build, resume, train. Raises `RunError` for problems that a person can fix."""
     world, run, progress = rank_link.world, rank_link.run, rank_link.progress
     torch.set_num_threads(thread_count(config, world))

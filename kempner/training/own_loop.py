@@ -17,9 +17,11 @@ from dataclasses import replace
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.config.sections import CheckpointSection
 from kempner.run.control.protocol import Phase
+from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.record.events.base import LedgerEvent
+from kempner.training.policy.final_save import time_to_spare
 from kempner.training.rehearsal.switch import recorder
 from kempner.training.session import Session
 from kempner.training.vote.final_save import (
@@ -32,6 +34,9 @@ from kempner.training.vote.vote import Ballot, Steps, StepVote, Vote, VoteGroup,
 
 IDLE_AT_MOST = 8
 """Steps in a row in which no optimizer has stepped. `GradScaler` skips some when it begins."""
+
+_SAVE_PATIENCE = 60.0
+"""Seconds to wait at most for a save in flight, when an exception leaves the loop."""
 
 
 class OwnLoop:
@@ -80,8 +85,7 @@ class OwnLoop:
         self.session.progress.made(step)
         if self._recorder is not None:
             self._recorder.end_step(step)
-        limits = CheckpointSection().max_failures, storage_waits().patience
-        refuse_to_go_on_unsaved(self.checkpoints, agreed, *limits)
+        self._refuse_to_go_on_unsaved(agreed)
         if agreed.parting is not None:
             raise UsageError(str(agreed.parting))
         if agreed.idle >= IDLE_AT_MOST:
@@ -109,18 +113,37 @@ class OwnLoop:
         with self.session.progress.waiting("the vote"):
             return self.vote_group.open(self.vote()).close()
 
+    def agree(self) -> VoteResult:
+        """A vote between two steps, which raises as `end_step` where saves keep failing."""
+        agreed = self.ask()
+        self._refuse_to_go_on_unsaved(agreed)
+        return agreed
+
     def save_is_due(self, agreed: VoteResult, on_interval: bool) -> bool:
         """Whether to save now: as the loop itself would, but for saves that have failed."""
         due = agreed.save_again if agreed.failed_saves else on_interval
         return due and not agreed.stop
 
-    def save(self, agreed: VoteResult) -> None:
-        """Save the state as of this step."""
+    def save(self, agreed: VoteResult | None) -> None:
+        """Save the state as of this step; `agreed` is the last vote, of a loop that has one in
+        every step."""
         self.session.note_trackers()
         if self._recorder is not None:
             self._recorder.saved(self.train_state.step)
         with self.session.progress.during(Phase.SAVE):
-            self.checkpoints.save(self.train_state, agreed.failed_saves)
+            counted = None if agreed is None else agreed.failed_saves
+            self.checkpoints.save(self.train_state, counted)
+
+    def wait_for_save(self) -> None:
+        """Wait for the save in flight, a minute at most: an exception leaves the loop, or the
+        program ends."""
+        left = time_to_spare(self.shutdown.seconds_left())
+        patience = min(_SAVE_PATIENCE, _SAVE_PATIENCE if left is None else left)
+        with self.session.progress.during(Phase.SAVE):
+            try:
+                self.checkpoints.settle(patience)
+            except RuntimeError as error:  # of the peers that the exception in the loop is about
+                logger().warning("the save in flight has failed", reason=str(error))
 
     def leave(self, agreed: VoteResult, steps: int | None = None) -> ExitCode:
         """Commit what can be, and part from the other ranks; how the loop has ended.
@@ -138,6 +161,10 @@ class OwnLoop:
         """This rank's vote at this moment."""
         vote = vote_to_go_on(self.shutdown, self.checkpoints)
         return StepVote(**vars(vote), own=Steps(self.idle, self.left_after))
+
+    def _refuse_to_go_on_unsaved(self, agreed: VoteResult) -> None:
+        limits = CheckpointSection().max_failures, storage_waits().patience
+        refuse_to_go_on_unsaved(self.checkpoints, agreed, *limits)
 
     def record(self, event: LedgerEvent) -> None:
         """Record an event in the run's ledger."""

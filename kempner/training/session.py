@@ -45,7 +45,7 @@ from kempner.training.groups.process_groups import Ranks, adopt
 from kempner.training.homes import LOOPS, Claim, Home, Supervised
 from kempner.training.last_words import LastWords
 from kempner.training.rank_link.rank_link import RankLink, join
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.recognition import Standing, recognise, this_program
 
 
@@ -72,8 +72,8 @@ class Entry:
     `Session.trap_signals`. `run_dir` is the run directory; by default the supervisor's, or else
     `runs/<script>`, or one beside that if it is another command's. The second loop of a process
     that names none belongs into `loops/2` of that, and so on. `accept_changes` names differences
-    to the run as it was that are not to be refused. What follows, `meet` among it, belongs into
-    `guard`.
+    to the run as it was that are not to be refused. With a `listener` the signals are left to
+    what has made that. What follows, `meet` among it, belongs into `guard`.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Entry:
         name: str,
         run_dir: str | Path | Beside | None,
         accept_changes: Collection[str] = (),
+        listener: StopListener | None = None,
     ) -> None:
         protect()
         logs.configure()
@@ -89,8 +90,9 @@ class Entry:
         self._named = place_of(run_dir) if run_dir and not isinstance(run_dir, Beside) else None
         self._session: Session | None = None
         entered = LOOPS.supervised
-        self._shutdown = entered.shutdown if entered else ShutdownHandler(at_prompt())
-        if not at_prompt():
+        self._shutdown = entered.shutdown if entered else listener or StopListener(at_prompt())
+        self._traps = listener is None
+        if self._traps and not at_prompt():
             self._shutdown.install()
             heed_for_children(True)
         with self.guard():
@@ -116,8 +118,9 @@ class Entry:
         try:
             yield
         except BaseException:
-            self._shutdown.uninstall()
-            heed_for_children(False)
+            if self._traps:
+                self._shutdown.uninstall()
+                heed_for_children(False)
             if self._session is not None:
                 self._session.release()
             raise
@@ -165,6 +168,7 @@ class Entry:
         network = terms.network if terms else "{}"
         section = DistributedSection.model_validate_json(network)
         ranks = adopt(link.world, device, section)
+        link = self.rank_link = replace(link, world=ranks.world)
         shutdown.join_group(terms.stop_grace if terms else None, link.tell_of_signal)
         patience = terms.patience if terms else ResilienceSection().patience
         storage_waits().configure(patience, shutdown.should_shutdown)
@@ -185,7 +189,7 @@ class Session:
         claim: Claim,
         home: Home,
         ranks: Ranks,
-        shutdown: ShutdownHandler,
+        shutdown: StopListener,
         last_words: LastWords,
     ) -> None:
         self._rank_link, self._claim, self._home = rank_link, claim, home
@@ -195,7 +199,7 @@ class Session:
         self.standing = Standing(home.folder, None, RunIdentity())
         """What the run was before, and is now."""
         self.accepted: Collection[str] = ()
-        """Names of differences that the user accepts, for `CheckpointManager.restore` as well."""
+        """Names of differences that the user accepts, for `CheckpointEngine.restore` as well."""
 
     @property
     def recorded_facts(self) -> Mapping[str, object]:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from kempner.checkpoint.format.manifest import read
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.registered.everything import Everything, gather
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.store.selection import choose
@@ -131,7 +131,7 @@ def survive(
     entry = Entry("survive", run_dir, accept_changes)
     with entry.guard():
         todo.check(has_data=data is not None)
-        device = _device_of(model, optimizer)
+        device = device_of("survive", model, optimizer)
         given = {"state": state or {}, "per_rank": per_rank or {}}
         _keep_name_free(data, given)
         everything = gather(model, optimizer, given["state"], given["per_rank"])
@@ -140,9 +140,10 @@ def survive(
         batches = _open_batches(session, data, todo, noise)
         if batches is not None:
             everything = batches.held_with(everything)
-        watch = Watch(everything, Given(model, optimizer, **given, data=data))
+        held = Given(model, optimizer, given["state"], given["per_rank"], data)
+        watch = Watch(everything, held)
         everything = watch.held_with(everything)
-        checkpoints = _open_checkpoints(session, everything, optimizer, keep_last, noise)
+        checkpoints = open_checkpoints(session, everything, optimizer, keep_last, noise)
         return Survivor(Plan(steps, save_every, noise), session, checkpoints, batches, watch)
 
 
@@ -161,17 +162,21 @@ class Todo:
         least = {"steps": 1, "save_every": 1, "keep_last": 2, "seed": None, "accumulate": 1}
         for name, smallest in least.items():
             given = getattr(self, name)
-            if given is None and name in ("seed", "accumulate"):
-                continue
-            if isinstance(given, bool) or not isinstance(given, Integral):
-                raise UsageError(f"survive({name}={given!r}): write a whole number")
-            if smallest is not None and given < smallest:
-                raise UsageError(f"survive({name}={given}): it must be at least {smallest}")
+            if given is not None or name not in ("seed", "accumulate"):
+                check_whole("survive", name, given, smallest)
         if self.accumulate is not None and not has_data:
             raise UsageError(
                 f"survive(accumulate={self.accumulate}): it has no data; give it the loader as "
                 "data=..., or make several batches yourself in each step"
             )
+
+
+def check_whole(caller: str, name: str, given: object, smallest: int | None) -> None:
+    """Raise `UsageError` if an argument of `caller` is no whole number, or less than `smallest`."""
+    if isinstance(given, bool) or not isinstance(given, Integral):
+        raise UsageError(f"{caller}({name}={given!r}): write a whole number")
+    if smallest is not None and given < smallest:
+        raise UsageError(f"{caller}({name}={given}): it must be at least {smallest}")
 
 
 def _facts(
@@ -182,7 +187,6 @@ def _facts(
     given: Mapping[str, Mapping[str, object]],
 ) -> tuple[dict[str, object], dict[str, object]]:
     """What all ranks must agree on; and what the run is, as later starts are compared with it."""
-    names = [name for name, _ in model.named_parameters()]
     facts: dict[str, object] = {"steps": todo.steps, "optimizer": describe_optimizer(optimizer)}
     if (seed := given_seed() if todo.seed is None else int(todo.seed)) is not None:
         facts["seed"] = seed
@@ -195,8 +199,13 @@ def _facts(
     }
     agree_on |= {name: sorted(objects) for name, objects in given.items()}
     agree_on |= {"data": facts.get("data"), "accumulate": todo.accumulate}
-    agree_on["the model's parameters"] = f"{len(names)}, {key(*names):x}"
-    return agree_on, facts
+    return {**agree_on, **parameters_of(model)}, facts
+
+
+def parameters_of(model: nn.Module) -> dict[str, object]:
+    """The names of the model's parameters, on which all ranks must agree."""
+    names = [name for name, _ in model.named_parameters()]
+    return {"the model's parameters": f"{len(names)}, {key(*names):x}"}
 
 
 def _describe(data: Any) -> str:
@@ -244,22 +253,27 @@ def _open_batches(session: Session, data: Any, todo: Todo, seed: int) -> Batches
     return Batches(supply, todo.accumulate)
 
 
-def _device_of(model: nn.Module, optimizer: Optimizer) -> torch.device:
+def device_of(caller: str, model: nn.Module, optimizer: Optimizer) -> torch.device:
     """Where the model is. Raises `UsageError` if these are not a model and its optimizer."""
     for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
         if not isinstance(given, kind):
             home = "torch.nn.Module" if kind is nn.Module else "torch.optim.Optimizer"
-            raise UsageError(f"survive({name}={type(given).__name__}): it must be a {home}")
+            raise UsageError(f"{caller}({name}={type(given).__name__}): it must be a {home}")
     parameters = list(model.parameters())
     if not parameters:
-        raise UsageError("survive(model): it has no parameters, so there is nothing to save")
+        raise UsageError(f"{caller}(model): it has no parameters, so there is nothing to save")
     return parameters[0].device
 
 
-def _open_checkpoints(
-    session: Session, everything: Everything, optimizer: Optimizer, keep_last: int, seed: int
-) -> CheckpointManager:
-    return CheckpointManager(
+def open_checkpoints(
+    session: Session,
+    everything: Everything,
+    optimizer: Optimizer,
+    keep_last: int,
+    seed: int | None,
+) -> CheckpointEngine:
+    """The checkpoints of a run that is made with `optimizer` and `seed`."""
+    return CheckpointEngine(
         session.context(type(optimizer).__name__.lower(), seed),
         everything.model,
         everything.optimizer,

@@ -21,10 +21,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.data.serve.draws import kept
-from kempner.run.control.protocol import Phase
-from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.retry import storage_waits
@@ -32,15 +30,11 @@ from kempner.run.process.stop_reason import StopReason
 from kempner.training.batches import Batches
 from kempner.training.leaving import Leaving, Steps, describe_uncommitted
 from kempner.training.own_loop import OwnLoop, describe_idleness
-from kempner.training.policy.final_save import time_to_spare
 from kempner.training.session import Session, at_prompt
 from kempner.training.vote.vote import VoteResult
 from kempner.training.watch.watch import Watch
 
 Step = TypeVar("Step", covariant=True)
-
-_SAVE_PATIENCE = 60.0
-"""Seconds to wait at most for a save in flight, when an exception leaves the loop."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ class Survivor(Generic[Step]):
         self,
         plan: Plan,
         session: Session,
-        checkpoints: CheckpointManager,
+        checkpoints: CheckpointEngine,
         batches: Batches | None,
         watch: Watch,
     ) -> None:
@@ -122,7 +116,7 @@ class Survivor(Generic[Step]):
             if leaving.by_hand:
                 code = self._leave()
                 return
-            self._wait_for_save()
+            self._loop.wait_for_save()
             words = describe_uncommitted(self._loop.train_state.step, self._plan.steps)
             self._session.leave_uncommitted(words)
             raise
@@ -214,15 +208,6 @@ class Survivor(Generic[Step]):
             return loop.leave(agreed, self._plan.steps)
         except RunError as error:  # Python shows none that is raised here, and goes on
             self._session.end_with(error)
-
-    def _wait_for_save(self) -> None:
-        left = time_to_spare(self._session.shutdown.seconds_left())
-        patience = min(_SAVE_PATIENCE, _SAVE_PATIENCE if left is None else left)
-        with self._session.progress.during(Phase.SAVE):
-            try:
-                self.checkpoints.settle(patience)
-            except RuntimeError as error:  # of the peers that the exception in the loop is about
-                logger().warning("the save in flight has failed", reason=str(error))
 
     def _read_mark(self) -> int | None:
         """The step after which the loop was finished before; rank 0 knows."""

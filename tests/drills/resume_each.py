@@ -13,11 +13,11 @@ from kempner.training.build import build
 from kempner.training.fault_injection import arm
 from kempner.training.groups.process_groups import connect
 from kempner.training.rank_link.rank_link import open_rank_link
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 
 config_file, *arguments = sys.argv[1:]
 split = arguments.index("--")
-config, shutdown = load(Path(config_file), arguments[:split]), ShutdownHandler()
+config, shutdown = load(Path(config_file), arguments[:split]), StopListener()
 alone = open_rank_link(config, shutdown)
 ranks = connect(alone.world, config)
 for path in arguments[split + 1 :]:

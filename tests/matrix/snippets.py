@@ -15,6 +15,8 @@ _BLOCK = re.compile(r"^```(python|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 ELSEWHERE = {
     "docs/architecture.md: while train_state.step < last_step and not agreed.stop:": "shortened",
+    "docs/by_hand.md: from kempner import CheckpointManager, ShutdownHandler": "parts of "
+    "docs/examples/by_hand.py: tests/distributed/programs",
     "docs/checkpoints.md: from transformers import AutoModelForCausalLM, AutoTokenizer": "does not "
     "train: tests/unit/checkpoint/convert",
     "docs/data.md: from kempner import ResumableBatchSampler, ResumableDataLoader": "saves by "

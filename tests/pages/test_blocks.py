@@ -32,6 +32,7 @@ ELSEWHERE = {
     "terminal; the same to the letter: tests/unit/cli/test_plan_command.py",
     "docs/plan.md: kempner plan MiniMax-M2 --world 64": "needs a config.json; the same to "
     "the letter: tests/unit/cli/test_experts_command.py",
+    "docs/by_hand.md: python by_hand.py": "tests/distributed/programs/test_by_hand.py",
     "docs/any_command.md: exec kempner supervise --launcher srun --run.name=mine -- python "
     "my_train.py": "on a cluster: tests/slurm/jobs/test_own_program.py",
     'docs/doctor.md: "$KEMPNER_PYTHON" -m kempner doctor "$@" --allocation': "on a cluster: "

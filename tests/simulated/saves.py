@@ -29,7 +29,7 @@ _NOBODY_READS = SimpleNamespace(are_reading=lambda step: False)
 
 
 class Saves:
-    """What `CheckpointManager` is to the ranks, in simulated time."""
+    """What `CheckpointEngine` is to the ranks, in simulated time."""
 
     def __init__(self, ranks: Ranks, world: World) -> None:
         self._ranks, self._world = ranks, world

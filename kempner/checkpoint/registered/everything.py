@@ -21,7 +21,7 @@ from kempner.run.process.exit_codes import UsageError
 
 @dataclass(frozen=True)
 class Everything:
-    """All of it, as a `CheckpointManager` takes it."""
+    """All of it, as a `CheckpointEngine` takes it."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -34,7 +34,7 @@ def gather(
     state: Mapping[str, object],
     per_rank: Mapping[str, object],
 ) -> Everything:
-    """What `survive` was given. Raises `UsageError` for what no checkpoint can hold."""
+    """What a program has given. Raises `UsageError` for what no checkpoint can hold."""
     _check_names(state, per_rank)
     modules = {name: thing for name, thing in state.items() if isinstance(thing, nn.Module)}
     optimizers = {name: thing for name, thing in state.items() if isinstance(thing, Optimizer)}
@@ -60,23 +60,23 @@ def _check_names(state: Mapping[str, object], per_rank: Mapping[str, object]) ->
     for name in (*state, *per_rank):
         if not isinstance(name, str) or not name.isidentifier() or name in ("model", "optimizer"):
             raise UsageError(
-                f"survive(state=...): {name!r} is no name for it; take letters, digits and _, and "
+                f"state: {name!r} is no name for it; take letters, digits and _, and "
                 "neither model nor optimizer"
             )
     if both := sorted(state.keys() & per_rank.keys()):
-        raise UsageError(f"survive(): {both[0]} is in state and in per_rank; leave it in one")
+        raise UsageError(f"{both[0]} is in state and in per_rank; leave it in one")
     for name, thing in {**state, **per_rank}.items():
         parts: Iterable[object] = ()
         if isinstance(thing, list | tuple | set | dict):
             parts = thing.values() if isinstance(thing, dict) else thing
         if any(isinstance(part, nn.Module | Optimizer) for part in parts):
             raise UsageError(
-                f"survive(state=...)[{name!r}] is a {type(thing).__name__} of modules or "
+                f"state[{name!r}] is a {type(thing).__name__} of modules or "
                 "optimizers: register each under a name of its own, by which it comes back"
             )
     for name, thing in per_rank.items():
         if isinstance(thing, nn.Module | Optimizer):
             raise UsageError(
-                f"survive(per_rank=...)[{name!r}] is a {type(thing).__name__}: register modules "
+                f"per_rank[{name!r}] is a {type(thing).__name__}: register modules "
                 "and optimizers as state, of which each rank may have its shard"
             )

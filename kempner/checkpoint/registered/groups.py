@@ -126,7 +126,7 @@ class ParameterGroups:
             if parameter not in known and parameter.requires_grad:
                 raise UsageError(
                     f"{self._name} trains a parameter of shape {tuple(parameter.shape)} that is in "
-                    "no module that survive() was given: register its module, "
+                    "no module that is held: register its module, "
                     'state={"NAME": module}'
                 )
         return [[known[p] for p in group if p in known] for group in groups]
@@ -187,7 +187,7 @@ def in_their_order(name: str, thing: object, held: Held, every: Iterable[Paramet
 
     What has a tensor for each parameter, by its place, is refused where those are in another order.
     """
-    where = f"survive(state=...)[{name!r}]"
+    where = f"state[{name!r}]"
 
     def take(saved: Any) -> None:
         optimizer = getattr(thing, "optimizer", None)

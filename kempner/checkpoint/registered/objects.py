@@ -53,7 +53,7 @@ class Registered:
         self.look()
         for argument, objects in (("state", self.shared), ("per_rank", self.per_rank)):
             for name, held in objects.items():
-                encode(held.give(), f"survive({argument}=...)[{name!r}]")
+                encode(held.give(), f"{argument}[{name!r}]")
 
 
 NOTHING = Registered({}, {})
@@ -65,7 +65,7 @@ GROUPS = ".param_groups"
 def pack(objects: Mapping[str, Held], argument: str) -> bytes:
     """The states of these objects at this moment. Raises `UsageError` as `Registered.check`."""
     states = {name: held.give() for name, held in objects.items()}
-    return encode(states, f"survive({argument}=...)")
+    return encode(states, argument)
 
 
 def unpack(
@@ -80,9 +80,8 @@ def unpack(
     wanted = {name for name, held in objects.items() if not held.automatic}
     if wanted - states.keys() or states.keys() - objects.keys():
         raise MismatchError(
-            f"the checkpoint was made with {argument}={_listed(states)}, and survive() was called "
-            f"with {argument}={_listed(objects)} ({where}): register the same names, or begin a "
-            "new run"
+            f"the checkpoint was made with {argument}={_listed(states)}, and now there is "
+            f"{argument}={_listed(objects)} ({where}): register the same names, or begin a new run"
         )
     return states
 
@@ -109,11 +108,11 @@ def held(name: str, thing: object) -> Held:
             return way(thing)
     if isinstance(thing, bool | int | float | str | tuple):
         raise UsageError(
-            f"survive(state=...)[{name!r}] is the value {thing!r}, which cannot be set when the "
+            f"state[{name!r}] is the value {thing!r}, which cannot be set when the "
             f"run resumes: register a dict that holds it, such as {{{name!r}: {thing!r}}}"
         )
     raise UsageError(
-        f"survive(state=...)[{name!r}] is of type {type(thing).__name__}: give it the methods "
+        f"state[{name!r}] is of type {type(thing).__name__}: give it the methods "
         "state_dict and load_state_dict, or register a dict, a list, a tensor or an array"
     )
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from kempner.checkpoint.format.contents import Contents, Renamed, Saved
 from kempner.checkpoint.registered.wrappers import without_wrappers
-from kempner.run.process.exit_codes import DataError, UsageError
+from kempner.run.process.exit_codes import MismatchError, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -240,7 +240,7 @@ def create_optimizer_state(
 ) -> None:
     """Give the optimizer empty state of the saved shapes, for a load to fill.
 
-    A fake step, the usual way to get there, would move counters. Raises `DataError` if the
+    A fake step, the usual way to get there, would move counters. Raises `MismatchError` if the
     checkpoint has state for a parameter that the model lacks.
     """
     parameters = dict(model.named_parameters())
@@ -253,7 +253,9 @@ def create_optimizer_state(
     for key, tensor in saved.items():
         name, _, entry = key.removeprefix(_OPTIMIZER).rpartition(".")
         if name not in parameters:
-            raise DataError(f"the checkpoint has {key}, but the model has no parameter {name}")
+            raise MismatchError(
+                f"the checkpoint has {key}, but the model has no parameter {name}; {_BUILD_IT}"
+            )
         parameter = parameters[name]
         dtype = getattr(torch, tensor.dtype)
         if entry.endswith(_NUMBER):
@@ -284,7 +286,7 @@ def check_names(table: Mapping[str, Tensor], begun: Collection[str]) -> None:
         how = "appeared after the start" if key in now else "is gone since the start"
         raise UsageError(
             f"{key} {how}, and a resumed run, which begins without that change, could not load a "
-            "checkpoint of it: create or remove parameters, buffers and adapters before survive()"
+            "checkpoint of it: create or remove parameters, buffers and adapters before the start"
         )
 
 
@@ -310,16 +312,24 @@ def saved_optimizer_tensors(contents: Contents) -> dict[str, Saved]:
     return {key: saved for key, saved in tensors.items() if key.startswith(_OPTIMIZER)}
 
 
+_BUILD_IT = "build model and optimizer as they were, or begin a run in another folder"
+
+
 def check_shapes(table: Mapping[str, Tensor], contents: Contents) -> None:
-    """Raise `DataError` unless the checkpoint holds just these tensors, by name, shape and type."""
+    """Raise `MismatchError` unless the checkpoint holds just these tensors, by name, shape and
+    type."""
     saved = contents.tensors
     if missing := sorted(table.keys() ^ saved.keys()):
         where = "checkpoint" if missing[0] in table else "model"
-        raise DataError(f"{missing[0]} is missing in the {where} ({len(missing)} names differ)")
+        raise MismatchError(
+            f"{missing[0]} is missing in the {where} ({len(missing)} names differ); {_BUILD_IT}"
+        )
     for key, tensor in table.items():
         if saved[key].shape != tensor.shape:
-            raise DataError(f"{key} has shape {tuple(tensor.shape)}, the checkpoint's differs")
+            now, before = tuple(tensor.shape), tuple(saved[key].shape)
+            raise MismatchError(f"{key} has shape {now}, the checkpoint's {before}; {_BUILD_IT}")
         if f"torch.{saved[key].dtype}" != str(tensor.dtype):
-            raise DataError(
-                f"{key} is {tensor.dtype}, the checkpoint's is torch.{saved[key].dtype}"
+            raise MismatchError(
+                f"{key} is {tensor.dtype}, the checkpoint's is torch.{saved[key].dtype}; "
+                f"{_BUILD_IT}"
             )

@@ -184,12 +184,36 @@ def adopt(world: World, device: torch.device, section: DistributedSection) -> Ra
                 "torch.distributed.init_process_group first"
             )
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    world = as_in_group(world)
     os.environ |= section.environment(os.environ)  # no launcher of kempner's may have done so
     if world.size > 1:  # the program's own groups may be NCCL's, and Gloo has not been told yet
         _bind(world, section, os.environ.get("MASTER_ADDR", ""))
     timeout = timedelta(seconds=section.timeout)
     degrees = MeshDegrees(shard=world.size)
     return _group(world, device, timeout, None, degrees, max(timeout, _LONGEST_EVALUATION))
+
+
+def as_in_group(world: World) -> World:
+    """The place of a rank whose program has made the process group, with or without a launcher."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if world.size > 1 or size == 1:
+        return world
+    hosts = [""] * size
+    group = _gloo_group(_LONGEST_EVALUATION)
+    dist.all_gather_object(hosts, platform.node(), group=group)
+    dist.destroy_process_group(group)
+    local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    return World(rank, size, local.index(rank), len(local), launcher="none")
+
+
+def open_votes(world: World) -> dist.ProcessGroup:
+    """A group to vote on, of a program that has made the process group and nothing of kempner's.
+
+    Raises `UsageError` if the network cannot be used.
+    """
+    if world.size > 1:
+        _bind(world, DistributedSection(), os.environ.get("MASTER_ADDR", ""))
+    return _gloo_group(_LONGEST_EVALUATION)
 
 
 def _group(

@@ -44,7 +44,7 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.training.rank_link.lost_supervisor import SupervisorWatch
 from kempner.training.rank_link.orphan_requeue import RESUMABLE, hand_back
 from kempner.training.rank_link.resource_usage import measure
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class RankLink:
             LatestContent(self.run.ranks(attempt.number), warn).replace(places)
 
 
-def open_rank_link(config: Config, shutdown: ShutdownHandler) -> RankLink:
+def open_rank_link(config: Config, shutdown: StopListener) -> RankLink:
     """Find this rank's place, and call its supervisor if it has one. Raises as `join`."""
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     return join(run, config.supervise, shutdown, compiles=config.train.compile)
@@ -132,7 +132,7 @@ def open_rank_link(config: Config, shutdown: ShutdownHandler) -> RankLink:
 def join(
     run: RunDirectory,
     section: SuperviseSection,
-    shutdown: ShutdownHandler,
+    shutdown: StopListener,
     compiles: bool = False,
 ) -> RankLink:
     """Find this rank's place in `run`, and call its supervisor if it has one.
@@ -144,7 +144,7 @@ def join(
     """
     launch = Launch.from_environment(os.environ)
     forget_secret(os.environ)
-    world = _find_place()
+    world = find_place()
     progress = Progress(own_program=launch is not None and launch.terms is not None)
     if launch is None:
         return RankLink(world, run, launch, progress, None)
@@ -174,7 +174,7 @@ def join(
     return rank_link
 
 
-def _follow(supervisor: int, forked: bool, shutdown: ShutdownHandler) -> None:
+def _follow(supervisor: int, forked: bool, shutdown: StopListener) -> None:
     """Stop when the supervisor on this machine ends."""
     ended = partial(shutdown.stop, StopReason.SUPERVISOR_LOST, sentence="the supervisor has ended")
     if forked:
@@ -241,7 +241,11 @@ def _print_to(file: Path) -> None:
     os.close(output)
 
 
-def _find_place() -> World:
+def find_place() -> World:
+    """This process's place among the ranks, as its launcher says.
+
+    Raises `UsageError` if the launcher's variables make no sense.
+    """
     try:
         world = discover(os.environ)
     except ValueError as error:
@@ -251,7 +255,7 @@ def _find_place() -> World:
     return world
 
 
-def _stop_in_silence(shutdown: ShutdownHandler, seconds: float) -> None:
+def _stop_in_silence(shutdown: StopListener, seconds: float) -> None:
     silence = f"no heartbeat from the supervisor for {seconds:.0f} s"
     shutdown.stop(StopReason.SUPERVISOR_LOST, sentence=silence)
     logger().warning(f"{silence}: committing and exiting")

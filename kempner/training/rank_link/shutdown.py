@@ -1,4 +1,4 @@
-"""`ShutdownHandler`: a request to stop, noticed at any time, acted on where it is safe.
+"""`StopListener`: a request to stop, noticed at any time, acted on where it is safe.
 
 Imports no torch, because it is installed before torch is imported.
 """
@@ -6,6 +6,7 @@ Imports no torch, because it is installed before torch is imported.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 import threading
@@ -113,7 +114,7 @@ class StopRequest:
         return self.deadline < earlier.deadline - NEARER
 
 
-class ShutdownHandler:
+class StopListener:
     """Traps the stop signals and keeps the request that they and the supervisor's orders make.
 
     Until `join_group` is called, nothing that this process does concerns another rank: a stop then
@@ -121,12 +122,13 @@ class ShutdownHandler:
     is only a request, for the ranks to vote on. Methods may be called from any thread.
 
     `at_prompt` says that somebody types at this process, who wants to have it back: a second Ctrl-C
-    interrupts what it does, but does not end it.
+    interrupts what it does, but does not end it. `on_demand` says that the program decides when, if
+    at all, the signals are trapped: until then it gets them itself, and SIGTERM for an order.
     """
 
-    def __init__(self, at_prompt: bool = False) -> None:
+    def __init__(self, at_prompt: bool = False, on_demand: bool = False) -> None:
         self._signals, self._lock = inbox(), threading.Lock()
-        self._at_prompt = at_prompt
+        self._at_prompt, self._on_demand = at_prompt, on_demand
         self._ignored = ExitStack()
         self._has_installed = False
         self._state = State.ALONE
@@ -172,7 +174,7 @@ class ShutdownHandler:
         """
         self._last_words, self._supervisor_gone = last_words, supervisor_gone
         self._supervised = True
-        if not self._signals.installed and not self._at_prompt:
+        if not (self._signals.installed or self._at_prompt or self._on_demand):
             # The supervisor sends its order and a SIGTERM, which would end us before we obey.
             self._ignored.enter_context(untouched_by_default(signal.SIGTERM))
         with self._lock:
@@ -252,6 +254,8 @@ class ShutdownHandler:
             case Action.EXIT_AT_ONCE:
                 say(f"kempner: {LEFT_AT_ONCE}", sys.stderr)
                 leave(ExitCode.INTERRUPTED)
+            case Action.REQUEST if self._on_demand and not self._signals.installed:
+                os.kill(os.getpid(), signal.SIGTERM)
             case Action.REQUEST | Action.REQUEST_AND_TELL:
                 if action is Action.REQUEST_AND_TELL and before is None:
                     self._tell_of_signal(asked.sentence)

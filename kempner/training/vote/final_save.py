@@ -26,7 +26,7 @@ from kempner.training.policy.final_save import (
     tell_loss,
     time_to_spare,
 )
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 
 LAST_TRIES = 2
@@ -72,7 +72,7 @@ class StoppableLoop(Protocol):
     """What is about to leave: a loop of ours, or of the user's."""
 
     ranks: Ranks
-    shutdown: ShutdownHandler
+    shutdown: StopListener
 
     @property
     def checkpoints(self) -> Saver:
@@ -106,13 +106,7 @@ def finish(
     Raises `CheckpointWriteError` if the state cannot be committed.
     """
     step = run.train_state.step
-    last, known_by_now = secure_last_step(run)
-    if last.action is Action.FAIL:
-        why = run.checkpoints.failures.reason or "another rank knows why"
-        raise CheckpointWriteError(
-            f"the checkpoint of step {step} could not be written; the last good one is intact "
-            f"({why})"
-        )
+    last, known_by_now = commit_last_step(run)
     if last.action is Action.DONE:
         run.checkpoints.close(timeout=time_to_spare(run.shutdown.seconds_left()))
     if last.lost and run.ranks.world.rank == 0:
@@ -133,7 +127,7 @@ def finish(
     return ExitCode.STOPPED, f"stopped after step {step}{why}; start again to continue"
 
 
-def vote_to_go_on(shutdown: ShutdownHandler, checkpoints: Saver) -> Vote:
+def vote_to_go_on(shutdown: StopListener, checkpoints: Saver) -> Vote:
     """What a rank wants at this moment, as far as stops and saves decide it."""
     checkpoints.poll()
     failures, now = checkpoints.failures, time.monotonic()
@@ -169,6 +163,23 @@ def refuse_to_go_on_unsaved(
             f"{agreed.failed_saves} checkpoints in a row could not be written; the last good one "
             f"is intact ({reason or 'another rank knows why'})"
         )
+
+
+def commit_last_step(run: StoppableLoop) -> tuple[SaveDecision, StopReason]:
+    """As `secure_last_step`. Raises `CheckpointWriteError` if the state cannot be committed."""
+    last, known_by_now = secure_last_step(run)
+    if last.action is Action.FAIL:
+        raise unwritten(run)
+    return last, known_by_now
+
+
+def unwritten(run: StoppableLoop) -> CheckpointWriteError:
+    """What to raise where the last step cannot be committed."""
+    why = run.checkpoints.failures.reason or "another rank knows why"
+    return CheckpointWriteError(
+        f"the checkpoint of step {run.train_state.step} could not be written; the last good one is "
+        f"intact ({why})"
+    )
 
 
 def secure_last_step(run: StoppableLoop) -> tuple[SaveDecision, StopReason]:

@@ -1,4 +1,4 @@
-"""Objects that `survive` was not given, and whether its loop changes them."""
+"""Objects that no checkpoint holds, and whether a loop changes them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ from kempner.training.watch.living import (
 
 @dataclass(frozen=True)
 class Given:
-    """What `survive` was given by the program, which holds all that is within it."""
+    """What the program has given to be held, with all that is within it.
+
+    `watches_data` is whether a loader that is read from step to step counts, of which the program
+    may know the place by itself.
+    """
 
     model: nn.Module
     optimizer: Optimizer
     state: Mapping[str, object]
     per_rank: Mapping[str, object]
     data: object = None
+    watches_data: bool = True
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -37,7 +42,7 @@ class Given:
 
 
 class Strangers:
-    """Objects that survive() does not hold, and whether the loop changes them."""
+    """Objects that are not held, and whether the loop changes them."""
 
     def __init__(self, given: Given) -> None:
         self._given = given
@@ -123,6 +128,8 @@ class Strangers:
                 self._iterators[id(iterator)] = entry
 
     def _is_watched(self, iterator: Any) -> bool:
+        if not self._given.watches_data:
+            return False
         return loses_its_place(iterator) and id(iterator._index_sampler) not in self._held
 
     def _read_on(self) -> str | None:
@@ -153,8 +160,8 @@ def _unregistered(thing: object, does: str) -> str:
     what = f"{name} ({kind})" if name else f"a {kind}"
     key = name if name not in (None, "model", "optimizer") else "NAME"
     return (
-        f"{what} {does} in the loop, and survive() does not hold it, so that it would begin anew "
-        f'after a stop: register it, state={{"{key}": {name or "..."}}}'
+        f"{what} {does} in the loop, and no checkpoint holds it, so that it would begin anew after "
+        f'a stop: register it, state={{"{key}": {name or "..."}}}'
     )
 
 

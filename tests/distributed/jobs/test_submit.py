@@ -14,7 +14,7 @@ from harness import ROOT, Run, wait_until
 from patience import scaled
 
 import kempner
-from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.exit_codes import RunError, UsageError
 from kempner.run.record.lease import start_ticks
 
 pytestmark = pytest.mark.timeout(300)
@@ -103,6 +103,10 @@ def test_a_command_that_knows_nothing_of_kempner(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert kempner.submit(["true"], name="fine", cluster="local").wait(scaled(60)) == "completed"
-    failed = kempner.submit(["false"], name="bad", cluster="local")
+    command = [sys.executable, "-c", "raise KeyError('no batch')"]
+    failed = kempner.submit(command, name="bad", cluster="local")
     assert failed.wait(scaled(60)) == "failed"
     assert failed.reason == "rank 0 exited with code 1 (crashed)"
+    assert failed.failure == f"{failed.reason}: KeyError: 'no batch'"
+    with pytest.raises(RunError, match=r"bad has failed: .* KeyError: 'no batch'"):
+        failed.wait(check=True)

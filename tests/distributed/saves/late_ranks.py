@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from patience import scaled
 from saved import open_manager
 
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.registered.everything import gather
 from kempner.cluster.world import World
 from kempner.config.fault_spec import FailPoint
@@ -47,7 +47,7 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.training.groups.process_groups import adopt
 from kempner.training.homes import Claim, Home
 from kempner.training.main import Ownership
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.session import Session
 from kempner.training.survivor import Plan, Survivor
 from kempner.training.watch.strangers import Given
@@ -111,7 +111,7 @@ def run(
     steps: int,
     save_every: int,
     stop_after: float | None = None,
-    in_step: Callable[[int, CheckpointManager], object] = lambda step, checkpoints: None,
+    in_step: Callable[[int, CheckpointEngine], object] = lambda step, checkpoints: None,
 ) -> tuple[str, int, int]:
     """Train for so many steps, and call `in_step` in each.
 
@@ -123,7 +123,7 @@ def run(
     recorded: list[LedgerEvent] = []
     directory = RunDirectory(folder / name)
     checkpoints = open_manager(directory, model, optimizer, ranks.saves, record=recorded.append)
-    shutdown = ShutdownHandler()
+    shutdown = StopListener()
     shutdown.join_group(60.0)
     stop = threading.Timer(stop_after or 0.0, shutdown.stop, (StopReason.TIME_LIMIT, 40.0))
     if stop_after is not None:
@@ -201,7 +201,7 @@ def rank_1_hears_late() -> Iterator[None]:
         yield
 
 
-def see_the_failure(step: int, checkpoints: CheckpointManager) -> None:
+def see_the_failure(step: int, checkpoints: CheckpointEngine) -> None:
     """Rank 0 votes for the fourth time when the save of step 2 has failed."""
     if rank == 0 and step == 3:
         checkpoints.settle(scaled(60.0))

@@ -22,7 +22,7 @@ from saved import open_manager
 
 from kempner.checkpoint.format import compact_index
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.tensors import file_buffer, state
 from kempner.run.output import logs
 from kempner.run.record.run_dir import RunDirectory
@@ -38,7 +38,7 @@ groups = {world: dist.new_group(list(range(world)), backend="gloo") for world in
 meshes = {world: DeviceMesh("cpu", torch.arange(world)) for world in WORLDS}
 
 
-def build(world: int, folder: Path, seed: int) -> tuple[CheckpointManager, dict[str, Tensor]]:
+def build(world: int, folder: Path, seed: int) -> tuple[CheckpointEngine, dict[str, Tensor]]:
     """A model of odd sizes over the first `world` ranks, after one step that depends on `seed`."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 600), nn.Linear(600, 3), nn.Linear(3, 1))

@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from saved import open_manager
 
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.run.output import logs
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
@@ -42,7 +42,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, CHANNELS), nn.BatchNorm1d(CHANNELS), nn.Linear(CHANNELS, 8))
 
 
-def opened(name: str, model: nn.Module) -> tuple[CheckpointManager, torch.optim.Optimizer]:
+def opened(name: str, model: nn.Module) -> tuple[CheckpointEngine, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return open_manager(RunDirectory(folder / name), model, optimizer, group), optimizer
 

@@ -20,11 +20,11 @@ from kempner.training.compute.forward_backward import accumulate
 from kempner.training.fault_injection import arm
 from kempner.training.groups.process_groups import connect
 from kempner.training.rank_link.rank_link import open_rank_link
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 
 configure()
 config = load(Path(sys.argv[2]), sys.argv[3:])
-shutdown = ShutdownHandler()
+shutdown = StopListener()
 rank_link = open_rank_link(config, shutdown)
 faults = arm(config, rank_link)
 ranks = connect(rank_link.world, config)

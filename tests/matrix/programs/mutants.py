@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.registered.objects import Held
 from kempner.data.serve import places
 from kempner.training.session import Session
@@ -94,12 +94,12 @@ def draws_follow_the_start() -> None:
 
 
 def _after_restore(then: Callable[[Any], Any]) -> None:
-    restore = CheckpointManager.restore
+    restore = CheckpointEngine.restore
 
-    def restored(self: CheckpointManager, *arguments: Any, **options: Any) -> Any:
+    def restored(self: CheckpointEngine, *arguments: Any, **options: Any) -> Any:
         return then(restore(self, *arguments, **options))
 
-    CheckpointManager.restore = restored  # type: ignore[method-assign]
+    CheckpointEngine.restore = restored  # type: ignore[method-assign]
 
 
 MUTANTS: dict[str, Callable[[], None]] = {

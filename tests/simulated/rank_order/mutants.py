@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.tensors.step_slots import Pins, StepSlots
 from kempner.training import loop
 from kempner.training.observe.evaluation import Evaluation
@@ -45,7 +45,7 @@ MUTANTS = (
            "agreed.failed_saves", KNOWN_BEFORE),
     Mutant("the final save is left out by what this rank has counted", final_save,
            "secure_last_step", "agreed.failed_saves", KNOWN_BEFORE),
-    Mutant("a look at the save raises what it finds", CheckpointManager, "poll",
+    Mutant("a look at the save raises what it finds", CheckpointEngine, "poll",
            "self.settle(timeout=0)",
            "self._in_flight is not None and self._in_flight.done.done() and self.join()"),
     Mutant("each rank chooses its final save", final_save, "agree_on_next_decision",

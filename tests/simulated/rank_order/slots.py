@@ -11,7 +11,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.slots.memory import PINNED, SLOTS, Held
 from kempner.checkpoint.tensors.step_slots import Slot, StepMemory, StepSlots
 
@@ -123,7 +123,7 @@ class Board:
         self._on_its_way = None
 
 
-def give_slots(manager: CheckpointManager, scene: Scene, rank: int, votes: object) -> None:
+def give_slots(manager: CheckpointEngine, scene: Scene, rank: int, votes: object) -> None:
     """Have a rank's manager keep steps in watched memory."""
     slots = manager._saver._slots
     slots.memory = StepMemory(None, votes)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity, Manifest
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.registered.everything import gather
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.tensors.background import RunningSave
@@ -43,7 +43,7 @@ from kempner.training.loop import Data, LoopState, Tools, Training
 from kempner.training.main import Ownership
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.policy.anomalies import Health
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.session import Session
 from kempner.training.survivor import Plan as LoopPlan
 from kempner.training.survivor import Survivor
@@ -103,7 +103,7 @@ class Rank:
 
     def __init__(self, scene: Scene, number: int) -> None:
         self.scene, self.number = scene, number
-        self.shutdown = ShutdownHandler()
+        self.shutdown = StopListener()
         self.shutdown.join_group(GRACE)
         self.end = ""
         self.stands = TrainState()
@@ -140,7 +140,7 @@ class Rank:
             store=fabric.store,  # type: ignore[arg-type]
         )
 
-    def _manager(self, ranks: Ranks) -> CheckpointManager:
+    def _manager(self, ranks: Ranks) -> CheckpointEngine:
         config = self.scene.plan.config.checkpoint
         context = CheckpointContext(
             path=self.scene.folder.path,  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ class Rank:
             record=self.record,
         )
         vars(context)["folder"] = self.scene.folder
-        manager = CheckpointManager(
+        manager = CheckpointEngine(
             context,
             MODEL,
             OPTIMIZER,
@@ -216,7 +216,7 @@ class Rank:
         return ExitCode.COMPLETED.name
 
 
-def count_saves(manager: CheckpointManager, scene: Scene, rank: int) -> None:
+def count_saves(manager: CheckpointEngine, scene: Scene, rank: int) -> None:
     """Each save of a rank has a number, by which the ranks' parts in it are told."""
     start = manager._saver.start
 

@@ -17,11 +17,11 @@ PROGRAM = Path(__file__).parents[3] / "benchmarks" / "models" / "gpu.py"
 def test_the_checks_of_a_gpu_run_on_a_cpu_and_one_that_fails_is_told(
     planted: str, tmp_path: Path
 ) -> None:
-    plant = "CheckpointManager.restore = lambda *_: None; " if planted else ""
+    plant = "CheckpointEngine.restore = lambda *_: None; " if planted else ""
     sizes = ["--device", "cpu", "--dim", "32", "--layers", "1", "--seq", "16"]
     record = tmp_path / "record.jsonl"
     program = (
-        "import sys, runpy; from kempner.checkpoint.manager import CheckpointManager; "
+        "import sys, runpy; from kempner.checkpoint.manager import CheckpointEngine; "
         f"{plant}sys.argv = {['gpu.py', *sizes, '--record', str(record)]!r}; "
         f"runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
     )

@@ -145,8 +145,9 @@ print(getattr(kempner, sys.argv[1]).__module__, "torch" in sys.modules)
     ("name", "home", "needs_torch"),
     [
         ("survive", "kempner.training.survive", True),
-        ("CheckpointManager", "kempner.checkpoint.manager", True),
-        ("ShutdownHandler", "kempner.training.rank_link.shutdown", False),
+        ("CheckpointManager", "kempner.training.by_hand", True),
+        ("ShutdownHandler", "kempner.training.by_hand", True),
+        ("RunError", "kempner.run.process.exit_codes", False),
     ],
 )
 def test_a_public_name_is_imported_when_it_is_used(name: str, home: str, needs_torch: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import kempner
 from kempner.insight.status.activity import Activity, Doing
 from kempner.insight.status.job import NO_ANSWER, JobStatus
 from kempner.jobs.batch_script import Resources, sbatch, script
-from kempner.jobs.job import decide, job_goes_on
+from kempner.jobs.job import decide, describe_failure, describe_unfinished, job_goes_on
 from kempner.jobs.submission import Submission, last_submission, reserve
 from kempner.run.process.exit_codes import RunError
 from kempner.run.record.run_dir import RunDirectory
@@ -45,6 +44,32 @@ def test_what_a_job_does(
     found: Activity, works: bool | None, began: bool, cancelled: bool, said: Activity
 ) -> None:
     assert decide(Doing(found), works, began, cancelled).activity is said
+
+
+@pytest.mark.parametrize(
+    ("state", "held", "said"),
+    [
+        (Activity.TRAINING, "", "training"),
+        (Activity.QUEUED, "", "queued"),
+        (Activity.QUEUED, "its job is held", "its job is held"),
+        (Activity.DONE, "", "completed, and its supervisor is about to end"),
+    ],
+)
+def test_what_is_said_of_a_run_that_is_not_done(state: Activity, held: str, said: str) -> None:
+    assert describe_unfinished(state, held) == said
+
+
+@pytest.mark.parametrize(
+    ("reason", "raised", "said"),
+    [
+        ("rank 0 exited with code 1", "KeyError: 3", "rank 0 exited with code 1: KeyError: 3"),
+        ("rank 0 exited with code 1: KeyError: 3", "KeyError: 3", "rank 0 exited with code 1: Key"),
+        ("it did not begin; its log says why", "kempner: no such file", "it did not begin: no suc"),
+        ("it did not begin; its log says why", "", "it did not begin; its log says why"),
+    ],
+)
+def test_how_a_failure_is_told(reason: str, raised: str, said: str) -> None:
+    assert describe_failure(reason, raised).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -89,10 +114,12 @@ def test_the_batch_script_has_the_lines_of_the_shipped_one() -> None:
         (OWN, {"cluster": "slurm"}, "there is no sbatch on the PATH of this host"),
         (["./program"], {}, "give the run a name: submit"),
         ([], {}, "the command is empty"),
+        (lambda: 1, {}, "a function cannot be submitted; give the path of a configuration, or a"),
+        (3, {}, r"submit\(\): what is of type int cannot be submitted"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
-    program: Sequence[str],
+    program: Any,
     options: dict[str, Any],
     sentence: str,
     monkeypatch: pytest.MonkeyPatch,

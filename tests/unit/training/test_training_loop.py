@@ -46,7 +46,7 @@ from kempner.training.observe.metrics import StepMetrics
 from kempner.training.observe.profiler import Profiler
 from kempner.training.observe.progress_bar import NoDisplay
 from kempner.training.policy.anomalies import Health
-from kempner.training.rank_link.shutdown import ShutdownHandler
+from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.vote.vote import Vote, VoteGroup
 
 SEQ_LEN, BATCH, VOCAB = 8, 4, 31
@@ -111,7 +111,7 @@ def run_loop(
         ranks=ranks,
         model=model,
         optimizer=optimizer,
-        shutdown=ShutdownHandler(),
+        shutdown=StopListener(),
         checkpoints=checkpoints,
         tools=Tools(
             data=Data(partial(_open_feed, config, corpus, ranks), state),

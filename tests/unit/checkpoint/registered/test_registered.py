@@ -18,7 +18,7 @@ from kempner.checkpoint.format.manifest import Identity
 from kempner.checkpoint.format.names import SHARED_OBJECTS, objects_file
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import verify
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.registered.everything import gather
 from kempner.checkpoint.registered.values import decode, encode
 from kempner.checkpoint.store.retention import Keep
@@ -40,7 +40,7 @@ def open_checkpoints(
     state: Mapping[str, object],
     per_rank: Mapping[str, object] | None = None,
     world: int = 1,
-) -> CheckpointManager:
+) -> CheckpointEngine:
     """In a new attempt of the run in `folder`, with a model of its own."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -48,7 +48,7 @@ def open_checkpoints(
     identity, fence = Identity(world, {}, 0, "", {}), Fence(run.attempts, begin_attempt(run))
     context = CheckpointContext(run.checkpoints, identity, fence, dist.group.WORLD)
     every = gather(model, optimizer, state, per_rank or {})
-    return CheckpointManager(
+    return CheckpointEngine(
         context, every.model, every.optimizer, keep=Keep(2), registered=every.registered
     )
 

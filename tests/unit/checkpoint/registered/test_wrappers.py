@@ -18,7 +18,7 @@ from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity
 from kempner.checkpoint.format.names import METADATA
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.registered.composite import plainly_named
 from kempner.checkpoint.registered.everything import gather
 from kempner.checkpoint.store.retention import Keep
@@ -85,12 +85,12 @@ class Program:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def checkpoints(self, folder: Path) -> CheckpointManager:
+    def checkpoints(self, folder: Path) -> CheckpointEngine:
         run, identity = RunDirectory(folder), Identity(1, {}, 0, "", {})
         fence = Fence(run.attempts, begin_attempt(run))
         context = CheckpointContext(run.checkpoints, identity, fence, dist.group.WORLD)
         every = self.everything
-        return CheckpointManager(
+        return CheckpointEngine(
             context, every.model, every.optimizer, keep=Keep(2), registered=every.registered
         )
 

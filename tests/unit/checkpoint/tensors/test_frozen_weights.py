@@ -17,7 +17,7 @@ from torch import nn
 from kempner.checkpoint.format.shard_plan import base_file
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import verify
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.run.record.run_dir import RunDirectory
 
 BASE = base_file(0, 1)
@@ -41,7 +41,7 @@ class Work:
         self.optimizer = torch.optim.AdamW(self.model.adapter.parameters())
         self.run = RunDirectory(folder)
         group = dist.new_group(backend="gloo")
-        self.manager: CheckpointManager = open_manager(self.run, self.model, self.optimizer, group)
+        self.manager: CheckpointEngine = open_manager(self.run, self.model, self.optimizer, group)
 
     def save(self, *steps: int) -> None:
         for step in steps:

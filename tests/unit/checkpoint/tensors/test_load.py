@@ -31,7 +31,7 @@ from kempner.checkpoint.tensors.file_buffer import FileBuffer, container, tensor
 from kempner.checkpoint.tensors.load import fill
 from kempner.checkpoint.tensors.open_contents import open_contents
 from kempner.checkpoint.tensors.state import check_shapes
-from kempner.run.process.exit_codes import DataError
+from kempner.run.process.exit_codes import DataError, MismatchError
 
 torch.manual_seed(0)
 STATE = {
@@ -246,7 +246,7 @@ def test_other_tensors_than_the_checkpoint_s_are_named(
 ) -> None:
     contents = CompactIndex(tensor_specs(STATE, 1), 1, container)
     check_shapes(STATE, contents)
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(MismatchError, match=words):
         check_shapes({**STATE, **change}, contents)
 
 

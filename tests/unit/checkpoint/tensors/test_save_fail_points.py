@@ -15,7 +15,7 @@ from saved import open_manager
 from torch import nn
 
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.config.fault_spec import FailPoint, parse_faults
 from kempner.run.process.fail_points import fail_point, set_fail_point
 from kempner.run.record.run_dir import RunDirectory
@@ -23,7 +23,7 @@ from kempner.training.fault_injection import FaultInjector
 
 
 @pytest.fixture
-def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
+def manager(tmp_path: Path) -> Iterator[CheckpointEngine]:
     """Of a world of one; with no fail point set before and after."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -39,7 +39,7 @@ def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
     dist.destroy_process_group()
 
 
-def test_a_save_passes_each_point_once_in_order(manager: CheckpointManager) -> None:
+def test_a_save_passes_each_point_once_in_order(manager: CheckpointEngine) -> None:
     passed: list[tuple[str, int | None]] = []
 
     def note(point: str, step: int | None) -> None:
@@ -54,7 +54,7 @@ def test_a_save_passes_each_point_once_in_order(manager: CheckpointManager) -> N
     assert passed == [(point, step) for step in (4, 7) for point in FailPoint]
 
 
-def test_a_fault_happens_at_its_step_only(manager: CheckpointManager) -> None:
+def test_a_fault_happens_at_its_step_only(manager: CheckpointEngine) -> None:
     faults = parse_faults([f"crash rank 0 at step 5 in {FailPoint.WRITE}"])
     FaultInjector(faults, rank=0, attempt=1).set_fail_points()
     for step, failures in ((4, 0), (5, 1), (6, 0)):

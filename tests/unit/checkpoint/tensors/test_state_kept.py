@@ -17,7 +17,7 @@ from saved import open_manager
 from torch import Tensor, nn
 
 from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.manager import CheckpointManager
+from kempner.checkpoint.manager import CheckpointEngine
 from kempner.checkpoint.tensors import restore
 from kempner.checkpoint.tensors.load import fill
 from kempner.checkpoint.tensors.staging import StagedCopy
@@ -50,7 +50,7 @@ class Setting:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = kind(trained, lr=0.1, momentum=0.9)
         self.ledger: list[LedgerEvent] = []
-        self.manager: CheckpointManager = open_manager(
+        self.manager: CheckpointEngine = open_manager(
             run, self.model, self.optimizer, group, record=self.ledger.append
         )
 

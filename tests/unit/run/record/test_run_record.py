@@ -265,8 +265,8 @@ def test_a_signal_blocked_by_the_launcher_is_delivered_on_install() -> None:
 
 _LEAVE = """
 import ctypes, sys, time
-from kempner.training.rank_link.shutdown import ShutdownHandler
-handler = ShutdownHandler(); handler.install()
+from kempner.training.rank_link.shutdown import StopListener
+handler = StopListener(); handler.install()
 if sys.argv[1] == "peers": handler.join_group()
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 until = (ctypes.c_int64 * 2)(int(time.time()) + int(sys.argv[2]), 0)
@@ -300,8 +300,8 @@ _CHILD = """
 import os, sys
 import signal
 from kempner.run.process.signals import follow_parent
-from kempner.training.rank_link.shutdown import ShutdownHandler
-ShutdownHandler().install()
+from kempner.training.rank_link.shutdown import StopListener
+StopListener().install()
 follow_parent(int(sys.argv[1]), signal.SIGTERM)
 print(os.getpid(), flush=True)
 sys.stdin.read()

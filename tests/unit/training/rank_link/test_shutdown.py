@@ -16,8 +16,8 @@ from kempner.training.rank_link import shutdown as shutdown_module
 from kempner.training.rank_link.shutdown import (
     TRANSITIONS,
     Action,
-    ShutdownHandler,
     State,
+    StopListener,
     StopRequest,
     Trigger,
 )
@@ -105,7 +105,7 @@ def test_a_later_request_adds_what_it_knows_better(
 
 
 def test_the_nearest_deadline_and_the_best_reason_count() -> None:
-    shutdown = ShutdownHandler()
+    shutdown = StopListener()
     shutdown.join_group()
     assert (shutdown.reason(), shutdown.seconds_left()) == (StopReason.NONE, None)
     assert not shutdown.should_shutdown()
@@ -126,7 +126,7 @@ def test_the_nearest_deadline_and_the_best_reason_count() -> None:
 
 def test_in_a_group_a_signal_is_told_if_it_is_the_first_to_ask() -> None:
     told: list[str] = []
-    shutdown = ShutdownHandler()
+    shutdown = StopListener()
     shutdown.connect(told.append, supervisor_gone=lambda: True)
     shutdown.join_group(grace=60.0, on_signal=told.append)
     for number in (signal.SIGTERM, signal.SIGTERM):
@@ -134,7 +134,7 @@ def test_in_a_group_a_signal_is_told_if_it_is_the_first_to_ask() -> None:
     assert told == ["the supervisor has ended"]
     assert shutdown.reason() is StopReason.SUPERVISOR_LOST
     assert shutdown.seconds_left() == pytest.approx(60.0, abs=10.0)
-    ordered = ShutdownHandler()
+    ordered = StopListener()
     ordered.join_group(on_signal=told.append)
     ordered.stop(StopReason.CANCEL)
     ordered._signalled(Received(signal.SIGTERM, time.monotonic()))
@@ -154,7 +154,7 @@ def test_a_connected_rank_says_why_it_leaves_and_leaves_once(
         left.set()
 
     monkeypatch.setattr(shutdown_module, "exit_before_training", leave)
-    shutdown = ShutdownHandler()
+    shutdown = StopListener()
     shutdown.connect(lambda sentence: said.append((sentence, threading.current_thread().name)))
     shutdown.stop(StopReason.TIME_LIMIT, 30.0, "Slurm sent a warning")
     assert left.wait(scaled(20))
@@ -164,6 +164,6 @@ def test_a_connected_rank_says_why_it_leaves_and_leaves_once(
         ("stopped before training began (time limit)", "exit"),
         "Slurm sent a warning",
     ]
-    alone = ShutdownHandler()
+    alone = StopListener()
     alone._signalled(Received(signal.SIGTERM, time.monotonic()))
     assert said[2:] == ["SIGTERM"]

@@ -39,7 +39,7 @@ def test_a_stopped_loop_is_what_it_would_have_been(tmp_path: Path) -> None:
 
 
 SENTENCES = {
-    "scheduler": (1, "schedule (StepLR) steps in the loop, and survive() does not hold it"),
+    "scheduler": (1, "schedule (StepLR) steps in the loop, and no checkpoint holds it"),
     "scheduler_by_epoch": (FIRST_SAVE, "a StepLR steps"),
     "schedulers_in_turn": (1, "a SequentialLR steps"),
     "plateau": (1, "a ReduceLROnPlateau steps"),

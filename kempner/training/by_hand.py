@@ -1,0 +1,472 @@
+"""`CheckpointManager` and `ShutdownHandler`: the parts of `survive`, for a loop that calls them.
+
+    checkpoints = CheckpointManager("runs/x", model, optimizer, keep_last=3)
+    start = checkpoints.restore() or 0
+    with ShutdownHandler() as shutdown:
+        for step in range(start + 1, 1001):
+            ...
+            if step % 50 == 0 or shutdown.should_shutdown():
+                checkpoints.save(step)
+
+Both are a thin layer over what `survive` uses: the run that is claimed and compared with its start
+before (`session.py`), the vote and the final save (`own_loop.py`), the engine that saves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.registered.everything import Everything, gather
+from kempner.checkpoint.registered.groups import is_optimizer_of
+from kempner.config.sections import CheckpointSection
+from kempner.run.control.protocol import Phase
+from kempner.run.output import logs
+from kempner.run.output.console import protect, say
+from kempner.run.output.logs import logger
+from kempner.run.process.exit_codes import ExitCode, UsageError
+from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.worker_process import heed_for_children
+from kempner.run.record.events.stop import Completed
+from kempner.training.compute.seeds import program_seed
+from kempner.training.groups.process_groups import open_votes
+from kempner.training.homes import LOOPS
+from kempner.training.own_loop import OwnLoop
+from kempner.training.policy.final_save import time_to_spare
+from kempner.training.rank_link.rank_link import find_place
+from kempner.training.rank_link.shutdown import StopListener
+from kempner.training.recognition import describe_optimizer
+from kempner.training.session import Entry, at_prompt
+from kempner.training.survive import check_whole, device_of, open_checkpoints, parameters_of
+from kempner.training.vote.final_save import commit_last_step, unwritten
+from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
+from kempner.training.watch import generators
+from kempner.training.watch.living import find_living
+from kempner.training.watch.strangers import Given, Strangers
+from kempner.training.watch.watch import LOOKS
+
+
+@dataclass
+class _Process:
+    """What the managers and the handler of this process know of each other."""
+
+    managers: list[CheckpointManager] = field(default_factory=list)
+    """Those that are open."""
+    handler: ShutdownHandler | None = None
+    """The one whose block is under way."""
+    pid: int = 0
+    _listener: StopListener | None = None
+
+    @property
+    def listener(self) -> StopListener:
+        """What the stop signals go to while a handler's block is under way."""
+        if LOOPS.supervised is not None:  # one for all loops of the process
+            return LOOPS.supervised.shutdown
+        self._listener = self._listener or StopListener(at_prompt(), on_demand=True)
+        return self._listener
+
+    def add(self, manager: CheckpointManager) -> None:
+        """Another one is open."""
+        self.managers.append(manager)
+        self.pid = os.getpid()
+
+    def forget_request(self) -> None:
+        """What has stopped one loop does not stop the next, in a process that goes on."""
+        if not self.managers:
+            self._listener = None
+
+    @property
+    def stop(self) -> StopReason:
+        """Why the ranks have agreed to stop; NONE if they have not."""
+        return StopReason.NONE if self.handler is None else self.handler._agreed
+
+
+_PROCESS = _Process()
+
+
+@dataclass
+class _Unheld:
+    """What the loop changes and no checkpoint holds, as far as the first saves show it."""
+
+    strangers: Strangers
+    looks: int = LOOKS
+
+    def look(self) -> str:
+        """What is to be told of it; once, and empty if nothing is."""
+        if not self.looks:
+            return ""
+        self.looks -= 1
+        self.strangers.end_step(find_living())
+        finding = next(self.strangers.findings(), "")
+        if finding:
+            self.looks = 0
+        return finding
+
+
+class CheckpointManager:
+    """Saves a model and its optimizer in the background, and loads the newest checkpoint.
+
+    Make it on every rank, after `init_process_group`, when `model` and `optimizer` are final, and
+    call each method on every rank. The checkpoints are in `run_dir/checkpoints`; `kempner status`,
+    `report` and `checkpoint` read that folder. The last `keep_last` are kept. A run knows its
+    command, its optimizer and its ranks, and is refused to another program, see
+    docs/own_loop.md; `accept_changes` names differences that are accepted.
+
+    A checkpoint holds the model, the optimizer, the generators of random numbers of torch, NumPy
+    and `random` of each rank, and what `state` and `per_rank` name, with the meaning that they have
+    for `survive`: `state={"scheduler": scheduler}`. A line tells, by the first saves, of an
+    optimizer, a scheduler, a scaler or a module that the loop changes and no checkpoint holds. The
+    place in the data is not held: make the batch from the step, or register a loader with
+    `state_dict`.
+
+    Raises `UsageError` if the arguments make no sense, another manager of this process or another
+    process has the folder, or a checkpoint cannot hold the state; `DataError` if the run in
+    `run_dir` is another program's.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        keep_last: int = CheckpointSection().keep_last,
+        state: Mapping[str, object] | None = None,
+        per_rank: Mapping[str, object] | None = None,
+        accept_changes: Collection[str] = (),
+    ) -> None:
+        name = type(self).__name__
+        entry = Entry(name, run_dir, accept_changes, _PROCESS.listener)
+        with entry.guard():
+            check_whole(name, "keep_last", keep_last, 2)
+            device = device_of(name, model, optimizer)
+            _refuse_second(Path(run_dir))
+            given = Given(model, optimizer, state or {}, per_rank or {}, watches_data=False)
+            everything = gather(model, optimizer, given.state, given.per_rank)
+            self._unheld = _Unheld(Strangers(given))
+            self._generators = generators.GlobalGenerators(torchs=True)
+            session = entry.meet(
+                device,
+                {"run_dir": str(run_dir), "keep_last": keep_last, **parameters_of(model)},
+                {"optimizer": describe_optimizer(optimizer)},
+            )
+            everything = _with_generators(everything, self._generators)
+            self._engine = open_checkpoints(session, everything, optimizer, keep_last, None)
+        self.run_dir = Path(run_dir)
+        """Where the run is."""
+        self._session, self._optimizer = session, optimizer
+        self._loop: OwnLoop | None = None
+        self._saved: int | None = None
+        self._trained, self._closed = 0, False
+        # Of every optimizer: another one may step other parts of the model.
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+        self._answered = False  # the stop that the ranks have agreed on, by a save
+        _PROCESS.add(self)
+
+    def restore(self) -> int | None:
+        """Load the newest checkpoint that verifies; its step, or None if there is none.
+
+        The generators of random numbers go on from there, too. On another number of ranks they
+        are seeded anew. A damaged checkpoint is set aside, never deleted.
+
+        Raises `MismatchError` if the model, the optimizer or what is registered does not fit to
+        what was saved, and `DataError` if no checkpoint can be used.
+        """
+        self._refuse_if_closed()
+        self._engine.join()
+        found = self._engine.restore(self._session.accepted)
+        self._begin(found)
+        return None if found is None else found.step
+
+    def save(self, step: int) -> None:
+        """Save the state as of `step`, the number of steps that are done.
+
+        The state is copied while the next forward and backward pass run; a hook makes
+        `optimizer.step` wait for that. It is written and committed in the background, the save
+        before is waited for. A save that fails is told in the log and leaves the checkpoint before
+        as it is.
+
+        Once `should_shutdown` has returned True, this save is the last one: it is waited for, and
+        then the program ends, by `SystemExit` with 75. With several managers the last one of them
+        to save does so.
+
+        Raises `UsageError` if a checkpoint cannot hold the state, `CheckpointWriteError` if the
+        last one cannot be written.
+        """
+        check_whole("CheckpointManager.save", "step", step, 1)
+        if self._answered:  # another manager has never saved
+            _leave_now(_PROCESS.stop)
+        loop = self._begun()
+        if step == self._saved and not self._trained and not _PROCESS.stop:
+            return
+        self._saved, self._trained = step, 0
+        loop.train_state = TrainState(step=step, cursor=step)
+        if finding := self._unheld.look():
+            self._session.say(finding)
+        self._session.progress.made(step)
+        if _PROCESS.stop:
+            with self._session.progress.during(Phase.SAVE):
+                commit_last_step(loop)
+            self._answered = True
+            if all(manager._answered for manager in _PROCESS.managers):
+                _leave_now(_PROCESS.stop)
+        else:
+            loop.save(None)
+
+    def close(self) -> None:
+        """Wait for the save in flight, and let go of the run: another manager may have it.
+
+        The end of the block of a `ShutdownHandler` does so, and the end of the process. Raises
+        `CheckpointWriteError` if the last save has failed.
+        """
+        if not self._closed:
+            with self._session.progress.during(Phase.SAVE):
+                self._engine.settle()
+            failed = bool(self._engine.failures.count) and self._loop is not None
+            self._let_go()
+            self._engine.close()
+            if failed and self._loop is not None:
+                raise unwritten(self._loop)
+
+    def _vote_to_stop(self) -> StopReason:
+        """Why the ranks are to stop, if they are.
+
+        Raises `CheckpointWriteError`, on all ranks alike, if saves keep failing.
+        """
+        return self._begun().agree().stop
+
+    def _leave(self, stop: StopReason) -> ExitCode:
+        """Commit what can be, and part from the other ranks; how the loop has ended.
+
+        Raises `CheckpointWriteError`, on all ranks alike, if the last save has failed.
+        """
+        loop, code = self._loop, ExitCode.STOPPED if stop else ExitCode.COMPLETED
+        if loop is not None:
+            if self._trained:
+                self._give_up_unsaved(loop)
+            code = loop.leave(VoteResult(stop=stop))
+        self._let_go()
+        return code
+
+    def _break_off(self) -> None:
+        """An exception leaves the loop: the newest checkpoint stays as it is."""
+        if self._loop is not None:
+            self._loop.wait_for_save()
+        self._let_go()
+
+    def _end(self) -> None:
+        """The process ends, and no block of a handler has closed this."""
+        if self._loop is not None:
+            self._loop.wait_for_save()
+        raised = hasattr(sys, "last_value")  # what has ended the program
+        if self._saved is not None and not raised:
+            self._session.record(Completed(self._saved))
+        self._let_go()
+
+    def _begin(self, found: TrainState | None) -> OwnLoop:
+        loop = self._loop = OwnLoop(self._session, self._engine, found)
+        self._saved, self._trained = loop.train_state.step or None, 0
+        seed = self._session.ranks.broadcast(program_seed())
+        assert isinstance(seed, int)  # rank 0 has told one
+        if self._generators.begin(seed):
+            self._session.say("random numbers are other ones: the number of ranks differs")
+        self._unheld.strangers.begin(find_living())
+        loop.begin()
+        return loop
+
+    def _begun(self) -> OwnLoop:
+        """The loop, also of a program that has not called `restore` since there is nothing yet."""
+        self._refuse_if_closed()
+        if self._loop is None:
+            found = any(self._session.run.checkpoints.glob("step-*"))
+            if self._session.ranks.broadcast(found):
+                raise UsageError(
+                    f"{self.run_dir} has checkpoints: call restore() before the loop, or name "
+                    "another folder"
+                )
+        return self._loop or self._begin(None)
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        if is_optimizer_of(optimizer, self._optimizer):
+            self._session.progress.made((self._saved or 0) + self._trained)
+            self._trained += 1
+        self._unheld.strangers.stepped(optimizer, (self._saved or 0) + self._trained)
+        self._engine.release_staging()
+
+    def _give_up_unsaved(self, loop: OwnLoop) -> None:
+        """The state has changed since the last save, which nothing can make again therefore."""
+        with self._session.progress.during(Phase.SAVE):
+            self._engine.settle(time_to_spare(self._session.shutdown.seconds_left()))
+        if not loop.ask().failed_saves:
+            steps = "1 step" if self._trained == 1 else f"{self._trained} steps"
+            after = f" after step {self._saved}" if self._saved else ""
+            self._session.say(f"{steps} of the optimizer{after} are in no checkpoint")
+        elif not _PROCESS.stop:
+            raise unwritten(loop)
+        else:
+            loop.train_state = TrainState(step=self._engine.committed_step or 0)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise UsageError(
+                f"the checkpoints of {self.run_dir} are closed, as at the end of the block of a "
+                "ShutdownHandler: save inside of it, or make another CheckpointManager"
+            )
+
+    def _let_go(self) -> None:
+        self._closed = True
+        self._hook.remove()
+        self._engine.release_staging()  # nothing waits for that once the hook is gone
+        if self in _PROCESS.managers:
+            _PROCESS.managers.remove(self)
+        self._session.release()
+
+
+class ShutdownHandler:
+    """Asks in every step whether it is time to stop: `with ShutdownHandler() as shutdown`.
+
+    In its block the stop signals (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2) only make
+    `should_shutdown` say so, and afterwards they do again what they did before. Where there is a
+    process group the ranks vote: all of them stop after the same step, whichever was signalled.
+    Under `kempner supervise` its orders count as signals do.
+
+    The end of the block waits for the saves of each `CheckpointManager`, and closes it. After a
+    stop it raises `SystemExit` with 75 (`ExitCode.STOPPED`), if no save has: what follows the block
+    runs only when the loop was not stopped, and a batch script can tell the two. At a prompt it is
+    `KeyboardInterrupt` after a Ctrl-C. A second Ctrl-C within two seconds ends the process at once.
+
+    In another thread than the main one Python traps no signals. Raises `UsageError` if another
+    handler's block is under way.
+    """
+
+    def __init__(self) -> None:
+        self._agreed = StopReason.NONE
+        self._listener: StopListener | None = None
+        self._votes: VoteGroup | None = None
+
+    def __enter__(self) -> Self:
+        if _PROCESS.handler is not None:
+            raise UsageError("there is a ShutdownHandler already: one block is for all loops in it")
+        protect()
+        logs.configure()
+        self._agreed, self._listener = StopReason.NONE, _PROCESS.listener
+        if not _PROCESS.managers and LOOPS.supervised is None:
+            self._listener.join_group(on_signal=_tell_of_signal)
+        self._listener.install()
+        heed_for_children(True)
+        _PROCESS.handler = self
+        return self
+
+    def should_shutdown(self) -> bool:
+        """Whether to save and to leave the loop; the same on every rank.
+
+        Every rank must call it as often: after each step, or only every so many.
+
+        Raises `CheckpointWriteError` if saves keep failing, as `resilience.patience` says.
+        """
+        if self._listener is None:
+            raise UsageError("should_shutdown() belongs into `with ShutdownHandler() as shutdown:`")
+        if not self._agreed:
+            votes = [manager._vote_to_stop() for manager in _PROCESS.managers]
+            self._agreed = max(votes) if votes else self._vote(self._listener)
+        return bool(self._agreed)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        code: ExitCode | None = None
+        try:
+            stopping = self._agreed and isinstance(error, SystemExit | KeyboardInterrupt)
+            if error is None or stopping:
+                code = self._part()
+            else:
+                for manager in list(_PROCESS.managers):
+                    manager._break_off()
+        finally:
+            self._give_back(code)
+        if error is None and code is not ExitCode.COMPLETED:
+            _leave_now(self._agreed)
+
+    def _vote(self, listener: StopListener) -> StopReason:
+        """Without a manager: of the ranks of the program's own process group, if it has one."""
+        if self._votes is None:
+            if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+                return listener.reason()
+            self._votes = VoteGroup(open_votes(find_place()))
+        return self._votes.open(Vote(stop=listener.reason())).close().stop
+
+    def _part(self) -> ExitCode:
+        """Commit what can be, on all ranks; how the loop has ended."""
+        if not _PROCESS.managers and self._agreed:
+            if _is_first_rank():
+                say(f"stopped ({self._agreed.words}); start again to continue")
+            return ExitCode.STOPPED
+        codes = [manager._leave(self._agreed) for manager in list(_PROCESS.managers)]
+        return max(codes, default=ExitCode.COMPLETED)
+
+    def _give_back(self, code: ExitCode | None) -> None:
+        """The signals do again what they did before, but for a rank that the supervisor stops: it
+        has nothing left to do, and is not to die of one now."""
+        _PROCESS.handler, listener, self._listener = None, self._listener, None
+        if listener is not None and (code is not ExitCode.STOPPED or LOOPS.supervised is None):
+            listener.uninstall()
+            heed_for_children(False)
+        _PROCESS.forget_request()
+
+
+def _leave_now(reason: StopReason) -> NoReturn:
+    """The ranks have agreed to stop, and what there is to save is saved."""
+    if at_prompt() and reason is StopReason.INTERRUPT:
+        raise KeyboardInterrupt
+    raise SystemExit(int(ExitCode.STOPPED))
+
+
+def _with_generators(everything: Everything, held: generators.GlobalGenerators) -> Everything:
+    per_rank = {**everything.registered.per_rank, generators.NAME: held.held()}
+    return replace(everything, registered=replace(everything.registered, per_rank=per_rank))
+
+
+def _refuse_second(run_dir: Path) -> None:
+    """Raise `UsageError` if a manager that is open has the folder: each would take the other's
+    checkpoints for its own."""
+    for manager in _PROCESS.managers:
+        if manager.run_dir.resolve() == run_dir.resolve():
+            raise UsageError(
+                f"{run_dir} is the folder of another CheckpointManager of this process: give each "
+                "a folder of its own, or close() the other one first"
+            )
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _tell_of_signal(sentence: str) -> None:
+    if _is_first_rank():
+        logger().warning(f"{sentence}: stopping after this step")
+
+
+def _end_with_process() -> None:
+    if _PROCESS.pid != os.getpid():  # a worker that was forked
+        return
+    for manager in list(_PROCESS.managers):
+        manager._end()
+
+
+# While threads can still be started, and before those of the saves are waited for.
+threading._register_atexit(_end_with_process)  # type: ignore[attr-defined]

@@ -71,7 +71,7 @@ planted: $(READY)
 
 # Hours: `make test` without Slurm on each Python that is there, on the oldest and the newest torch.
 versions: $(READY)
-	$(BIN)/python tests/versions.py --record docs/versions.jsonl
+	$(BIN)/python tests/python_versions.py --record docs/versions.jsonl
 	$(BIN)/python scripts/docs/performance_page.py
 
 # What other tools do when they are interrupted, and the pages that say so: an hour or more.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from packaging.version import Version
-from versions import Pair, count, pairs
+from python_versions import Pair, count, pairs
 
 OLD, NEW = (Version("3.11.2"), "/usr/bin/python3.11"), (Version("3.13.0"), "/opt/python3.13")
 PINNED = Version("2.13.0")

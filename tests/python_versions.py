@@ -1,6 +1,6 @@
 """The tests of `make test` on each Python and torch that kempner allows: `make versions`.
 
-    python tests/versions.py [--only WORD ...] [--list] [--record docs/versions.jsonl]
+    python tests/python_versions.py [--only WORD ...] [--list] [--record docs/versions.jsonl]
 
 Each Python of 3.11 or later that is found on PATH or in pyenv gets a clone of this commit in
 build/versions/ with an environment of its own, and the torch of constraints.txt; the first of them
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("", "\n ".join(records.table([row])), flush=True)
         failed += bool(row["failed"])
         if asked.record:
-            told = records.header(["kempner"], f"python tests/versions.py --only {pair.name}")
+            told = records.header(["kempner"], f"python tests/python_versions.py --only {pair.name}")
             records.write(asked.record, [row | told], by=("Python", "torch"))
     return 1 if failed else 0
 

@@ -142,7 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("", "\n ".join(records.table([row])), flush=True)
         failed += bool(row["failed"])
         if asked.record:
-            told = records.header(["kempner"], f"python tests/python_versions.py --only {pair.name}")
+            command = f"python tests/python_versions.py --only {pair.name}"
+            told = records.header(["kempner"], command)
             records.write(asked.record, [row | told], by=("Python", "torch"))
     return 1 if failed else 0
 

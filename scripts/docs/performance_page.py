@@ -21,7 +21,7 @@ import records  # noqa: E402
 
 DOCS = ROOT / "docs"
 SOURCES = tuple(DOCS / f"{name}.jsonl" for name in ("performance", "drills", "versions"))
-PAGES = tuple(DOCS / f"{name}.md" for name in ("performance", "goodput", "sites"))
+PAGES = tuple(DOCS / f"{name}.md" for name in ("performance", "goodput"))
 DETAILS = DOCS / "measurements.md"
 KINDS = ("benchmark", "drill", "record")
 HIDDEN = {"benchmark", *records.HEADER}
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def read() -> list[dict[str, Any]]:
-    return [row for source in SOURCES for row in records.read(source)]
+    return [row for source in SOURCES if source.exists() for row in records.read(source)]
 
 
 def page(text: str, rows: Sequence[Row]) -> str:

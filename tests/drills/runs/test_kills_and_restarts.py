@@ -66,7 +66,8 @@ def test_what_is_in_memory_outlives_kills(run: Run, reference: Run) -> None:
     reference.complete(WORLD, *options, deadline=PATIENCE)
     on_demand = [kill for kill in kills if kill.moment != "start"]
     faults = "; ".join(kill.fault for kill in on_demand)
-    job = run.supervise(WORLD, *options, "--checkpoint.in_memory=true", KEMPNER_FAULTS=faults)
+    settings = "--checkpoint.in_memory=true", f"--supervise.keep_attempts={len(kills) + 2}"
+    job = run.supervise(WORLD, *options, *settings, KEMPNER_FAULTS=faults)
     for kill in kills:
         if kill.moment == "start":
             kill_forked(run, job, kill)

@@ -97,7 +97,7 @@ def test(pair: Pair) -> dict[str, object]:
     subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
     pins = clone / "constraints.txt"
     pins.write_text(PIN.sub(f"torch=={pair.torch}", pins.read_text()))
-    results, log = clone / "results.xml", clone.with_suffix(".log")
+    results, log = clone / "results.xml", clone.with_name(f"{pair.name}.log")
     options = f"OPTIONS=--chosen --junit-xml={results}"
     make = ["make", "--no-print-directory", "pytest-others", f"PYTHON={pair.command}", options]
     with open(log, "wb") as output:

@@ -12,7 +12,7 @@ from text_run import SEQ_LEN, make_text_run, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kempner.checkpoint.format.manifest import read
-from kempner.cli import sample
+from kempner.cli.checkpoint import trained_on
 from kempner.cli.entry import main
 from kempner.data.files.text import TextTokenizer
 
@@ -45,8 +45,9 @@ def test_the_same_ids_logits_and_text(run: Path, tmp_path: Path, capsys: Capture
 
     checkpoint = run / "checkpoints" / "step-00000040"
     manifest = read(checkpoint)
-    shape, text = sample._described(run, checkpoint, manifest, None)
-    ours = sample._load(checkpoint, manifest, shape, text.dtype, torch.device("cpu"))
+    text = trained_on.find_text(run, checkpoint, manifest, None)
+    shape = trained_on.recorded_shape(checkpoint, manifest, text.seq_len)
+    ours = trained_on.load_model(checkpoint, manifest, shape, text.dtype, torch.device("cpu"))
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         assert ids[0].tolist() == own.encode(prompt)

@@ -22,7 +22,7 @@ from kempner.checkpoint.format.manifest import read
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import verify
-from kempner.cli import sample
+from kempner.cli.checkpoint import trained_on
 from kempner.cli.entry import main
 from kempner.config.model import ModelSection
 from kempner.model.spec.shape import Shape
@@ -80,7 +80,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
 def loaded(checkpoint: Path) -> Transformer:
     manifest = read(checkpoint)
     shape = Shape.recorded(manifest.identity.model, max_seq_len=256)
-    return sample._load(checkpoint, manifest, shape, "float32", torch.device("cpu"))
+    return trained_on.load_model(checkpoint, manifest, shape, "float32", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

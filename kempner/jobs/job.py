@@ -91,7 +91,7 @@ class Job:
         if doing.activity not in (Activity.FAILED, Activity.GIVEN_UP):
             return ""
         try:
-            return describe_failure(doing.reason, self._raised())
+            return describe_failure(doing.reason, self._raised(doing.reason))
         except OSError as error:
             raise cannot_read(error.filename or self.run_dir, error) from error
 
@@ -178,11 +178,11 @@ class Job:
         job = self.status().job
         return job.why_waiting if job is not None and job.held else ""
 
-    def _raised(self) -> str:
+    def _raised(self, reason: str) -> str:
         """The exception that was raised first, or the supervisor's last line; empty if none is
-        known."""
+        known. What the ledger has of it may be no more than `reason`."""
         found = triage_run(self._run).told.raised if self._run.ledger.is_file() else ""
-        if found or self.log is None or not self.log.is_file():
+        if found not in reason or self.log is None or not self.log.is_file():
             return found
         lines = self.log.read_text(errors="replace").split("\n")
         return triage_logs([self.log]).told.raised or next(filter(None, reversed(lines)), "")

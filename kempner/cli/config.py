@@ -189,9 +189,7 @@ def needs(config: Config, vocab_size: int, job: Job) -> str:
             among = f"{size_text(traffic.between)} to other nodes and {among}"
         lines += [
             f"communication: {choice.describe()}: {choice.reason}",
-            f"in a step each node sends {among}{_ASSUMED if job.assumed else ''}",
+            f"in a step each node sends {among}"
+            + (", unless --nodes says otherwise" if job.assumed else ""),
         ]
     return "\n".join(lines)
-
-
-_ASSUMED = ", unless --nodes says otherwise"

@@ -20,6 +20,7 @@ from kempner.cli.checkpoint.trained_on import (
     run_of_checkpoint,
 )
 from kempner.cli.insight.target import run_of
+from kempner.cli.progress import busy
 from kempner.cli.usage.words import usable_path
 from kempner.data.files.index import read_index
 from kempner.run.process.exit_codes import DataError, UsageError
@@ -128,18 +129,20 @@ def _evaluate(checkpoint: Path, manifest: Manifest, held_out: HeldOut) -> tuple[
     """The loss in nats per token, and how many tokens that were."""
     shape = recorded_shape(checkpoint, manifest, held_out.seq_len)
     _check_tokens(checkpoint, manifest, held_out.data)
-    import torch
+    with busy("importing torch"):
+        import torch
 
-    from kempner.data.files.token_file import Corpus
-    from kempner.training.observe.evaluation import evaluate_alone
+        from kempner.data.files.token_file import Corpus
+        from kempner.training.observe.evaluation import evaluate_alone
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return evaluate_alone(
-        load_model(checkpoint, manifest, shape, held_out.dtype, device),
-        Corpus.open(held_out.data),
-        device,
-        seq_len=held_out.seq_len,
-        global_batch_size=held_out.global_batch_size,
-        micro_batch_size=held_out.micro_batch_size,
-        max_batches=held_out.max_batches,
-    )
+    with busy(f"evaluating {checkpoint.name}"):
+        return evaluate_alone(
+            load_model(checkpoint, manifest, shape, held_out.dtype, device),
+            Corpus.open(held_out.data),
+            device,
+            seq_len=held_out.seq_len,
+            global_batch_size=held_out.global_batch_size,
+            micro_batch_size=held_out.micro_batch_size,
+            max_batches=held_out.max_batches,
+        )

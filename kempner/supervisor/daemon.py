@@ -128,16 +128,19 @@ def _supervise(
         end = Decision(error.code, str(error))
         ledger = LedgerWithHooks(run.ledger, hooks)
         return _leave(end, run, ledger, RunHistory(), job, None, {})
-    exports = MetricsExports()
+    exports, code = MetricsExports(), None
     try:
         end_leftovers(run, config.supervise.stop_grace, lambda: bool(signals.received))
         exports.start(run, config.metrics)
         if program.ours and config.supervise.grow:
             launcher.invite(run.invitation)
         context = SupervisorContext(run, launcher, program, config, signals, job, lease, hooks)
-        return _bring_to_an_end(context)
+        code = _bring_to_an_end(context)
+        return code
     finally:
-        _end("ending the exporters", exports.close)  # after the job was put back into the queue
+        complete = code is ExitCode.COMPLETED
+        # After the job was put back into the queue.
+        _end("ending the exporters", lambda: exports.close(complete))
         _end("releasing the lease", lease.release)
 
 

@@ -16,11 +16,13 @@ from importlib.util import find_spec
 from kempner.config.sections import MetricsSection
 from kempner.run.control.launch_env import EXPORT_FOR
 from kempner.run.output.logs import logger
+from kempner.run.process.signals import stop_signals_blocked
 from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.run.record.run_dir import RunDirectory
 
-LEFT_WITHIN = 5.0
-"""Seconds at the end of a run in which all exporters hand on what is left; then they are killed."""
+LEFT_WITHIN, LEFT_AT_LAST = 5.0, 60.0
+"""Seconds at the end of a job in which all exporters hand on what is left; then they are killed.
+The second is for a run that is complete: no later start hands on what is missing."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,12 @@ class MetricsExports:
                 continue
             threading.Thread(target=self._follow, args=(export.name,), daemon=True).start()
 
-    def close(self) -> None:
-        """Let them hand on what is left, and end them."""
+    def close(self, complete: bool = False) -> None:
+        """Let them hand on what is left, and end them. `complete`: the run is not started again."""
         self._closing.set()
         for process in self._running.values():
             process.terminate()
-        end = time.monotonic() + LEFT_WITHIN
+        end = time.monotonic() + (LEFT_AT_LAST if complete else LEFT_WITHIN)
         for process in self._running.values():
             try:
                 process.wait(max(0.0, end - time.monotonic()))
@@ -104,7 +106,8 @@ def _start(run: RunDirectory, export: Export) -> subprocess.Popen[bytes]:
         *export.options,
         "--follow",
     ]
-    with (run.exports / f"{export.name}.log").open("wb") as log:
+    # A SIGTERM that comes while its interpreter starts waits until `kempner metrics` traps it.
+    with (run.exports / f"{export.name}.log").open("wb") as log, stop_signals_blocked():
         return subprocess.Popen(
             command,
             env={**os.environ, EXPORT_FOR: str(os.getpid())},

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from kempner.checkpoint.format.shard_plan import Listed, TensorSpec, data_file, list_all
 from kempner.checkpoint.tensors.file_buffer import container, page_aligned
-from kempner.run.process.signals import STOP_SIGNALS, follow_parent
+from kempner.run.process.signals import follow_parent, stop_signals_blocked
 from kempner.run.process.worker_process import SAFE_MODULE
 
 MADE_HERE = 20_000
@@ -50,12 +50,8 @@ def metadata_of(specs: Sequence[TensorSpec], world: int) -> memoryview:
         aligned = page_aligned(len(content)).numpy().data
         aligned[:] = content
         return aligned
-    # A mask outlives exec: a stop signal to the whole group must not end the planning of a save.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
+    with stop_signals_blocked():  # one to the whole group must not end the planning of a save
         return _made_elsewhere(specs, world)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def build_metadata(specs: Sequence[TensorSpec], world: int) -> bytes:

@@ -225,6 +225,17 @@ def insists(received: Sequence[Received]) -> bool:
 
 
 @contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """What is started in this block keeps its stop signals until it unblocks them: a mask outlives
+    exec."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def untouched_by_default(number: signal.Signals) -> Iterator[None]:
     """Ignore a signal that would end this process, also where Python cannot: in any thread.
 

@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Protocol
@@ -20,7 +20,7 @@ import psutil
 
 from kempner.run.control.launch_env import AS_FORKED, FORK_SERVER
 from kempner.run.output.logs import logger
-from kempner.run.process.signals import STOP_SIGNALS
+from kempner.run.process.signals import stop_signals_blocked
 from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.launchers.fork_server import server
 from kempner.supervisor.launchers.fork_server.messages import (
@@ -210,7 +210,7 @@ class _Running:
         with theirs:
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
-            with _deaf():
+            with stop_signals_blocked():
                 process = subprocess.Popen(
                     [sys.executable, *SAFE_MODULE, server.__name__, str(theirs.fileno()), *modules],
                     env={**os.environ, **_IMPORTS_ONLY},
@@ -288,13 +288,3 @@ class _Running:
                     answer.set_exception(CannotForkError(reason))
             case Ended(pid, status):
                 self._forked.pop(pid).ended(status)
-
-
-@contextmanager
-def _deaf() -> Iterator[None]:
-    """What is started in this block blocks the stop signals: they are not the server's."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -11,6 +11,7 @@ on Slurm, which do not depend on either. Exits with 1 if a test failed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -31,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CLONES = ROOT / "build" / "versions"
 OLDEST_PYTHON = Version("3.11")
 PIN = re.compile(r"^torch==(\S+)", re.MULTILINE)
+BROUGHT = re.compile(r"^(?:cuda-|nvidia-|triton==).*\n", re.MULTILINE)
+"""Pins of what a build of torch brings along, each its own."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +75,20 @@ def find_pythons() -> list[tuple[Version, str]]:
 
 
 def find_torches() -> list[Version]:
-    """The releases that pyproject.toml allows and pip finds."""
-    allowed = next(
-        requirement
-        for requirement in map(Requirement, read_requirements())
-        if requirement.name == "torch"
-    ).specifier
-    ask = [sys.executable, "-m", "pip", "index", "versions", "torch"]
+    """The releases that pyproject.toml allows and there are, up to the one that pip would take:
+    what is configured for this machine may forbid later ones."""
+    wanted = next(one for one in map(Requirement, read_requirements()) if one.name == "torch")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    ask = [*pip, "index", "versions", "torch"]
     said = subprocess.run(ask, check=True, capture_output=True, text=True).stdout
     listed = re.search(r"^Available versions: (.*)$", said, re.MULTILINE)
     assert listed, said
-    return list(allowed.filter(Version(word) for word in listed[1].split(", ") if "+" not in word))
+    report = ["--no-deps", "--dry-run", "--ignore-installed", "--report", "-"]
+    ask = [*pip, "install", "--quiet", *report, str(wanted)]
+    took = json.loads(subprocess.run(ask, check=True, capture_output=True, text=True).stdout)
+    newest = Version(took["install"][0]["metadata"]["version"]).public
+    known = (Version(word) for word in listed[1].split(", ") if "+" not in word)
+    return [one for one in wanted.specifier.filter(known) if one <= Version(newest)]
 
 
 def read_requirements() -> list[str]:
@@ -96,7 +102,9 @@ def test(pair: Pair) -> dict[str, object]:
     shutil.rmtree(clone, ignore_errors=True)
     subprocess.run(["git", "clone", "--quiet", "--shared", ROOT, clone], check=True)
     pins = clone / "constraints.txt"
-    pins.write_text(PIN.sub(f"torch=={pair.torch}", pins.read_text()))
+    locked = pins.read_text()
+    if f"torch=={pair.torch}\n" not in locked:
+        pins.write_text(BROUGHT.sub("", PIN.sub(f"torch=={pair.torch}", locked)))
     results, log = clone / "results.xml", clone.with_name(f"{pair.name}.log")
     options = f"OPTIONS=--chosen --junit-xml={results}"
     make = ["make", "--no-print-directory", "pytest-others", f"PYTHON={pair.command}", options]

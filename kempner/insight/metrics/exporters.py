@@ -43,7 +43,7 @@ class TensorBoard:
                 EventFileWriter,
             )
         except ImportError:
-            raise _missing("tensorboard") from None
+            raise missing("tensorboard") from None
         self._file = EventFileWriter(str(folder))
         if since.step:  # what was written after the last `write` that returned comes again
             self._purge(since.step + 1, time.time())
@@ -85,7 +85,7 @@ class WandB:
         try:
             import wandb
         except ImportError:
-            raise _missing("wandb") from None
+            raise missing("wandb") from None
         folder = run.exports / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         self._highest = since.step
@@ -172,5 +172,5 @@ def _kept_id(path: Path) -> str:
     return path.read_text().strip() or secrets.token_hex(4)
 
 
-def _missing(package: str) -> UsageError:
+def missing(package: str) -> UsageError:
     return UsageError(f"{package} is not installed; pip install 'kempner[{package}]'")

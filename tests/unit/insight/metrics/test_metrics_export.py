@@ -197,7 +197,10 @@ def test_prometheus_gets_the_last_numbers(run: RunDirectory, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ([], "name one of --tensorboard, --wandb PROJECT and --prometheus FILE"),
+        (
+            [],
+            "name one of --tensorboard, --wandb PROJECT, --prometheus FILE and --opentelemetry URL",
+        ),
         (["--tensorboard", "--wandb", "x"], "name one of"),
     ],
 )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from kempner.insight.metrics.lines import Point, Position
+from kempner.insight.metrics.lines import MOST_AT_ONCE, Point, Position
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
@@ -22,8 +22,11 @@ class Exporter(Protocol):
     """Takes the points of a run in their order.
 
     `write` returns when they are kept: whoever opens it anew goes on after the last `write` that
-    returned. Each method may raise whatever the library behind it raises.
+    returned. Each method may raise whatever the library behind it raises. `at_once` are the bytes
+    of metrics.jsonl that one `write` gets at most.
     """
+
+    at_once: int
 
     def write(self, points: Sequence[Point]) -> None: ...
 
@@ -36,6 +39,8 @@ class TensorBoard:
     TensorBoard drops what it has read of a step and later ones when it meets a session that starts
     with that step, as after the `purge_step` of its writers.
     """
+
+    at_once = MOST_AT_ONCE
 
     def __init__(self, folder: Path, since: Position) -> None:
         try:
@@ -80,6 +85,8 @@ class WandB:
     WANDB_MODE it is offline; `wandb sync` sends it from where there is a network.
     """
 
+    at_once = MOST_AT_ONCE
+
     def __init__(self, run: RunDirectory, project: str, since: Position) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
         try:
@@ -114,6 +121,8 @@ class WandB:
 
 class Prometheus:
     """A text file with the last numbers, for a node exporter's textfile collector."""
+
+    at_once = MOST_AT_ONCE
 
     def __init__(self, file: Path, run: RunDirectory) -> None:
         self._file, self._run = file, run

@@ -68,7 +68,7 @@ def follow(
 def hand_on(run: RunDirectory, exporter: Exporter, since: Position, kept: Path) -> Position:
     """Export what is new; returns how far that is, which is kept, too."""
     while True:
-        points, position = read_new(run.metrics, since)
+        points, position = read_new(run.metrics, since, exporter.at_once)
         if position == since:
             return position
         exporter.write(points)

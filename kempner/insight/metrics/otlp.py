@@ -43,6 +43,9 @@ class OpenTelemetry:
     before overwrites the same points.
     """
 
+    at_once = 256 * 1024
+    """About a megabyte of a request; collectors refuse large ones."""
+
     def __init__(self, url: str, run: RunDirectory) -> None:
         try:
             from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter

@@ -14,7 +14,7 @@ import pytest
 from harness import wait_until
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
-from test_metrics_export import FIRST, SECOND, write
+from test_metrics_export import FIRST, SECOND, trained, write
 from typer.testing import CliRunner
 
 from kempner.cli.app import app
@@ -135,6 +135,18 @@ def test_a_collector_that_is_down_at_first_gets_each_point_once(
         *range(4, 11),
     ]
     assert len(collector.taken) == 2
+
+
+def test_a_long_run_is_sent_in_requests_of_a_megabyte_or_so(
+    run: RunDirectory, collector: Collector
+) -> None:
+    steps = 3000
+    write(run, *(trained(step, 1, 5.0) for step in range(1, steps + 1)))
+    collector.start()
+    assert follow(run, "opentelemetry", lambda _: OpenTelemetry(collector.url, run), lambda _: True)
+    assert [value for _, _, value in collector.points("kempner.step")] == [*range(1, steps + 1)]
+    assert len(collector.taken) > 1
+    assert max(request.ByteSize() for request in collector.taken) < 2**20
 
 
 def test_points_say_what_they_are_of(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kempner.config.errors import COLLECTOR, PATTERNS
 from kempner.insight.metrics.exporters import missing
 from kempner.insight.metrics.lines import Point
 from kempner.run.process.exit_codes import UsageError
@@ -79,6 +81,8 @@ class OpenTelemetry:
 
 def endpoint_of(url: str) -> str | None:
     """Where metrics go, for the base URL of a collector; None where the environment says it."""
+    if not re.match(COLLECTOR, url):
+        raise UsageError(f"{url}, a collector of OpenTelemetry, {PATTERNS[COLLECTOR]}")
     if url != FROM_ENVIRONMENT:
         return url if url.endswith(_PATH) else url.rstrip("/") + _PATH
     protocol = next((value for name in _PROTOCOLS if (value := os.environ.get(name))), "")

@@ -18,6 +18,7 @@ from harness import KEMPNER, ROOT, wait_until
 from stand_ins import MODULE, install
 from submitting import Project
 
+from kempner.run.output.units import count
 from kempner.run.record.ledger import read_lines
 
 pytestmark = pytest.mark.timeout(400)
@@ -73,7 +74,7 @@ BASIC = {
         "configuration by a here-document, srun of two tasks", 2, [("gpu:a100:2", "gpu:2")]
     ),
     "array_conda": Case(
-        "job array, modules, conda activate, srun",
+        "job array of two, modules, conda activate, srun",
         changes=[("--array=0-9%3", "--array=0-1"), ("#SBATCH --mem=32G\n", "")],
         seen={"CONDA_DEFAULT_ENV": "rl", "LOADEDMODULES": "cuda/12.4:anaconda3"},
     ),
@@ -257,7 +258,8 @@ def submit(project: Project, name: str) -> list[Wrapped]:
     environ = {"PATH": path, "HOME": str(folder / "home"), **MODULE}
     job = cluster.sbatch("job.sbatch", *case.arguments, cwd=folder, **environ)
     elements = ("0", "1") if name == "array_conda" else ("",)
-    return [Wrapped(project, name, job, warning[1], element) for element in elements]
+    signal = f"SIG{warning[1].removeprefix('SIG')}"
+    return [Wrapped(project, name, job, signal, element) for element in elements]
 
 
 def lay_out(folder: Path, program: str) -> None:
@@ -312,7 +314,8 @@ def test_every_script_that_is_wrapped_is_resumed(
 ) -> None:
     jobs = {job.name: job for job in resume(project, list(cases))}
     for name, case in cases.items():
-        became = f"{len(jobs[name].told())} ranks warned by {jobs[name].warning}, requeued, resumed"
+        ranks, warning = count(len(jobs[name].told()), "rank"), jobs[name].warning
+        became = f"{ranks}: warned by {warning}, requeued, resumed"
         note("batch script", script=name, what=case.what, became=became)
 
 

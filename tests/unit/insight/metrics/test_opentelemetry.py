@@ -201,6 +201,8 @@ def test_what_cannot_be_sent_is_told_in_a_sentence(
     result = CliRunner().invoke(app, ["metrics", str(run.path), "--opentelemetry", collector.url])
     assert getattr(result.exception, "code", None) == ExitCode.CHECKPOINT_FAILED
     assert "the same command goes on from there" in str(result.exception)
+    with pytest.raises(UsageError, match=r"collector:4318, .* must be a URL that begins with http"):
+        endpoint_of("collector:4318")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(UsageError, match="asks for grpc, and kempner sends http/protobuf only"):
         endpoint_of("env")

@@ -28,6 +28,11 @@ PROVES = {
     "tests/drills/saves": ("kempner/checkpoint", "kempner/training"),
     "tests/drills": ("kempner/checkpoint", "kempner/run", "kempner/supervisor", "kempner/training"),
     "tests/matrix": ("kempner/checkpoint", "kempner/training"),
+    "tests/slurm/stops/test_wrapped_scripts": (
+        "kempner/cli/program",
+        "kempner/project/wrap",
+        "kempner/supervisor",
+    ),
     "tests/slurm": ("kempner/cluster", "kempner/run", "kempner/supervisor"),
 }
 """The code that the tests of a folder prove."""

@@ -25,6 +25,9 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 PORTS = r"^[0-9]{1,5}-[0-9]{1,5}$"
 """What a range of ports matches."""
+
+COLLECTOR = r"^(env|https?://.+)$"
+"""What the place of a collector of OpenTelemetry matches."""
 _VERY_NEAR = 0.8
 """Share of two names that agrees (`difflib`), from which one is taken for a slip of the other."""
 
@@ -54,6 +57,7 @@ PATTERNS: Mapping[str, str] = {
     NAME: "must be of letters, digits, dots, dashes and underscores, and begin with a letter or "
     "digit",
     PORTS: "must be two ports with a dash between them, such as 20000-20100",
+    COLLECTOR: "must be a URL that begins with http:// or https://, or env",
 }
 """What the patterns of the configuration demand, in words."""
 _OF_OTHER_TRAINERS: Mapping[str, str] = {

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kempner.config.errors import NAME, PORTS
+from kempner.config.errors import COLLECTOR, NAME, PORTS
 from kempner.config.model import ModelSection
 from kempner.config.parallelism import ParallelismSection
 from kempner.config.profiling import ProfilingSection
@@ -349,6 +349,12 @@ class MetricsSection(Section):
         None
     )
     """A file with the last numbers, for the textfile collector of a node exporter."""
+    opentelemetry: Annotated[
+        Annotated[str, Field(pattern=COLLECTOR)] | None,
+        Key(example="http://collector:4318", form="URL of http or https, or `env`"),
+    ] = None
+    """A collector that gets each step by OTLP over HTTP; `env`: the one that
+    OTEL_EXPORTER_OTLP_ENDPOINT names. Other OTEL_EXPORTER_OTLP_* variables count in both cases."""
 
 
 class EvalSection(Section):

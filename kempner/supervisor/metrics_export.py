@@ -27,11 +27,12 @@ The second is for a run that is complete: no later start hands on what is missin
 
 @dataclass(frozen=True)
 class Export:
-    """An exporter to start: its name, the options of `kempner metrics`, the package it needs."""
+    """An exporter to start: its name, which is that of its extra, the options of `kempner metrics`,
+    and the module that it needs."""
 
     name: str
     options: Sequence[str]
-    package: str | None = None
+    module: str | None = None
 
 
 def wanted_exports(section: MetricsSection) -> Iterator[Export]:
@@ -42,6 +43,9 @@ def wanted_exports(section: MetricsSection) -> Iterator[Export]:
         yield Export("wandb", ["--wandb", section.wandb], "wandb")
     if section.prometheus is not None:
         yield Export("prometheus", ["--prometheus", section.prometheus])
+    if section.opentelemetry is not None:
+        options = ["--opentelemetry", section.opentelemetry]
+        yield Export("opentelemetry", options, "opentelemetry.exporter.otlp.proto.http")
 
 
 class MetricsExports:
@@ -58,10 +62,10 @@ class MetricsExports:
     def start(self, run: RunDirectory, section: MetricsSection) -> None:
         """To be called in the main thread: they end with the thread that has started them."""
         for export in wanted_exports(section):
-            if export.package is not None and find_spec(export.package) is None:
+            if export.module is not None and not _is_installed(export.module):
                 logger().warning(
-                    f"metrics.{export.name} has no effect: {export.package} is not installed "
-                    f"(pip install 'kempner[{export.package}]'); metrics.jsonl has everything"
+                    f"metrics.{export.name} has no effect: {export.name} is not installed "
+                    f"(pip install 'kempner[{export.name}]'); metrics.jsonl has everything"
                 )
                 continue
             try:
@@ -91,6 +95,13 @@ class MetricsExports:
             logger().warning(
                 f"metrics.{name}: its exporter failed; see exports/{name}.log", code=code
             )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
 
 
 def _start(run: RunDirectory, export: Export) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""Makes the tables of the pages of figures, and all of docs/measurements.md, from the records.
+"""Makes the tables of the pages with figures, and all of docs/measurements.md, from the records.
 
     python scripts/docs/performance_page.py
 
@@ -21,7 +21,7 @@ import records  # noqa: E402
 
 DOCS = ROOT / "docs"
 SOURCES = tuple(DOCS / f"{name}.jsonl" for name in ("performance", "drills", "versions"))
-PAGES = tuple(DOCS / f"{name}.md" for name in ("performance", "goodput"))
+PAGES = tuple(DOCS / f"{name}.md" for name in ("performance", "goodput", "wrap"))
 DETAILS = DOCS / "measurements.md"
 KINDS = ("benchmark", "drill", "record")
 HIDDEN = {"benchmark", *records.HEADER}

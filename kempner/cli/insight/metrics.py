@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 
 from kempner.cli.usage.words import usable_path
-from kempner.insight.metrics.exporters import Exporter, Prometheus, TensorBoard, WandB
-from kempner.insight.metrics.follow import follow
-from kempner.insight.metrics.lines import Position
+from kempner.insight.metrics.exporters import Prometheus, TensorBoard, WandB
+from kempner.insight.metrics.follow import Opener, follow
+from kempner.insight.metrics.otlp import OpenTelemetry
 from kempner.run.control.launch_env import EXPORT_FOR
-from kempner.run.process.exit_codes import UsageError
+from kempner.run.process.exit_codes import CannotWriteError, UsageError
 from kempner.run.process.signals import follow_parent, inbox
 from kempner.run.record.run_dir import RunDirectory
 
@@ -36,28 +36,37 @@ def metrics(
     prometheus: Annotated[
         Path | None, typer.Option(metavar="FILE", help="To a text file with the last numbers.")
     ] = None,
+    opentelemetry: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="To a collector, by OTLP over HTTP; `env`: as OTEL_* variables say."
+        ),
+    ] = None,
     following: Annotated[
         bool, typer.Option("--follow", help="Go on with what comes, until Ctrl-C or SIGTERM.")
     ] = False,
 ) -> None:
-    """Hand the metrics of a run on to TensorBoard, Weights & Biases or Prometheus.
+    """Hand a run's metrics on to TensorBoard, Weights & Biases, Prometheus or OpenTelemetry.
 
     It reads metrics.jsonl only, and goes on where it was. Works for a run that goes on, too.
     """
     run = RunDirectory(usable_path(run_dir))
-    if [tensorboard, wandb is not None, prometheus is not None].count(True) != 1:
-        raise UsageError("name one of --tensorboard, --wandb PROJECT and --prometheus FILE")
+    openers: dict[str, Opener] = {}
+    if tensorboard:
+        openers["tensorboard"] = lambda since: TensorBoard(run.path / "tensorboard", since)
+    if wandb is not None:
+        openers["wandb"] = lambda since: WandB(run, wandb, since)
+    if prometheus is not None:
+        openers["prometheus"] = lambda _: Prometheus(usable_path(prometheus), run)
+    if opentelemetry is not None:
+        openers["opentelemetry"] = lambda _: OpenTelemetry(opentelemetry, run)
+    if len(openers) != 1:
+        raise UsageError(
+            "name one of --tensorboard, --wandb PROJECT, --prometheus FILE and --opentelemetry URL"
+        )
     if not run.path.is_dir():
         raise UsageError(f"{run.path} is no directory of a run")
-
-    def open_exporter(since: Position) -> Exporter:
-        if wandb is not None:
-            return WandB(run, wandb, since)
-        if prometheus is not None:
-            return Prometheus(usable_path(prometheus), run)
-        return TensorBoard(run.path / "tensorboard", since)
-
-    kind = "wandb" if wandb is not None else "prometheus" if prometheus else "tensorboard"
+    ((kind, open_exporter),) = openers.items()
     told = threading.Event()
     if following:
         # A handler would run within `told.wait`, and wait for the lock that this holds.
@@ -67,4 +76,7 @@ def metrics(
             follow_parent(int(supervisor), signal.SIGTERM)
     else:
         told.set()
-    follow(run, kind, open_exporter, told.wait)
+    if not follow(run, kind, open_exporter, told.wait) and not following:
+        raise CannotWriteError(
+            f"not all metrics of {run.path} were handed on; the same command goes on from there"
+        )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from kempner.insight.metrics.lines import Point, Position
+from kempner.insight.metrics.lines import MOST_AT_ONCE, Point, Position
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
@@ -22,8 +22,11 @@ class Exporter(Protocol):
     """Takes the points of a run in their order.
 
     `write` returns when they are kept: whoever opens it anew goes on after the last `write` that
-    returned. Each method may raise whatever the library behind it raises.
+    returned. Each method may raise whatever the library behind it raises. `at_once` are the bytes
+    of metrics.jsonl that one `write` gets at most.
     """
+
+    at_once: int
 
     def write(self, points: Sequence[Point]) -> None: ...
 
@@ -37,13 +40,15 @@ class TensorBoard:
     with that step, as after the `purge_step` of its writers.
     """
 
+    at_once = MOST_AT_ONCE
+
     def __init__(self, folder: Path, since: Position) -> None:
         try:
             from tensorboard.summary.writer.event_file_writer import (  # type: ignore[import-untyped]
                 EventFileWriter,
             )
         except ImportError:
-            raise _missing("tensorboard") from None
+            raise missing("tensorboard") from None
         self._file = EventFileWriter(str(folder))
         if since.step:  # what was written after the last `write` that returned comes again
             self._purge(since.step + 1, time.time())
@@ -80,12 +85,14 @@ class WandB:
     WANDB_MODE it is offline; `wandb sync` sends it from where there is a network.
     """
 
+    at_once = MOST_AT_ONCE
+
     def __init__(self, run: RunDirectory, project: str, since: Position) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
         try:
             import wandb
         except ImportError:
-            raise _missing("wandb") from None
+            raise missing("wandb") from None
         folder = run.exports / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
         self._highest = since.step
@@ -114,6 +121,8 @@ class WandB:
 
 class Prometheus:
     """A text file with the last numbers, for a node exporter's textfile collector."""
+
+    at_once = MOST_AT_ONCE
 
     def __init__(self, file: Path, run: RunDirectory) -> None:
         self._file, self._run = file, run
@@ -172,5 +181,5 @@ def _kept_id(path: Path) -> str:
     return path.read_text().strip() or secrets.token_hex(4)
 
 
-def _missing(package: str) -> UsageError:
+def missing(package: str) -> UsageError:
     return UsageError(f"{package} is not installed; pip install 'kempner[{package}]'")

@@ -34,8 +34,9 @@ def load_position(path: Path) -> Position:
 
 def follow(
     run: RunDirectory, kind: str, open_exporter: Opener, wait: Callable[[float], bool]
-) -> None:
-    """Export all that is there and, as long as `wait` returns False, what comes.
+) -> bool:
+    """Export all that is there and, as long as `wait` returns False, what comes; whether the last
+    time did it.
 
     `wait` takes the seconds to wait and returns whether this was the last time. A failure is told
     once, and the exporter is opened anew until it works: nothing is skipped.
@@ -61,12 +62,13 @@ def follow(
         last = wait(pause)  # what was written until now is handed on once more
     if exporter is not None:
         exporter.close()
+    return exporter is not None
 
 
 def hand_on(run: RunDirectory, exporter: Exporter, since: Position, kept: Path) -> Position:
     """Export what is new; returns how far that is, which is kept, too."""
     while True:
-        points, position = read_new(run.metrics, since)
+        points, position = read_new(run.metrics, since, exporter.at_once)
         if position == since:
             return position
         exporter.write(points)

@@ -51,8 +51,8 @@ class Point:
     cut: bool = False
 
 
-def read_new(path: Path, since: Position) -> tuple[list[Point], Position]:
-    """The points of the whole lines after `since`, at most `MOST_AT_ONCE` bytes of them.
+def read_new(path: Path, since: Position, most: int = MOST_AT_ONCE) -> tuple[list[Point], Position]:
+    """The points of the whole lines after `since`, at most `most` bytes of them.
 
     Nothing if the file is not there. A file that is shorter than before is another one, and read
     from its beginning. Raises `OSError` if it cannot be read.
@@ -63,11 +63,11 @@ def read_new(path: Path, since: Position) -> tuple[list[Point], Position]:
             if length < since.offset:
                 since = Position()
             file.seek(since.offset)
-            block = file.read(MOST_AT_ONCE)
+            block = file.read(most)
     except FileNotFoundError:
         return [], since
     end = block.rfind(b"\n") + 1
-    whole = block[: end or (len(block) if len(block) == MOST_AT_ONCE else 0)]  # none is so long
+    whole = block[: end or (len(block) if len(block) == most else 0)]  # none is so long
     points = list(_points(whole.splitlines(), since))
     return points, replace(_after(points, since), offset=since.offset + len(whole))
 

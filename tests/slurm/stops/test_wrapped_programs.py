@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from harness import PYTHON
 from lab import SERVICES
+from stand_ins import APPTAINER
 from submitting import Project
 
 from kempner.run.record.ledger import read_lines
@@ -40,18 +41,6 @@ shift 3
 trap 'kill -TERM $!' TERM
 wait $!
 wait $!
-"""
-
-APPTAINER = """#!/bin/bash
-# As `apptainer exec IMAGE`: process ids, mounts and a root of its own. Its first process gets no
-# signal that it does not trap.
-[ "$1 $2" = "exec image.sif" ] || exit 99
-shift 2
-exec unshare --mount --pid --fork --mount-proc bash -c '
-    mount -t tmpfs inside /mnt && mkdir /mnt/root && mount --rbind / /mnt/root || exit 98
-    chroot /mnt/root env -C "$PWD" "$@" &
-    wait $!
-' in-container "$@"
 """
 
 ACCELERATE = f"""#!/bin/bash

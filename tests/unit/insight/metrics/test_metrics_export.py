@@ -101,11 +101,10 @@ def test_a_shorter_file_is_another_one_and_none_is_nothing(run: RunDirectory) ->
     assert [(point.step, point.cut) for point in points] == [(1, False)]
 
 
-def test_a_long_file_is_read_in_parts(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MOST_AT_ONCE", 500)
+def test_a_long_file_is_read_in_parts(run: RunDirectory) -> None:
     write(run, *FIRST)
-    first, position = read_new(run.metrics, Position())
-    second, position = read_new(run.metrics, position)
+    first, position = read_new(run.metrics, Position(), most=500)
+    second, position = read_new(run.metrics, position, most=500)
     assert 0 < len(first) < len(FIRST)
     assert position.step == 7
     assert not any(point.cut for point in (*first, *second))
@@ -197,7 +196,10 @@ def test_prometheus_gets_the_last_numbers(run: RunDirectory, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ([], "name one of --tensorboard, --wandb PROJECT and --prometheus FILE"),
+        (
+            [],
+            "name one of --tensorboard, --wandb PROJECT, --prometheus FILE and --opentelemetry URL",
+        ),
         (["--tensorboard", "--wandb", "x"], "name one of"),
     ],
 )
@@ -211,6 +213,8 @@ def test_one_place_at_a_time(run: RunDirectory, options: Sequence[str], sentence
 
 class Failing:
     """An exporter that cannot write for a while."""
+
+    at_once = lines.MOST_AT_ONCE
 
     def __init__(self, kept: list[int], failures: list[int]) -> None:
         self._kept, self._failures = kept, failures

@@ -336,6 +336,7 @@ def main() -> int:
 
     if reason := missing():
         print(f"nothing is typed on a cluster: {reason}")
+    records.commit()  # that which is built now
     parts: list[Part] = []
     with tempfile.TemporaryDirectory(prefix="walks-", ignore_cleanup_errors=True) as place:
         dist = Path(place) / "dist"

@@ -144,7 +144,12 @@ class Walker:
     cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
-        self.reader = Reader(self.folder, self.environ)
+        self.reader = self.login = Reader(self.folder, self.environ)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether something could not be done: what follows would fail as well."""
+        return any(part.outcome != "ok" for part in self.parts)
 
     @property
     def environ(self) -> dict[str, str]:
@@ -169,11 +174,14 @@ class Walker:
             (self.folder / "env").symlink_to(self.env.resolve())
         try:
             for do in walk.to_do():
+                if self.stuck:
+                    break
                 if isinstance(do, Path):
                     self.part(f"save {do.name}", lambda do=do: self.save(do))
                 elif not do.on_cluster or with_cluster:
                     self.type(do)
-            self.part("the runs went on with the next step", self.check)
+            if not self.stuck:
+                self.part("the runs went on with the next step", self.check)
         finally:
             if self.cluster is not None:
                 self.cluster.down()
@@ -188,15 +196,15 @@ class Walker:
             return
         if command.on_cluster and self.cluster is None:
             self.part("start a cluster (not the reader's part)", self.start_cluster)
-        reader = self.reader
+        reader = self.login if command.on_cluster else self.reader
         tries = 2 if installs else 1
         self.part(command.text, lambda: reader.type(command), tries)
-        if command.text.startswith("sbatch "):
+        if command.text.startswith("sbatch ") and not self.stuck:
             self.part("the job trains", self.await_training)
             self.part("it is preempted, and comes back", self.preempt)
 
     def part(self, what: str, do: Callable[[], object], tries: int = 1) -> None:
-        """Do something, time it, and go on also if it fails."""
+        """Do something, and time it."""
         part = Part(self.name, what)
         began = time.monotonic()
         while part.outcome != "ok" and part.tries < tries:
@@ -220,7 +228,7 @@ class Walker:
 
         self.cluster = Cluster(Path(tempfile.mkdtemp(prefix="lab-", dir=self.folder)))
         self.cluster.up()
-        self.reader = LoginReader(self.folder, self.environ, self.cluster)
+        self.login = LoginReader(self.folder, self.environ, self.cluster)
 
     @property
     def job(self) -> str:
@@ -245,7 +253,7 @@ class Walker:
         self.cluster.preempt(self.job)
 
         def resumed() -> bool:
-            (events,) = self.ledgers(self.reader.folder).values()
+            (events,) = self.ledgers(self.login.folder).values()
             return any(event["event"] == "ready_to_train" and event["step"] for event in events)
 
         wait_until(resumed, "the job's return", 300)
@@ -254,7 +262,7 @@ class Walker:
         return max(map(int, re.findall(r"step (\d+)\b.*loss", self.log())), default=0)
 
     def log(self) -> str:
-        logs = [*self.reader.folder.glob("*.out"), *self.reader.folder.glob("logs/*.out")]
+        logs = [*self.login.folder.glob("*.out"), *self.login.folder.glob("logs/*.out")]
         return "".join(path.read_text(errors="replace") for path in logs)
 
     # What has become of the runs

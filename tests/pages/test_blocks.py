@@ -161,7 +161,7 @@ def test_the_pages_on_other_libraries_hold(reader: Reader) -> None:
     }
     for page, (example, made) in pages.items():
         shutil.copy(ROOT / "docs/examples" / example, reader.folder)
-        assert type_page(f"docs/{page}.md", reader) == 1
+        assert type_page(f"docs/{page}.md", reader) >= 1
         assert (reader.folder / made).exists()
 
 

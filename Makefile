@@ -79,9 +79,9 @@ peers: $(READY)
 	$(BIN)/python benchmarks/peers/run.py --install
 	$(BIN)/python scripts/docs/comparison_page.py
 
-# The first hour of a new user, in an environment of its own, and how long each command is silent.
+# Five readers type their pages, each in an environment of its own; how long each command is silent.
 walk: $(READY)
-	$(BIN)/python tests/walk/first_hour.py --record docs/first_hour.jsonl
+	$(BIN)/python tests/walk/walks.py --record docs/walks.jsonl
 	$(BIN)/python tests/walk/silences.py --record docs/silences.jsonl
 
 # Which records are older than the code that they prove, and by how many commits.

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import termios
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,12 +29,26 @@ def lines_of(shown: bytes) -> list[str]:
 
 @dataclass
 class Terminal:
-    """A terminal with a session of its own in it, which runs a command of the shell."""
+    """A terminal with a session of its own in it, which runs a command of the shell.
+
+    `silence` is for how many seconds nothing was shown, at the longest, as far as somebody looked;
+    `after` is the line that stood there.
+    """
 
     master: int
     shell: subprocess.Popen[bytes]
     shown: bytearray = field(default_factory=bytearray)
     closed: bool = False
+    began: float = field(default_factory=time.monotonic)
+    last: float = field(default_factory=time.monotonic)
+    silence: float = 0.0
+    after: str = "(Enter)"
+    ended: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """From Enter to the last that was shown, or to the end of the command."""
+        return self.last - self.began
 
     @classmethod
     def open(
@@ -66,10 +81,30 @@ class Terminal:
 
     def look(self) -> bytes:
         """All that was shown until now."""
+        seen = len(self.shown)
         with contextlib.suppress(BlockingIOError, OSError):
             while part := os.read(self.master, 65536):
                 self.shown += part
+        if len(self.shown) > seen:
+            self._hear(seen)
         return bytes(self.shown)
+
+    def has_ended(self) -> bool:
+        """Whether the command is over, and all of it seen."""
+        over = self.shell.poll() is not None
+        self.look()  # or it may wait for somebody to read
+        if over and not self.ended:
+            self.ended = True
+            self._hear(len(self.shown))
+        return over
+
+    def _hear(self, seen: int) -> None:
+        """Something is shown, or the command has ended, after `seen` bytes."""
+        now = time.monotonic()
+        if now - self.last > self.silence:
+            self.silence = now - self.last
+            self.after = (lines_of(bytes(self.shown[:seen])) or ["(Enter)"])[-1]
+        self.last = now
 
     def lines(self) -> list[str]:
         """The lines that were shown until now."""

@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -15,6 +15,11 @@ from patience import scaled
 from terminal import CTRL_C, Terminal
 
 _BLOCK = re.compile(r"^```(?:console|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_TO_DO = re.compile(
+    r"\]\((?P<link>examples/[\w.]+)\)"
+    r"|(?P<mark>^<!-- walk: on a cluster -->\n)?^```console\n(?P<block>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 _BAR = re.compile(r"[━╺╸]+")
 _NUMBER = re.compile(r"\d[\d,.:]*")
 _COMMENT = re.compile(r"\s+#.*")
@@ -27,6 +32,7 @@ class Command:
 
     text: str
     shown: tuple[str, ...]
+    on_cluster: bool = False
 
     @property
     def goes_on(self) -> bool:
@@ -52,6 +58,20 @@ def blocks_of(page: Path, name: str) -> list[Block]:
     return [Block(name, tuple(_commands(text))) for text in _BLOCK.findall(page.read_text())]
 
 
+def to_do(page: str) -> list[Path | Command]:
+    """What a page asks of its reader, in order: files to save, by links to its examples, and
+    commands to type; `<!-- walk: on a cluster -->` above a block says where.
+    """
+    found: list[Path | Command] = []
+    for part in _TO_DO.finditer(page):
+        if part["link"]:
+            found.append(Path(part["link"]))
+        else:
+            on_cluster = part["mark"] is not None
+            found += [replace(c, on_cluster=on_cluster) for c in _commands(part["block"])]
+    return found
+
+
 def _commands(text: str) -> Iterator[Command]:
     lines = text.splitlines()
     starts = [n for n, line in enumerate(lines) if line.startswith("$ ")]
@@ -75,27 +95,28 @@ class Reader:
 
     def __init__(self, folder: Path, environ: Mapping[str, str], waiting: float = 200.0) -> None:
         self.folder, self._waiting = folder, waiting
-        self._environ = {**environ, "PYTHONFAULTHANDLER": "1"}
+        self.environ = {**environ, "PYTHONFAULTHANDLER": "1"}
 
-    def type(self, command: Command) -> None:
-        """Type a command; it must show what stands below it, and end well."""
+    def type(self, command: Command) -> Terminal | None:
+        """Type a command; it must show what stands below it, and end well. The terminal, for those
+        that need one.
+        """
         if command.text.startswith("cd "):
             self.folder = (self.folder / command.text.split()[1]).resolve()
-            return
-        terminal = Terminal.open(command.text, self.folder, self._environ)
+            return None
+        terminal = self.open(command)
         try:
             stopped = self._see(terminal, command)
-
-            def ended() -> bool:
-                terminal.look()  # or it may wait for somebody to read
-                return terminal.shell.poll() is not None
-
-            self._await(terminal, ended, f"the end of {command.text}")
+            self._await(terminal, terminal.has_ended, f"the end of {command.text}")
             code, expected = terminal.shell.returncode, 75 if stopped else 0
             what = f"{command.text} ended with {code}, not {expected}"
             assert code == expected, "\n".join([what, *terminal.lines()])
         finally:
             terminal.end()
+        return terminal
+
+    def open(self, command: Command) -> Terminal:
+        return Terminal.open(command.text, self.folder, self.environ)
 
     def _see(self, terminal: Terminal, command: Command) -> bool:
         """Follow what is shown, and press Ctrl-C where that is done; whether it was."""
@@ -119,7 +140,7 @@ class Reader:
     def _await(self, terminal: Terminal, condition: object, what: str) -> int:
         assert callable(condition)
         try:
-            return int(wait_until(condition, what, self._waiting, interval=0.1))
+            return int(wait_until(condition, what, self._waiting, interval=0.02))
         except AssertionError as error:
             stacks = self._stacks(terminal)
             raise AssertionError("\n".join([str(error), *terminal.lines(), *stacks])) from None

@@ -26,6 +26,17 @@ pytestmark = pytest.mark.timeout(900)
 
 ELSEWHERE = {
     "README.md: pip install .": "installs; `make walk` does",
+    "docs/quickstart.md: pip install kempner": "installs; `make walk` does",
+    "docs/quickstart.md: kempner init on-slurm": "on a cluster: tests/slurm/jobs/test_init.py",
+    "docs/own_loop.md: pip install kempner": "installs; `make walk` does",
+    "docs/trainer.md: pip install 'kempner[transformers]'": "installs; `make walk` does",
+    "docs/lightning.md: pip install 'kempner[lightning]'": "installs; `make walk` does",
+    "docs/accelerate.md: pip install 'kempner[accelerate]'": "installs",
+    "docs/wrap.md: pip install kempner": "installs; `make walk` does",
+    "docs/wrap.md: kempner wrap job.sbatch": "on a cluster: "
+    "tests/slurm/stops/test_wrapped_scripts.py",
+    "docs/admins.md: scontrol show config | grep -E 'JobRequeue|KillWait|PreemptMode|"
+    "AccountingStorageType'": "on a cluster: `make walk`",
     "docs/communication.md: kempner config check configs/train/7b.toml --world 32 --nodes 8": "it "
     "asks for 81 GB of disk; its lines: tests/unit/config/test_config_command.py",
     "docs/plan.md: kempner plan configs/train/7b.toml --world 32 --nodes 8": "is longer than the "
@@ -150,7 +161,7 @@ def test_the_pages_on_other_libraries_hold(reader: Reader) -> None:
     }
     for page, (example, made) in pages.items():
         shutil.copy(ROOT / "docs/examples" / example, reader.folder)
-        assert type_page(f"docs/{page}.md", reader) == 1
+        assert type_page(f"docs/{page}.md", reader) >= 1
         assert (reader.folder / made).exists()
 
 

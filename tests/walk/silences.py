@@ -16,8 +16,6 @@ import select
 import shutil
 import sys
 import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +58,7 @@ COMMANDS = {
     "kempner checkpoint export runs/train --out hf": "kempner/checkpoint/convert",
     "kempner checkpoint import runs/alone --into runs/again": "kempner/checkpoint/convert",
     "kempner checkpoint compare runs/train runs/alone": "kempner/checkpoint/compare",
+    "kempner eval runs/train --data data": "kempner/training/observe",
     "kempner rehearse -- python new/surviving.py": "kempner/rehearse",
     "kempner sample runs/train --prompt 'The value' --max-tokens 300": "kempner/model",
 }
@@ -69,39 +68,18 @@ DIFFERS = {"kempner checkpoint compare runs/train runs/alone": 1}
 """Exit codes that are no success: the two are not equal."""
 
 
-@dataclass(frozen=True)
-class Heard:
-    """A command: seconds from Enter to its end, the longest silence, and the line before that."""
-
-    typed: str
-    seconds: float
-    silence: float
-    after: str
-    code: int
-
-
-def listen(typed: str, folder: Path) -> Heard:
-    """Type a command, and watch the screen."""
+def listen(typed: str, folder: Path) -> Terminal:
+    """Type a command, and watch the screen to its end."""
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     terminal = Terminal.open(typed, folder, {"PATH": path, "HF_HUB_OFFLINE": "1"})
-    began = last = time.monotonic()
-    seen, silence, after = 0, 0.0, ""
     try:
-        over = False
-        while not over:
-            over = terminal.shell.poll() is not None
-            select.select([terminal.master], [], [], 0.0 if over else 0.02)
-            shown, now = terminal.look(), time.monotonic()
-            if len(shown) == seen and not over:
-                continue
-            if now - last > silence:
-                silence, after = now - last, (lines_of(shown[:seen]) or ["(Enter)"])[-1]
-            seen, last = len(shown), now
+        while not terminal.has_ended():
+            select.select([terminal.master], [], [], 0.02)
     finally:
         terminal.end()
     if terminal.shell.returncode != DIFFERS.get(typed, 0):
-        print("\n".join(lines_of(shown)[-30:]))
-    return Heard(typed, last - began, silence, after, terminal.shell.returncode)
+        print("\n".join(lines_of(bytes(terminal.shown))[-30:]))
+    return terminal
 
 
 def set_up(folder: Path) -> None:
@@ -127,13 +105,14 @@ def main() -> int:
         set_up(folder)
         for typed in [*COMMANDS][: 1 + [*COMMANDS].index(wanted[-1])] if wanted else []:
             heard = listen(typed, folder)
-            failed += heard.code != DIFFERS.get(typed, 0)
+            code = heard.shell.returncode
+            failed += code != DIFFERS.get(typed, 0)
             if typed not in wanted:
                 continue
             print(f"{heard.seconds:6.1f} s, silent {heard.silence:4.1f} s: {typed}", flush=True)
             print(f"{'':27}after: {heard.after[:70]}", flush=True)
             row = {"typed": typed, "seconds": round(heard.seconds, 1), "after": heard.after}
-            row |= {"silence": round(heard.silence, 1), "code": heard.code}
+            row |= {"silence": round(heard.silence, 1), "code": code}
             rows.append(row | records.header([COMMANDS[typed], "kempner/cli"]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -46,7 +46,7 @@ class _Outlet:
     def __init__(self) -> None:
         self._waiting: deque[_Chunk] = deque()
         self._lock = threading.Lock()
-        self._size = self._dropped = self._lost = 0
+        self._size = self._dropped = self._lost = self.puts = 0
         self._torn = False
         self._errand, self._courier = Errand(self._write), Courier("output")
 
@@ -57,6 +57,7 @@ class _Outlet:
 
     def put(self, descriptor: int, data: bytes) -> None:
         """Write as soon as that can be done; as a rule before this returns."""
+        self.puts += 1
         if sys.is_finalizing():  # there are no threads any more: what would block is lost
             if _takes_some(descriptor):
                 self._show(_Chunk(descriptor, data, self._dropped))
@@ -221,6 +222,31 @@ def show_for_now(text: str) -> None:
     with suppress(OSError, ValueError):
         print(f"{_ERASE}{shown}", end="", flush=True)
     _line = _LastLine(_ERASE, shown)
+
+
+class WholeLine:
+    """A line that this process has said, and says anew as long as it has said nothing else.
+
+    Unlike one of `show_for_now` it is whole: what another process prints begins below it. Only as
+    long as no other has printed anything may it be said anew.
+    """
+
+    def __init__(self, text: str) -> None:
+        say(text)
+        self._puts = _puts()
+
+    def say_anew(self, text: str) -> bool:
+        """False, and nothing is shown, where it is no longer the last line of this process."""
+        if _puts() != self._puts:
+            return False
+        say(f"\x1b[1A{_ERASE}{text}")
+        self._puts = _puts()
+        return True
+
+
+def _puts() -> int:
+    """How often this process has written to its outputs."""
+    return sum(outlet.puts for outlet in _outlets.values())
 
 
 def expect_a_line_for_now() -> None:

@@ -44,8 +44,8 @@ wait $!
 """
 
 ACCELERATE = f"""#!/bin/bash
-# As docs/integrations.md has it: one launcher per node, which starts the ranks of its node.
-{PYTHON} -m accelerate.commands.launch --multi_gpu \\
+# As docs/accelerate.md has it: one launcher per node, which starts the ranks of its node.
+exec {PYTHON} -m accelerate.commands.launch --multi_gpu \\
     --mixed_precision no --dynamo_backend no --num_machines "$WORLD_SIZE" --machine_rank "$RANK" \\
     --num_processes "$((2 * WORLD_SIZE))" \\
     --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT" "$@"

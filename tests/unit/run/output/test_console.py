@@ -219,3 +219,19 @@ def test_a_thread_that_has_nothing_to_do_ends_and_another_one_comes(
         worker.prompt(Errand(lambda number=number: done.append(str(number))))
         assert done[-1] == str(number)
         wait_until(lambda: "idle" not in {t.name for t in threading.enumerate()}, "its end")
+
+
+SAYS_ANEW = """
+from kempner.run.output.console import WholeLine, protect, say
+protect()
+line = WholeLine("one")
+print(line.say_anew("two"), line.say_anew("three"), sep=" ", end=".\\n")
+print(line.say_anew("four"), end=".\\n")
+"""
+
+
+def test_a_line_is_said_anew_until_something_else_is_said() -> None:
+    command = [sys.executable, "-c", SAYS_ANEW]
+    done = subprocess.run(command, capture_output=True, timeout=scaled(60), check=True)
+    anew = "\x1b[1A\r\x1b[2K"
+    assert done.stdout.decode() == f"one\n{anew}two\n{anew}three\nTrue True.\nFalse.\n"

@@ -105,7 +105,7 @@ lint: $(READY)
 	$(BIN)/mypy
 	MYPYPATH=$(BENCHMARK_PATH) $(BIN)/mypy --config-file= $(CALLS_ONLY) $(BENCHMARKS)
 	$(BIN)/lint-imports
-	$(BIN)/shellcheck --external-sources scripts/slurm/*.sh tests/slurm/*.sh .ci/run
+	$(BIN)/shellcheck --external-sources scripts/slurm/*.sh tests/slurm/*.sh kempner/lab/*.sh .ci/run
 
 # The pages as a site, in build/docs/index.html.
 docs: $(READY)

@@ -34,6 +34,7 @@ _EVERY_DAY: dict[str, tuple[str, ...]] = {
 _NOW_AND_THEN: dict[str, tuple[str, ...]] = {
     "wrap": ("program.wrap",),
     "rehearse": ("program.rehearse",),
+    "lab": ("program.lab_commands",),
     "heartbeat": ("program.heartbeat",),
     "train": ("train",),
     "join": ("program.join",),

@@ -13,7 +13,6 @@ import warm
 from harness import Run
 from lab import Cluster, missing
 from recording import Record
-from slurm_conf import Options
 from submitting import LONG, Project
 from versions import told_version, why_no_root
 
@@ -62,7 +61,7 @@ def cluster(
         pytest.skip(reason)
     # Its name must be unique on the machine: the nodes' control groups carry it.
     folder = Path(tempfile.mkdtemp(prefix="lab-", dir=tmp_path_factory.getbasetemp()))
-    cluster = Cluster(folder, Options(slurm=version))
+    cluster = Cluster(folder, version=version)
     try:
         with warm.dear():
             cluster.up()

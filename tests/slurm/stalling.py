@@ -12,7 +12,8 @@ from pathlib import Path
 
 from lab import Cluster
 from patience import scaled
-from services import PATH
+
+from kempner.lab.services import PATH
 
 SIZE = 512 << 20
 """Bytes of the disk."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 from lab import Cluster
-from nodes import address
 from submitting import Project
+
+from kempner.lab.machines import address
 
 pytestmark = pytest.mark.timeout(300)
 

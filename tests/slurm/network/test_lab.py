@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from harness import wait_until
-from lab import Cluster, missing, tidy
+from lab import Cluster, missing
+
+from kempner.lab import cluster as kempner_lab
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -147,7 +149,7 @@ def test_nothing_outlives_a_session_that_is_killed(tmp_path: Path) -> None:
         session.wait()
     wait_until(lambda: not processes_of(space), "its login machine is gone")
     (folder,) = tmp_path.iterdir()
-    tidy(folder)
+    kempner_lab.Cluster(folder).down()  # its control groups
 
 
 def processes_of(space: str) -> list[str]:

@@ -9,6 +9,7 @@ from harness import Run, assert_named, wait_until
 from patience import slowed
 from submitting import LONG, Project, assert_like
 
+from kempner.lab.slurm_conf import KILL_WAIT
 from kempner.run.process.stop_reason import StopReason
 
 pytestmark = pytest.mark.timeout(400)
@@ -52,7 +53,7 @@ def test_an_operators_word_holds(project: Project, undisturbed: Run) -> None:
     project.end(job, "CANCELLED")
     assert committed_all(project)
     last = project.events("checkpoint_committed")[-1]
-    assert last["time"] - cancelled_at < project.cluster.options.kill_wait
+    assert last["time"] - cancelled_at < KILL_WAIT
     project.assert_states(job, "REQUEUED", "CANCELLED")
     assert "the job was cancelled: submit it again" in project.log(job)
     assert_named(project.run.record, StopReason.CANCEL, 2, 2, project.log(job))

@@ -20,8 +20,9 @@ WAYS: Ways = [
     ({"grace": 0}, "PREEMPTED", StopReason.REQUEUE),  # Slurm is faster, and does not say why
     ({"grace": 20, "preempt": "qos"}, "REQUEUED", StopReason.PREEMPTION),
 ]
+SEND_SIGNAL = {"SlurmctldParameters": "preempt_send_user_signal"}
 # The batch script is then signalled as before a time limit, which test_limits.py has.
-SIGNALLED: Ways = [({"grace": 20, "send_user_signal": True}, "REQUEUED", StopReason.PREEMPTION)]
+SIGNALLED: Ways = [({"grace": 20, "extra": SEND_SIGNAL}, "REQUEUED", StopReason.PREEMPTION)]
 
 
 @pytest.mark.every_slurm
@@ -36,13 +37,13 @@ def test_every_kind_of_preemption_in_a_row_costs_nothing(
     for number, (changes, _, _) in enumerate(ways, start=1):
         project.attempt(job, number)
         project.reach(job, max(project.run.committed(), default=0) + 3)
-        project.cluster.configure(**{"send_user_signal": False, **changes})
+        project.cluster.configure(**{"extra": {}, **changes})
         project.cluster.wait_for(project.cluster.preempt(job, seconds=1), "COMPLETED")
     project.attempt(job, len(ways) + 1)
     project.hurry()
     project.end(job)
     # 24.11 starts a job once more that came back from the grace time of a quality of service.
-    again = ["PREEMPTED"] if project.cluster.options.slurm == "24.11" else []
+    again = ["PREEMPTED"] if project.cluster.version == "24.11" else []
     project.assert_states(job, *(state for _, state, _ in ways), *again, "COMPLETED")
     assert all(event["lost_steps"] == 0 for event in project.events("stopped"))
     said = [event["reason"] for event in project.events("requeued")]

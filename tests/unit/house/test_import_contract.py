@@ -155,6 +155,13 @@ VIOLATIONS = [
         "kempner.run.record.ledger -> kempner.run.control.protocol",
     ),
     Planted(
+        "the machines know the cluster",
+        "kempner/lab/machines.py",
+        "from kempner.lab import cluster",
+        "lab",
+        "kempner.lab.machines -> kempner.lab.cluster",
+    ),
+    Planted(
         "the network asks Slurm",
         "kempner/cluster/network/ports.py",
         "from kempner.cluster.slurm import scontrol",

@@ -22,7 +22,7 @@ from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
 from kempner.checkpoint.format.train_state import TrainState
 
 ROOT = Path(__file__).parents[3]
-ROOMS = ["cli", "cluster", "config", "insight", "jobs", "run", "supervisor"]
+ROOMS = ["cli", "cluster", "config", "insight", "jobs", "lab", "run", "supervisor"]
 
 SOUND = "step-00000005: ok (world 1, 7 B)\n1 read, 0 damaged\n"
 

@@ -4,33 +4,50 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from harness import wait_until
-from nodes import Machine
-from patience import scaled
-from slurm_conf import LOGIN
+from kempner.lab.machines import Machine, Switch, wait_until
+from kempner.lab.slurm_conf import LOGIN, user_name
+from kempner.run.process.exit_codes import RunError
 
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+_AS_ROOT = ["--user=root"] if os.geteuid() == 0 else []
+"""Without it MariaDB does not run as root; only root may say it."""
 
 
 class Services:
     """Machines by name, that share a folder, and what runs on them."""
 
-    def __init__(self, folder: Path, names: Sequence[str], root: Path | None = None) -> None:
-        """With a `root` of `versions.py`, its Slurm runs on all machines."""
+    patience = 4.0
+    """How many times longer than on a quiet machine what ought to come is waited for."""
+
+    def __init__(
+        self, folder: Path, names: Sequence[str], root: Path | None = None, bound: bool = False
+    ) -> None:
+        """With a `root`, its /usr, and so its Slurm, is that of all machines.
+
+        What is `bound` ends with the process that starts it.
+        """
         self.folder = folder
         self.environ: Mapping[str, str] = {
             "PATH": PATH,
             "HOME": os.environ.get("HOME", "/root"),
-            "USER": "root",
+            "USER": user_name(),
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
             "SLURM_CONF": str(folder / "etc" / "slurm.conf"),
             **({} if root is None else {"LAB_ROOT": str(root)}),
         }
-        self.machines = {name: Machine(name, folder, self.environ) for name in names}
+        self.switch = Switch(Machine("switch", folder, self.environ, bound=bound))
+        host = self.switch.machine
+        self.machines = {name: Machine(name, folder, self.environ, host) for name in names}
+
+    def environment_of_user(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What a person's own command gets who types it on a machine of the lab."""
+        ours = {name: self.environ[name] for name in ("PATH", "USER", "SLURM_CONF")}
+        return {"OMP_NUM_THREADS": "1", **environ, **ours}
 
     def run(
         self,
@@ -41,17 +58,25 @@ class Services:
         timeout: float = 60,
         **environ: str,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a machine to its end; its two outputs are text, stderr in stdout."""
-        done = subprocess.run(
-            self.machines[machine].inside(command, cwd or self.folder / "jobs"),
-            env={**self.environ, **environ},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=scaled(timeout),
-        )
-        assert done.returncode == 0 or not check, f"{command}: {done.returncode}\n{done.stdout}"
+        """Run a command on a machine to its end; its two outputs are text, stderr in stdout.
+
+        Raises `RunError` if it fails, unless `check` is false.
+        """
+        shown, seconds = " ".join(command), timeout * self.patience
+        try:
+            done = subprocess.run(
+                self.machines[machine].inside(command, cwd or self.folder / "jobs"),
+                env={**self.environ, **environ},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=seconds,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RunError(f"{shown}: not done within {seconds:.0f} s") from error
+        if check and done.returncode:
+            raise RunError(f"{shown}: exit code {done.returncode}: {done.stdout.strip()}")
         return done
 
     def start(
@@ -84,7 +109,12 @@ class Services:
         """Wait until `host` answers, as seen from a machine."""
         probe = f"exec 3<>/dev/tcp/{host}/{port}"
         answers = lambda: self.run(machine, "bash", "-c", probe, check=False).returncode == 0  # noqa: E731
-        wait_until(answers, f"{host} answers on port {port}", interval=0.05)
+        self.wait_until(answers, f"{host} answers on port {port}")
+
+    def wait_until(self, condition: Callable[[], object], what: str, seconds: float = 120) -> None:
+        """Wait for what takes at most so many seconds on a quiet machine. Raises `RunError`."""
+        what = f"{what}; the logs are in {self.folder}/log"
+        wait_until(condition, what, seconds * self.patience)
 
     def start_munge(self) -> None:
         """One munged serves all machines: its socket is in the shared folder."""
@@ -105,12 +135,12 @@ class Services:
         (scratch := self.folder / "db.tmp").mkdir()
         self.run(
             LOGIN,
-            *("mariadb-install-db", "--no-defaults", "--user=root", f"--datadir={data}"),
+            *("mariadb-install-db", "--no-defaults", *_AS_ROOT, f"--datadir={data}"),
             *(f"--tmpdir={scratch}", "--auth-root-authentication-method=normal", "--skip-test-db"),
         )
         self.daemon(
             LOGIN,
-            *("mariadbd", "--no-defaults", "--user=root", f"--datadir={data}"),
+            *("mariadbd", "--no-defaults", *_AS_ROOT, f"--datadir={data}"),
             *(
                 f"--tmpdir={scratch}",
                 f"--socket={socket}",
@@ -135,11 +165,14 @@ class Services:
         self.daemon(LOGIN, "slurmdbd")
         self.await_port(LOGIN, LOGIN, 6819)
         # slurmdbd listens before its tables exist: the first command that works tells.
-        listed = lambda: "lab" in self.sacctmgr("-n", "list", "cluster").stdout.split()  # noqa: E731
-        added = lambda: self.sacctmgr("add", "cluster", "lab").returncode == 0 or listed()  # noqa: E731
-        wait_until(added, "slurmdbd takes the cluster", interval=0.1)
+
+        def added() -> bool:
+            listed = "lab" in self.sacctmgr("-n", "list", "cluster").stdout.split()
+            return listed or self.sacctmgr("add", "cluster", "lab").returncode == 0
+
+        self.wait_until(added, "slurmdbd takes the cluster")
         self.sacctmgr("add", "account", "lab", "cluster=lab")
-        self.sacctmgr("add", "user", "root", "account=lab", "cluster=lab", "adminlevel=admin")
+        self.sacctmgr("add", "user", user_name(), "account=lab", "cluster=lab", "adminlevel=admin")
         self.sacctmgr("add", "qos", "urgent", "priority=1000", "preempt=normal")
         self.sacctmgr("modify", "account", "lab", "set", "qos+=normal,urgent")
 

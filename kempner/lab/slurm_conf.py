@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nodes import SRUN_PORTS, address
+from kempner.lab.machines import SRUN_PORTS, address
+from kempner.run.process.exit_codes import UsageError
 
 LOGIN = "login1"
+
+KILL_WAIT = 30
+"""Seconds from Slurm's SIGTERM to its SIGKILL."""
+
+_MEMORY_MB = 16_000
+
+
+def user_name() -> str:
+    """Who runs the lab, and is Slurm's administrator in it. Raises `UsageError`."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        raise UsageError(f"user {os.geteuid()} has no name here, which Slurm needs") from None
 
 
 @dataclass(frozen=True)
@@ -18,22 +34,17 @@ class Options:
 
     `cred_expire` is also how long a requeued job waits before it may start again (Slurm's own
     default is 120). `open_management` lets everything pass on em4, not only what is Slurm's.
-    `slurm` is a version of `versions.SUITES`, or empty for what is installed, and stays. `extra`
-    adds or replaces lines of slurm.conf; an empty value removes one.
+    `extra` adds or replaces lines of slurm.conf; an empty value removes one.
     """
 
     nodes: int = 8
     gpus: int = 4
     cpus: int = 8
-    memory_mb: int = 16_000
     preempt: Literal["partition", "qos"] = "partition"
     grace: int = 20
-    kill_wait: int = 30
     slurmd_timeout: int = 30
     cred_expire: int = 5
-    send_user_signal: bool = False
     open_management: bool = False
-    slurm: str = ""
     extra: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -48,7 +59,9 @@ def write_configuration(options: Options, folder: Path) -> None:
         "slurm.conf": _slurm(options, folder),
         "slurmdbd.conf": _slurmdbd(folder),
         # Slurm counts no GPU without device files, and numbers them for CUDA by their names.
-        "gres.conf": f"Name=gpu File={folder}/dev/nvidia[0-{options.gpus - 1}]\n",
+        "gres.conf": f"Name=gpu File={folder}/dev/nvidia[0-{options.gpus - 1}]\n"
+        if options.gpus
+        else "",
         "cgroup.conf": "CgroupPlugin=cgroup/v1\n",
     }
     for name, text in files.items():
@@ -65,50 +78,55 @@ def _hosts(options: Options) -> str:
     return "\n".join(lines) + "\n"
 
 
+_FIXED = {
+    "ClusterName": "lab",
+    "AuthType": "auth/munge",
+    "CredType": "cred/munge",
+    "LogTimeFormat": "iso8601_ms",
+    "TaskPlugin": "task/none",
+    "SelectType": "select/cons_tres",
+    "SelectTypeParameters": "CR_CPU",
+    "SchedulerType": "sched/backfill",
+    "SchedulerParameters": "bf_interval=5,sched_interval=5,batch_sched_delay=0",
+    "SlurmdParameters": "config_overrides",
+    "MpiDefault": "none",
+    "ReturnToService": "2",
+    "SlurmctldTimeout": "30",
+    "MinJobAge": "3600",
+    "JobRequeue": "1",
+    "MessageTimeout": "10",
+    "TCPTimeout": "2",
+    "PreemptMode": "REQUEUE",
+    "AccountingStorageType": "accounting_storage/slurmdbd",
+    "AccountingStorageTRES": "gres/gpu",
+    "JobAcctGatherType": "jobacct_gather/linux",
+    "GresTypes": "gpu",
+    "PropagateResourceLimits": "NONE",
+}
+"""Lines of slurm.conf that are the same in every lab."""
+
+
 def _slurm(options: Options, folder: Path) -> str:
     settings = {
-        "ClusterName": "lab",
+        **_FIXED,
         "SlurmctldHost": f"{LOGIN}({address(LOGIN, 'em4')})",
-        "SlurmUser": "root",
-        "SlurmdUser": "root",
-        "AuthType": "auth/munge",
-        "CredType": "cred/munge",
+        "SlurmUser": user_name(),
+        "SlurmdUser": user_name(),
         "AuthInfo": f"socket={folder}/munge/socket,cred_expire={options.cred_expire}",
         "SlurmctldPidFile": f"{folder}/slurmctld.pid",
         "SlurmdPidFile": f"{folder}/spool/slurmd.%n.pid",
         "SlurmctldLogFile": f"{folder}/log/slurmctld.log",
         "SlurmdLogFile": f"{folder}/log/slurmd.%n.log",
-        "LogTimeFormat": "iso8601_ms",
         "StateSaveLocation": f"{folder}/state",
         "SlurmdSpoolDir": f"{folder}/spool/%n",
         "ProctrackType": _proctrack(),
-        "TaskPlugin": "task/none",
-        "SelectType": "select/cons_tres",
-        "SelectTypeParameters": "CR_CPU",
-        "SchedulerType": "sched/backfill",
-        "SchedulerParameters": "bf_interval=5,sched_interval=5,batch_sched_delay=0",
-        "SlurmctldParameters": "preempt_send_user_signal" if options.send_user_signal else "",
-        "SlurmdParameters": "config_overrides",
-        "MpiDefault": "none",
-        "ReturnToService": "2",
-        "SlurmctldTimeout": "30",
         "SlurmdTimeout": str(options.slurmd_timeout),
-        "KillWait": str(options.kill_wait),
-        "MinJobAge": "3600",
-        "JobRequeue": "1",
-        "MessageTimeout": "10",
-        "TCPTimeout": "2",
+        "KillWait": str(KILL_WAIT),
         "PreemptType": {"partition": "preempt/partition_prio", "qos": "preempt/qos"}[
             options.preempt
         ],
-        "PreemptMode": "REQUEUE",
-        "AccountingStorageType": "accounting_storage/slurmdbd",
         "AccountingStorageHost": LOGIN,
-        "AccountingStorageTRES": "gres/gpu",
         "AccountingStoragePass": f"{folder}/munge/socket",
-        "JobAcctGatherType": "jobacct_gather/linux",
-        "GresTypes": "gpu",
-        "PropagateResourceLimits": "NONE",
         "SrunPortRange": SRUN_PORTS,
         **options.extra,
     }
@@ -117,15 +135,15 @@ def _slurm(options: Options, folder: Path) -> str:
 
 
 def _proctrack() -> str:
-    """Control groups, as on real clusters, where the kernel has the old freezer."""
-    there = Path("/sys/fs/cgroup/freezer").is_dir()
+    """Control groups, as on real clusters, where root has the old freezer."""
+    there = os.access("/sys/fs/cgroup/freezer", os.W_OK)
     return "proctrack/cgroup" if there else "proctrack/linuxproc"
 
 
 def _nodes(options: Options) -> list[str]:
     return [
         f"NodeName={name} NodeAddr={address(name, 'em4')} CPUs={options.cpus} "
-        f"RealMemory={options.memory_mb} Gres=gpu:{options.gpus} State=UNKNOWN"
+        f"RealMemory={_MEMORY_MB} Gres=gpu:{options.gpus} State=UNKNOWN"
         for name in options.node_names
     ]
 
@@ -150,7 +168,7 @@ def _slurmdbd(folder: Path) -> str:
         "AuthInfo": f"socket={folder}/munge/socket",
         "DbdHost": LOGIN,
         "DbdAddr": address(LOGIN, "em4"),
-        "SlurmUser": "root",
+        "SlurmUser": user_name(),
         "LogFile": f"{folder}/log/slurmdbd.log",
         "PidFile": f"{folder}/slurmdbd.pid",
         "StorageType": "accounting_storage/mysql",

@@ -1,56 +1,95 @@
 """Machines made of namespaces: each has a network, a host name, processes and mounts of its own.
 
 A machine hangs on one process, `node.sh`. To end that process is to lose the machine's power as
-far as its processes are concerned: the kernel ends all of them and takes the interfaces away. The
-chain of parents ends with the process that made the machine, so nothing outlives a test session,
-not even one that is killed.
+far as its processes are concerned: the kernel ends all of them and takes the interfaces away. All
+machines live in the process namespace of the switch, so they end with it, whatever made them.
+
+Only root may make namespaces, unless they belong to a user namespace. Without root the switch has
+one of its own, in which this user is root; what runs on a machine is this user again.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from patience import scaled
+from kempner.run.process.exit_codes import RunError
+from kempner.run.record.lease import start_ticks
 
 _SCRIPT = Path(__file__).with_name("node.sh")
 
+NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
+ROOT_OF_ITS_OWN = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+"""For unshare(1): what a machine has, and what else the first one needs."""
 
-@dataclass
+_ENTER = () if os.geteuid() == 0 else ("--user", "--preserve-credentials")
+_AS_USER = (
+    ()
+    if os.geteuid() == 0
+    else ("unshare", "--user", f"--map-user={os.getuid()}", f"--map-group={os.getgid()}")
+)
+"""From root of the switch's user namespace back to this user: Slurm's daemons drop groups as root,
+which a user namespace does not allow."""
+
+
+def wait_until(
+    condition: Callable[[], object], what: str, seconds: float, interval: float = 0.05
+) -> None:
+    """Return once `condition()` is truthy. Raises `RunError` if it is not within `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise RunError(f"not within {seconds:.0f} s: {what}")
+        time.sleep(interval)
+
+
+@dataclass(frozen=True)
 class Machine:
-    """A machine called `name` that keeps its files in the lab's `folder`."""
+    """A machine called `name` that keeps its files in the lab's `folder`.
+
+    `host` is the one in whose process namespace it lives. Without one it is `bound` to the process
+    that boots it, or lives until it is powered off.
+    """
 
     name: str
     folder: Path
     environ: Mapping[str, str]
-    _keeper: subprocess.Popen[str] | None = field(default=None, init=False)
-    init: int = field(default=0, init=False)
+    host: Machine | None = None
+    bound: bool = False
 
     def boot(self) -> None:
         """Start the first process; it has only a loopback interface yet."""
         complaints = self.folder / "log" / f"{self.name}.log"
-        with open(complaints, "ab") as log:
-            self._keeper = self._start(log)
-        assert self._keeper.stdout is not None
-        line = self._keeper.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} did not start: {complaints.read_text()}")
-        self.init = int(line)
+        with open(complaints, "ab") as log, open(_SCRIPT, "rb") as script:
+            keeper = self._start(script, log)
+        try:
+            with keeper.stdout as pipe:  # type: ignore[union-attr]  # it is a pipe
+                line = pipe.readline()
+            if not line:
+                raise RunError(f"{self.name} did not start: {complaints.read_text().strip()}")
+            self._record.write_text(f"{int(line)} {start_ticks(int(line))}")
+        except BaseException:  # such as a Ctrl-C: nothing would find it again
+            keeper.kill()
+            raise
 
-    def _start(self, log: IO[bytes]) -> subprocess.Popen[str]:
+    def _start(self, script: IO[bytes], log: IO[bytes]) -> subprocess.Popen[str]:
+        # Whoever is killed takes the next one along: a bound session, unshare, node.sh, the node.
+        make = ["unshare", "--fork", "--kill-child", *NAMESPACES]
+        if self.host is not None:
+            command = [*_enter(self.host.init, "--pid"), *make]
+        else:
+            bound = ["setpriv", "--pdeathsig", "KILL"] if self.bound else []
+            command = [*bound, *make, *ROOT_OF_ITS_OWN]
         return subprocess.Popen(
-            # Whoever is killed takes the next one along: the session, unshare, node.sh, the node.
-            [
-                *("setpriv", "--pdeathsig", "KILL", "unshare", "--fork", "--kill-child"),
-                *("--net", "--uts", "--ipc", "--mount", "--pid"),
-                *(str(_SCRIPT), self.name, str(self.folder)),
-            ],
-            stdin=subprocess.DEVNULL,
+            [*command, "bash", "-s", self.name, str(self.folder)],
+            stdin=script,  # in a user namespace it may not be readable by its name
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -59,39 +98,54 @@ class Machine:
         )
 
     @property
+    def _record(self) -> Path:
+        return self.folder / "machines" / self.name
+
+    @property
+    def init(self) -> int:
+        """The first process, as the outside numbers it; 0 if it is not there any more."""
+        try:
+            pid, ticks = map(int, self._record.read_text().split())
+        except FileNotFoundError:
+            return 0
+        return pid if start_ticks(pid) == ticks else 0
+
+    @property
     def up(self) -> bool:
         """Whether the first process lives."""
-        return self._keeper is not None and self._keeper.poll() is None
+        return self.init != 0
 
     def power_off(self) -> None:
         """End every process at once. Its connections are closed, as the kernel cleans up."""
-        if self._keeper is not None and self._keeper.poll() is None:
-            os.kill(self.init, signal.SIGKILL)
-            self._keeper.wait(scaled(15))
+        if init := self.init:
+            os.kill(init, signal.SIGKILL)
+            wait_until(lambda: not self.up, f"{self.name} is off", 60)
 
     def inside(self, command: Sequence[str], cwd: Path) -> list[str]:
-        """The command line that runs `command` in this machine."""
-        assert self.up, f"{self.name} is down"
-        enter = ["nsenter", "-t", str(self.init), "-n", "-u", "-i", "-m", "-p"]
-        return [*enter, "env", "-C", str(cwd), *command]
+        """The command line that runs `command` in this machine. Raises `RunError`."""
+        if not (init := self.init):
+            raise RunError(f"{self.name} is down")
+        return [*_enter(init, *NAMESPACES), *_AS_USER, "env", "-C", str(cwd), *command]
 
     def processes(self) -> dict[int, str]:
         """Process id, as the outside numbers it, to name, of all but the first process.
 
         Those in a container of their own are among them: it has this machine's network.
         """
-        network, outside = (Path(f"/proc/{which}/ns") for which in (self.init, "self"))
-        ours, space = (network / "net").readlink(), (outside / "pid").readlink()
+        init = self.init
+        ours = Path(f"/proc/{init}/ns/net").readlink()
+        keepers = [os.getpid(), *([self.host.init] if self.host else [])]
+        spaces = [Path(f"/proc/{keeper}/ns/pid").readlink() for keeper in keepers]
         found = {}
         for entry in Path("/proc").iterdir():
             try:
                 if not entry.name.isdecimal() or (entry / "ns" / "net").readlink() != ours:
                     continue
-                if (entry / "ns" / "pid").readlink() != space:  # that of whoever keeps the machine
+                if (entry / "ns" / "pid").readlink() not in spaces:  # or it keeps the machine
                     found[int(entry.name)] = (entry / "comm").read_text().strip()
             except OSError:  # it ended while we looked
                 continue
-        found.pop(self.init, None)
+        found.pop(init, None)
         return found
 
     def signal(self, number: signal.Signals, *, only: str = "", spare: Sequence[str] = ()) -> None:
@@ -106,13 +160,24 @@ class Machine:
     def ip(self, *lines: str, check: bool = True) -> None:
         """Run commands of `ip` in this machine's network."""
         # Inside the network alone, `netns PID` means a process as the outside numbers it.
-        subprocess.run(
-            ["nsenter", "-t", str(self.init), "-n", "ip", "-force", "-batch", "-"],
-            input="\n".join(lines) + "\n",
+        self.on_network("ip", "-force", "-batch", "-", text="\n".join(lines) + "\n", check=check)
+
+    def on_network(self, *command: str, text: str = "", check: bool = True) -> str:
+        """The output of a command, run as root of the network, with `text` as its input."""
+        done = subprocess.run(
+            [*_enter(self.init, "--net"), *command],
+            env=dict(self.environ),
+            input=text,
             text=True,
-            check=check,
             capture_output=True,
         )
+        if check and done.returncode:
+            raise RunError(f"{command[0]} failed for {self.name}: {done.stderr.strip()}")
+        return done.stdout
+
+
+def _enter(init: int, *namespaces: str) -> list[str]:
+    return ["nsenter", f"--target={init}", *_ENTER, *namespaces]
 
 
 _NETWORKS = {"em4": ("10.20.0", 1500), "ib0": ("10.10.0", 2044)}
@@ -140,7 +205,7 @@ table bridge lab {{
 """What passes from one node to another on em4, for nft(8)."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Switch:
     """Two networks, a bridge each, in a machine of their own: the host's network is untouched.
 
@@ -158,13 +223,7 @@ class Switch:
     def guard(self, on: bool) -> None:
         """Have em4 pass only what is Slurm's, or everything."""
         rules = _GUARD if on else "add table bridge lab\ndelete table bridge lab\n"
-        subprocess.run(
-            ["nsenter", "-t", str(self.machine.init), "-n", "nft", "-f", "-"],
-            input=rules,
-            text=True,
-            check=True,
-            capture_output=True,
-        )
+        self.machine.on_network("nft", "-f", "-", text=rules)
 
     def plug(self, node: Machine, interfaces: Sequence[str]) -> None:
         """Give a booted node its interfaces, with their addresses, up."""
@@ -203,6 +262,18 @@ class Switch:
             node.ip(f"link set {interface} down")
         else:
             raise ValueError(f"a link is cut by cable, admin or silent, not {how}")
+
+    def cut_off(self, nodes: Iterable[Machine]) -> list[str]:
+        """The links that are cut of those nodes that are up, as "node2 ib0"."""
+        told = self.machine.on_network("ip", "-json", "link")
+        ports = {port["ifname"]: port for port in json.loads(told)}
+        whole = [name for name, port in ports.items() if "master" in port and "UP" in port["flags"]]
+        return [
+            f"{node.name} {interface}"
+            for node in nodes
+            for interface in _NETWORKS
+            if node.up and (port := _port(node, interface)) in ports and port not in whole
+        ]
 
     def heal(self, node: Machine, interface: str) -> None:
         """Undo `cut`; harmless on a link that is whole."""

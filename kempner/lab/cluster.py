@@ -1,0 +1,190 @@
+"""A real Slurm cluster of eight nodes on one Linux machine, and the faults that it can have.
+
+It is up in seconds, gone in one, and takes about 200 MB idle. The machines are `login1` (munge,
+accounting, controller) and `node1` to `node8` (8 CPUs, 4 GPUs that are device files only). `em4`
+(10.20.0.x) is the management network, which host names mean; `ib0` (10.10.0.x) plays InfiniBand. As
+on many clusters, ranks reach each other over `ib0` alone: from node to node `em4` carries what
+Slurm's daemons say, by their ports, and its switch drops all else, so that who connects there hears
+nothing until its time is over. The login machine, which has no `ib0`, reaches all nodes over `em4`,
+and they it. Folders are shared, as on a cluster. Partitions `low` (default, gives way) and `high`.
+The limits: one kernel and clock, no enforced memory, and an interface's type is Ethernet's even
+where it plays InfiniBand.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kempner.lab.machines import wait_until
+from kempner.lab.services import Services
+from kempner.lab.slurm_conf import LOGIN, Options, write_configuration
+from kempner.run.process.exit_codes import UsageError
+
+FOLDERS = ("etc", "log", "machines", "munge", "state", "spool", "dev", "mnt", "jobs")
+INTERFACES = ("em4", "ib0")
+
+
+class Cluster(Services):
+    """The machines, their Slurm, and what a person or a mishap can do to them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        options: Options | None = None,
+        root: Path | None = None,
+        bound: bool = False,
+    ) -> None:
+        self.options = options or Options()
+        super().__init__(folder, [LOGIN, *self.options.node_names], root, bound)
+
+    # Up and down
+
+    def up(self, tell: Callable[[str], object] = lambda doing: None) -> None:
+        """Start everything and wait until all nodes are idle; `tell` hears what is being done."""
+        for name in FOLDERS:
+            (self.folder / name).mkdir(parents=True)
+        for number in range(self.options.gpus):
+            (self.folder / "dev" / f"nvidia{number}").symlink_to("/dev/null")
+        write_configuration(self.options, self.folder)
+        tell(f"{LOGIN} and {self.options.nodes} nodes, in two networks")
+        self.switch.boot()
+        self.switch.guard(not self.options.open_management)
+        for name, machine in self.machines.items():
+            machine.boot()
+            self.switch.plug(machine, ["em4"] if name == LOGIN else INTERFACES)
+        tell("munge and a data base")
+        self.start_munge()
+        self.start_database()
+        tell("Slurm's accounting")
+        self.start_accounting()
+        self.set_qos()
+        tell("Slurm's controller, and a slurmd on each node")
+        self.daemon(LOGIN, "slurmctld", "-c")
+        self.await_port(LOGIN, LOGIN, 6817)
+        for name in self.options.node_names:
+            self.daemon(name, "slurmd")
+        self.wait_idle()
+
+    def down(self) -> None:
+        """End every process; files stay in the folder, but for the data base."""
+        self.switch.machine.power_off()  # all others live in it
+        _remove_groups(self.folder)
+        shutil.rmtree(self.folder / "db", ignore_errors=True)
+
+    # What a person does
+
+    def sbatch(self, *arguments: str, cwd: Path | None = None, **environ: Any) -> str:
+        """Submit a job; its id. Outputs go to the working directory, by default `folder`/jobs."""
+        told = self.run(LOGIN, "sbatch", "--parsable", *arguments, cwd=cwd, **environ)
+        return told.stdout.split()[-1]
+
+    def squeue(self, job: str, columns: str = "%T") -> str:
+        """A line of squeue about a job; empty once it has left the queue."""
+        told = self.run(LOGIN, "squeue", "-h", "-j", job, "-o", columns, check=False)
+        return told.stdout.strip() if told.returncode == 0 else ""
+
+    def scontrol(self, *arguments: str) -> str:
+        """The output of a command of scontrol."""
+        return self.run(LOGIN, "scontrol", *arguments).stdout
+
+    def job(self, job: str) -> dict[str, str]:
+        """The fields of `scontrol show job`."""
+        words = self.scontrol("show", "job", "-o", job).split()
+        return dict(word.partition("=")[::2] for word in words)
+
+    def wait_idle(self) -> None:
+        """Wait until every node is up and free."""
+
+        def idle() -> bool:
+            told = self.run(LOGIN, "sinfo", "-h", "-N", "-p", "low", "-o", "%T", check=False)
+            return told.stdout.split() == ["idle"] * self.options.nodes
+
+        self.wait_until(idle, "all nodes are idle", 60)
+
+    def preempt(self, job: str, seconds: int = 10) -> str:
+        """Submit a job of higher priority that needs exactly the nodes of `job`; its id."""
+        hosts = self.squeue(job, "%N")
+        if not hosts:
+            raise UsageError(f"job {job} does not run; only a job that has nodes is preempted")
+        rank = "--partition=high" if self.options.preempt == "partition" else "--qos=urgent"
+        return self.sbatch(
+            *("--exclusive", "--time=10", "--output=/dev/null", f"--nodelist={hosts}", rank),
+            *("--job-name=preemptor", f"--wrap=sleep {seconds}"),
+        )
+
+    def end_in_minutes(self, job: str, minutes: int) -> None:
+        """Have a job's time be over in so many minutes, to the next full one of its run time."""
+        hours, gone, _ = self.job(job)["RunTime"].rpartition("-")[2].split(":")
+        limit = 60 * int(hours) + int(gone) + 1 + minutes
+        self.scontrol("update", f"jobid={job}", f"TimeLimit={limit}")
+
+    def set_qos(self) -> None:
+        """Have the normal quality of service give way as the options say."""
+        grace = f"gracetime={self.options.grace}"
+        self.sacctmgr("modify", "qos", "normal", "set", grace, "preemptmode=requeue")
+
+    # What a mishap does
+
+    def power_off(self, node: str) -> None:
+        """A node loses its power: its peers hear nothing at all."""
+        for interface in INTERFACES:
+            self.cut(node, interface, "silent")
+        self.machines[node].power_off()
+
+    def cut(self, node: str, interface: str, how: str = "cable") -> None:
+        """Break a link by `cable`, `admin` or `silent`; see `Switch.cut`."""
+        self.switch.cut(self.machines[node], interface, how)
+
+    def heal(self, node: str, interface: str) -> None:
+        """Mend a link that is broken."""
+        self.switch.heal(self.machines[node], interface)
+
+    def boot(self, node: str) -> None:
+        """Bring a node back, whatever was done to it, but for its links."""
+        machine = self.machines[node]
+        if not machine.up:
+            machine.boot()
+            self.switch.plug(machine, INTERFACES)
+            shutil.rmtree(self.folder / "spool" / node, ignore_errors=True)
+        machine.signal(signal.SIGCONT)
+        if "slurmd" not in machine.processes().values():
+            # Once the controller hears of the reboot, it ends what it takes to run there.
+            before = self._slurmd_started(node)
+            self.daemon(node, "slurmd", "-b")
+            heard = lambda: self._slurmd_started(node) != before  # noqa: E731
+            self.wait_until(heard, f"the controller hears from {node}", 60)
+
+    def bring_back(self, node: str) -> None:
+        """Have a node work again for Slurm, whatever was done to it and to its links."""
+        if self.machines[node].up:  # or it boots with whole links
+            for interface in INTERFACES:
+                self.heal(node, interface)
+        self.boot(node)
+        # A node on which a process did not die in time, or that came back too late, is not used.
+        resume = ("scontrol", "update", f"nodename={node}", "state=resume")
+        self.run(LOGIN, *resume, check=False)
+
+    def _slurmd_started(self, node: str) -> str:
+        words = self.scontrol("show", "node", "-o", node).split()
+        return next(word for word in words if word.startswith("SlurmdStartTime="))
+
+
+def _remove_groups(folder: Path) -> None:
+    """Remove the control groups of a cluster that is down."""
+    for group in Path("/sys/fs/cgroup/freezer").glob(f"{str(folder).replace('/', '-')}-*"):
+        for path, _, _ in os.walk(group, topdown=False):
+            wait_until(partial(_removed, path), f"{path} is empty", 60)
+
+
+def _removed(path: str) -> bool:
+    try:
+        Path(path).rmdir()
+    except OSError:  # its last process is still being reaped
+        return False
+    return True

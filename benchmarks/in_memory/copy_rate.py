@@ -18,10 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.slots.board import Board
-from kempner.checkpoint.slots.copies import CopyHolder
-from kempner.checkpoint.slots.memory import Branch, Held, SlotHolder, SlotMemory
+from kempner.checkpoint.format.manifest import TrainState
+from kempner.checkpoint.slots.memory import Board, Branch, CopyHolder, Held, SlotHolder, SlotMemory
 from kempner.run.control.protocol import Secret
 from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver
 from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender

@@ -18,9 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from kempner.checkpoint.format.manifest import Identity, Manifest
+from kempner.checkpoint.format.manifest import Identity, Manifest, TrainState
 from kempner.checkpoint.format.names import CheckpointFolder, in_progress_name
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.slots.memory import Branch, Held, Notes, SlotHolder, SlotMemory
 from kempner.checkpoint.slots.pour import offers, pour
 from kempner.checkpoint.store import commit

@@ -16,7 +16,7 @@ from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.run.process.exit_codes import RunError
 from kempner.run.process.retry import StorageUnavailableError, describe, storage_waits
 from kempner.run.record.attempts import Fence
-from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events import LedgerEvent
 from kempner.run.record.ledger import Recorder
 
 T = TypeVar("T")

@@ -22,12 +22,11 @@ from pathlib import Path
 import xxhash
 
 from kempner.checkpoint.context import CheckpointContext
-from kempner.checkpoint.format.manifest import FileEntry, Manifest
+from kempner.checkpoint.format.manifest import FileEntry, Manifest, TrainState
 from kempner.checkpoint.format.names import MANIFEST, in_progress_name
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.verify import Damage, verify_files
 from kempner.checkpoint.store import commit, retention
-from kempner.checkpoint.store.save_failures import SaveFailures
+from kempner.checkpoint.store.commit import SaveFailures
 from kempner.checkpoint.store.selection import choose
 from kempner.checkpoint.tensors.restore import Restorer
 from kempner.run.output.logs import logger
@@ -35,7 +34,7 @@ from kempner.run.process.durable_io import fsync_directory, join_directory
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import StorageUnavailableError, describe
 from kempner.run.record.attempts import SupersededError
-from kempner.run.record.events.checkpoint import CheckpointCommitted, CheckpointFailed, Resumed
+from kempner.run.record.events import CheckpointCommitted, CheckpointFailed, Resumed
 from kempner.run.record.save_times import Durations, SaveSeconds
 
 _READ_BYTES = 4 << 20

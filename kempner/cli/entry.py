@@ -104,8 +104,7 @@ def _call(arguments: Sequence[str]) -> int:
     import typer
 
     from kempner.cli.app import app, path_of
-    from kempner.cli.usage.errors import explain, help_asked_for
-    from kempner.cli.usage.words import refuse_empty
+    from kempner.cli.usage import explain, help_asked_for, refuse_empty
     from kempner.config.errors import ConfigError
     from kempner.run.process.exit_codes import ExitCode
 

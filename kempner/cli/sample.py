@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from kempner.checkpoint.format.manifest import read
-from kempner.checkpoint.store.inventory import locate, pick
-from kempner.checkpoint.store.read_marker import reading_at
+from kempner.checkpoint.store.retention import locate, pick, reading_at
 from kempner.cli.checkpoint.inspect import Folder
 from kempner.cli.checkpoint.trained_on import (
     Data,

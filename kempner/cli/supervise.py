@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from kempner.cli.config import TAKES_OVERRIDES
-from kempner.cli.usage.words import overrides
+from kempner.cli.usage import overrides
 from kempner.cluster.slurm.job import element, restart_count
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
@@ -28,7 +28,7 @@ from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import inbox
 from kempner.run.record.identity import accepted_names
 from kempner.run.record.naming import choose_run, refuse_other_command
-from kempner.run.record.program.command import identity_of_words
+from kempner.run.record.program import identity_of_words
 from kempner.run.record.run_dir import RUN_LINE, RunDirectory, name_of_command
 
 if TYPE_CHECKING:
@@ -186,12 +186,12 @@ def _in_a_job(
     from kempner.supervisor.slurm.job_monitor import JobMonitor
     from kempner.supervisor.slurm.setup import (
         bound_here,
+        check_surroundings,
         enter,
         find_job,
         introduction,
         meeting_place,
     )
-    from kempner.supervisor.slurm.surroundings_check import check_surroundings
 
     per_task = chosen is LauncherName.SRUN
     if command and not per_task:

@@ -8,7 +8,7 @@ import typer
 
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
 from kempner.cli.progress import busy
-from kempner.cli.usage.words import overrides
+from kempner.cli.usage import overrides
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
 from kempner.config.sections import Config

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kempner.cluster.network.interfaces import Choice, Interface, choose
-from kempner.cluster.network.netinfo import read_interfaces, route_address
+from kempner.cluster.network.interfaces import (
+    Choice,
+    Interface,
+    choose,
+    read_interfaces,
+    route_address,
+)
 from kempner.cluster.world import World
 
 

@@ -35,8 +35,7 @@ from kempner.checkpoint.folders import FolderCheckpoints
 from kempner.checkpoint.store.retention import Keep
 from kempner.cluster.world import discover
 from kempner.config.sections import CheckpointSection
-from kempner.integrations.lightning_files import ModelFiles
-from kempner.integrations.lightning_loop import BATCH, FitProgress
+from kempner.integrations.lightning_loop import BATCH, FitProgress, ModelFiles
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.training.compute.seeds import program_seed

@@ -32,9 +32,8 @@ except ModuleNotFoundError as error:
 
     raise without_extra(error, "transformers") from None
 
-from kempner.integrations.trainer.limits import refuse_inexact
 from kempner.integrations.trainer.progress import restore_callbacks
-from kempner.integrations.trainer.run import StepEnd, TrainerRun
+from kempner.integrations.trainer.run import StepEnd, TrainerRun, refuse_inexact
 from kempner.run.control.rehearsal import place_of
 from kempner.run.process.exit_codes import UsageError
 from kempner.training.session import Entry, run_beside

@@ -20,35 +20,43 @@ from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import Received
 from kempner.run.process.stop_reason import LEFT_EARLY, StopReason, reason_of_signal
 from kempner.run.record.attempts import Attempt
-from kempner.run.record.events.attempt import RankReady
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.checkpoint import CheckpointCommitted
-from kempner.run.record.events.health import ConnectionsStalled, StandsAt
-from kempner.run.record.events.job import NodeSuspected
-from kempner.run.record.events.stop import Completed, Signalled, Stopped, StopRequested
-from kempner.run.record.events.training import Evaluated
-from kempner.run.record.events.vocabulary import parse_event
+from kempner.run.record.events import (
+    CheckpointCommitted,
+    Completed,
+    ConnectionsStalled,
+    Evaluated,
+    LedgerEvent,
+    NodeSuspected,
+    RankReady,
+    Signalled,
+    StandsAt,
+    Stopped,
+    StopRequested,
+)
 from kempner.run.record.ledger import Ledger
+from kempner.run.record.vocabulary import parse_event
 from kempner.supervisor.control.events import Connected, Disconnected, Heard, News
 from kempner.supervisor.control.rank_roster import RankRoster
 from kempner.supervisor.control.server import ControlServer
 from kempner.supervisor.launchers.base import Launcher
 from kempner.supervisor.monitors.base import Adviser, Monitors, Snapshot, Surroundings
 from kempner.supervisor.monitors.findings import Hang
-from kempner.supervisor.monitors.hang_detector import HangDetector
-from kempner.supervisor.monitors.hang_evidence import NODES_ANSWER, HangEvidence
-from kempner.supervisor.monitors.memory import MemoryMonitor
-from kempner.supervisor.monitors.oom import explained
+from kempner.supervisor.monitors.hangs import NODES_ANSWER, HangDetector, HangEvidence
+from kempner.supervisor.monitors.memory import MemoryMonitor, explained
 from kempner.supervisor.monitors.process_probe import NOT_KILLED, describe_stuck, still_here
 from kempner.supervisor.monitors.reporter import Reporter
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.monitors.straggler import StragglerMonitor
-from kempner.supervisor.policy.attempt_state import AttemptLife, AttemptState, Deadline, Trigger
+from kempner.supervisor.policy.attempt_state import (
+    AttemptLife,
+    AttemptState,
+    Deadline,
+    StopSoFar,
+    Trigger,
+)
 from kempner.supervisor.policy.outcome import OwnLoop, RankExit, describe_exit, failed
 from kempner.supervisor.policy.stop import StopOrder, renew, time_to_abandon
-from kempner.supervisor.policy.stop_so_far import StopSoFar
-from kempner.supervisor.slurm.job_monitor import JobSeen
-from kempner.supervisor.slurm.job_view import JobView
+from kempner.supervisor.slurm.job_monitor import JobSeen, JobView
 
 LOOK = 0.5
 """Seconds between looks at the clock; whatever happens ends the wait at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from kempner.cluster.machine.process_start import process_began
+from kempner.cluster.machine.job_place import process_began
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import LaunchTerms
 from kempner.run.control.trackers import open_trackers

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from queue import SimpleQueue
 
-from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine.limits import raise_open_file_limit
 from kempner.cluster.slurm.job import restart_count
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import BuddyTerms, Control, Launch
@@ -22,11 +22,10 @@ from kempner.run.process.retry import (
     WaitStoppedError,
     storage_waits,
 )
-from kempner.run.process.side_thread import unless
 from kempner.run.process.signals import LEFT_AT_ONCE, Received, SignalInbox, insists
+from kempner.run.process.threads import unless
 from kempner.run.record.attempts import Attempt, begin_attempt, prune_attempts
-from kempner.run.record.events.attempt import AttemptEnded, AttemptStarted, ProgramAdvanced
-from kempner.run.record.events.health import StorageWaited
+from kempner.run.record.events import AttemptEnded, AttemptStarted, ProgramAdvanced, StorageWaited
 from kempner.run.record.gave_up import refuse_if_given_up
 from kempner.run.record.history import RunHistory
 from kempner.run.record.lease import Lease
@@ -44,7 +43,7 @@ from kempner.supervisor.hooks import Hooks, LedgerWithHooks
 from kempner.supervisor.launchers.base import Launcher, Program
 from kempner.supervisor.metrics_export import MetricsExports
 from kempner.supervisor.monitors.run_times import RunTimes
-from kempner.supervisor.nodes.shared_suspects import known_suspects
+from kempner.supervisor.nodes.exclusion import known_suspects
 from kempner.supervisor.output_limit import OutputLimit
 from kempner.supervisor.policy.outcome import (
     Decision,
@@ -53,15 +52,14 @@ from kempner.supervisor.policy.outcome import (
     decide_outcome,
     left_early,
 )
-from kempner.supervisor.policy.program_progress import has_advanced
+from kempner.supervisor.policy.program import has_advanced
 from kempner.supervisor.policy.restart import failures
 from kempner.supervisor.policy.salvage import why_not_kept
 from kempner.supervisor.preflight import choose_nodes
 from kempner.supervisor.readiness import check_ready, check_run_directory
 from kempner.supervisor.recovery import is_asked_to_stop, restart_or_finish
 from kempner.supervisor.salvage import salvage
-from kempner.supervisor.slurm.job_monitor import JobMonitor
-from kempner.supervisor.slurm.job_view import JobView
+from kempner.supervisor.slurm.job_monitor import JobMonitor, JobView
 from kempner.supervisor.slurm.requeue_job import job_facts, requeue_or_explain, stay_out_of_queue
 from kempner.supervisor.start_progress import StartProgress
 

@@ -11,7 +11,7 @@ from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.retry import free_space_helps
 from kempner.run.record import gave_up
 from kempner.run.record.attempts import Attempt, read_current
-from kempner.run.record.events.attempt import RunGivenUp
+from kempner.run.record.events import RunGivenUp
 from kempner.run.record.gave_up import FirstFailure, GaveUp
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory

@@ -15,18 +15,17 @@ from pathlib import Path
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.config.sections import Config
 from kempner.run.output.logs import logger
-from kempner.run.process.helper_thread import keep_running
 from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.threads import keep_running
 from kempner.run.record.attempts import Attempt
-from kempner.run.record.events.job import NodesJoined, NodesLeft, NodesTakenBack
+from kempner.run.record.events import NodesJoined, NodesLeft, NodesTakenBack
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.launchers.base import JoinedNode, Launcher
-from kempner.supervisor.nodes.exclusion import Suspect, suspects
+from kempner.supervisor.nodes.exclusion import Suspect, read_shared, suspects, withdraw
 from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult, measure
-from kempner.supervisor.nodes.shared_suspects import read_shared, withdraw
 from kempner.supervisor.policy.grow import (
     SETTLED,
     GrowSituation,

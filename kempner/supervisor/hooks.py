@@ -13,13 +13,17 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from kempner.cluster.machine.shell_command import run_shell
-from kempner.config.site.hooks import HooksSection
+from kempner.config.site import HooksSection
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.helper_thread import start_thread
-from kempner.run.record.events.attempt import AttemptEnded, RunGivenUp
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.job import NodeSuspected, NotRequeued
+from kempner.run.process.threads import start_thread
+from kempner.run.record.events import (
+    AttemptEnded,
+    LedgerEvent,
+    NodeSuspected,
+    NotRequeued,
+    RunGivenUp,
+)
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kempner.run.output.logs import logger
-from kempner.run.process.helper_thread import helper_thread
+from kempner.run.process.threads import helper_thread
 
 EVERY = 1.0
 """Seconds between two looks; of many files, a hundredth of a second each."""

@@ -10,22 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from kempner.cluster.machine.fitness import SHARED_WITHIN
+from kempner.cluster.machine.limits import SHARED_WITHIN
 from kempner.config.sections import Config
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import comes_to_hold
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.attempts import Attempt
-from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.events import NodeSuspected
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.hooks import about_run
 from kempner.supervisor.launchers.base import Launcher
-from kempner.supervisor.nodes.exclusion import Suspect
+from kempner.supervisor.nodes.exclusion import Suspect, known_suspects
 from kempner.supervisor.nodes.health_check import Diagnosis, diagnose
 from kempner.supervisor.nodes.probe import SITE_CHECK, ProbeQuestion, ProbeResult, SiteCheck
-from kempner.supervisor.nodes.shared_suspects import known_suspects
 from kempner.supervisor.policy.outcome import Decision
 
 Answers: TypeAlias = Sequence[ProbeResult]

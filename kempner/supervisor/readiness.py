@@ -17,23 +17,26 @@ from typing import TypeVar
 
 from kempner.checkpoint.format.manifest import Identity, read
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.checkpoint.store.compatibility import compare_identities
-from kempner.checkpoint.store.room import judge_room
-from kempner.checkpoint.store.selection import choose
+from kempner.checkpoint.store.commit import judge_room
+from kempner.checkpoint.store.selection import choose, compare_identities
 from kempner.cluster.slurm.job import restart_count
 from kempner.config.sections import Config
-from kempner.data.files.find import find_data
-from kempner.data.files.index import Index, fingerprint
-from kempner.data.files.requirements import check_held_out, check_samples, vocabulary
+from kempner.data.files.index import (
+    Index,
+    check_held_out,
+    check_samples,
+    find_data,
+    fingerprint,
+    vocabulary,
+)
 from kempner.model.spec.memory import checkpoint_bytes
 from kempner.model.spec.mesh import check_tensor_degree
 from kempner.model.spec.shape import model_record
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, UsageError
 from kempner.run.process.retry import is_passing, storage_waits
 from kempner.run.record.attempts import CURRENT
-from kempner.run.record.recorded_config import changes_since, describe_changes
+from kempner.run.record.recorded_config import changes_since, describe_changes, used_before
 from kempner.run.record.run_dir import RunDirectory
-from kempner.run.record.used_before import used_before
 
 T = TypeVar("T")
 

@@ -10,14 +10,14 @@ from functools import partial
 from kempner.cluster.slurm.hostlist import node_of
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.side_thread import unless
-from kempner.run.record.events.attempt import (
+from kempner.run.process.threads import unless
+from kempner.run.record.events import (
     AttemptFailed,
     AttemptStarted,
+    NodeSuspected,
     ProgramAdvanced,
     Restarting,
 )
-from kempner.run.record.events.job import NodeSuspected
 from kempner.supervisor.attempt import AttemptFollower
 from kempner.supervisor.context import SupervisorContext
 from kempner.supervisor.give_up import give_up
@@ -31,9 +31,10 @@ from kempner.supervisor.policy.restart import (
     RestartDecision,
     as_it_worked_before,
     decide_restart,
+    decide_storage_restart,
+    find_outage,
     is_worth_a_mark,
 )
-from kempner.supervisor.policy.storage_restart import decide_storage_restart, find_outage
 from kempner.supervisor.preflight import nodes_to_exclude
 from kempner.supervisor.salvage import dismiss_if_in_vain
 

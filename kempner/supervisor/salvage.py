@@ -16,10 +16,10 @@ from kempner.run.output.logs import logger
 from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.durable_io import fsync_directory
 from kempner.run.process.retry import StorageUnavailableError, storage_waits
-from kempner.run.process.side_thread import unless
 from kempner.run.process.signals import insists
+from kempner.run.process.threads import unless
 from kempner.run.record.attempts import Attempt, Fence
-from kempner.run.record.events.checkpoint import (
+from kempner.run.record.events import (
     CheckpointCommitted,
     SalvageDismissed,
     StepSalvaged,

@@ -28,9 +28,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.registered.everything import Everything, gather
-from kempner.checkpoint.registered.groups import is_optimizer_of
+from kempner.checkpoint.format.manifest import TrainState
+from kempner.checkpoint.registered.groups import Everything, gather, is_optimizer_of
 from kempner.config.sections import CheckpointSection
 from kempner.run.control.protocol import Phase
 from kempner.run.output import logs
@@ -39,7 +38,7 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.process.worker_process import heed_for_children
-from kempner.run.record.events.stop import Completed
+from kempner.run.record.events import Completed
 from kempner.training.compute.seeds import program_seed
 from kempner.training.groups.process_groups import open_votes
 from kempner.training.homes import LOOPS
@@ -52,9 +51,8 @@ from kempner.training.session import Entry, at_prompt
 from kempner.training.survive import check_whole, device_of, open_checkpoints, parameters_of
 from kempner.training.vote.final_save import commit_last_step, unwritten
 from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
-from kempner.training.watch import generators
-from kempner.training.watch.living import find_living
-from kempner.training.watch.strangers import Given, Strangers
+from kempner.training.watch import watch
+from kempner.training.watch.strangers import Given, Strangers, find_living
 from kempner.training.watch.watch import LOOKS
 
 
@@ -156,7 +154,7 @@ class CheckpointManager:
             given = Given(model, optimizer, state or {}, per_rank or {}, watches_data=False)
             everything = gather(model, optimizer, given.state, given.per_rank)
             self._unheld = _Unheld(Strangers(given))
-            self._generators = generators.GlobalGenerators(torchs=True)
+            self._generators = watch.GlobalGenerators(torchs=True)
             session = entry.meet(
                 device,
                 {"run_dir": str(run_dir), "keep_last": keep_last, **parameters_of(model)},
@@ -436,8 +434,8 @@ def _leave_now(reason: StopReason) -> NoReturn:
     raise SystemExit(int(ExitCode.STOPPED))
 
 
-def _with_generators(everything: Everything, held: generators.GlobalGenerators) -> Everything:
-    per_rank = {**everything.registered.per_rank, generators.NAME: held.held()}
+def _with_generators(everything: Everything, held: watch.GlobalGenerators) -> Everything:
+    per_rank = {**everything.registered.per_rank, watch.GENERATORS: held.held()}
     return replace(everything, registered=replace(everything.registered, per_rank=per_rank))
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import nn
 from torch.optim import Optimizer
 
-from kempner.checkpoint.format.train_state import Rollback, TrainState
+from kempner.checkpoint.format.manifest import Rollback, TrainState
 from kempner.checkpoint.manager import CheckpointEngine
 from kempner.config.sections import Config
 from kempner.data.serve.loader import Feed, MicroBatch, StepBatch
@@ -19,8 +19,7 @@ from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Phase
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DivergedError, ExitCode, PeersLostError, RunError
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.training import Diverged, Evaluated, RolledBack
+from kempner.run.record.events import Diverged, Evaluated, LedgerEvent, RolledBack
 from kempner.run.record.ledger import Recorder
 from kempner.training.compute.forward_backward import accumulate, weightless
 from kempner.training.compute.optimizer import update

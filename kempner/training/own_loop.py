@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.config.sections import CheckpointSection
 from kempner.run.control.protocol import Phase
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.retry import storage_waits
-from kempner.run.record.events.base import LedgerEvent
+from kempner.run.record.events import LedgerEvent
 from kempner.training.policy.final_save import time_to_spare
 from kempner.training.rehearsal.switch import recorder
 from kempner.training.session import Session

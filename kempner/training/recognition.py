@@ -32,8 +32,7 @@ from kempner.run.record.identity import (
     write_identity,
 )
 from kempner.run.record.lease import Holder
-from kempner.run.record.program.command import files_of_process, identity_of_process
-from kempner.run.record.program.copies import keep_copies
+from kempner.run.record.program import files_of_process, identity_of_process, keep_copies
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.build import versions
 from kempner.training.groups.process_groups import Ranks

@@ -15,10 +15,10 @@ import torch
 
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Identity, Origin
-from kempner.cluster.machine.rlimits import raise_open_file_limit
+from kempner.cluster.machine.limits import raise_open_file_limit
 from kempner.config.resilience import ResilienceSection
 from kempner.config.sections import SuperviseSection
-from kempner.config.site.network import DistributedSection
+from kempner.config.site import DistributedSection
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.launch_env import Launch, LaunchTerms
 from kempner.run.control.protocol import Phase
@@ -31,19 +31,16 @@ from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.worker_process import heed_for_children
 from kempner.run.record.attempts import Fence
-from kempner.run.record.events.attempt import RankReady
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.checkpoint import CheckpointCommitted, Resumed
+from kempner.run.record.events import CheckpointCommitted, LedgerEvent, RankReady, Resumed
 from kempner.run.record.history import RunHistory
 from kempner.run.record.identity import OUTPUT_DIR, RunIdentity, accepted_names
-from kempner.run.record.program.command import relative
+from kempner.run.record.program import relative
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import Durations
 from kempner.training.build import host_facts, read_history, versions
 from kempner.training.compute.seeds import set_rng
 from kempner.training.groups.process_groups import Ranks, adopt
-from kempner.training.homes import LOOPS, Claim, Home, Supervised
-from kempner.training.last_words import LastWords
+from kempner.training.homes import LOOPS, Claim, Home, LastWords, Supervised
 from kempner.training.rank_link.rank_link import RankLink, join
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.recognition import Standing, recognise, this_program

@@ -23,18 +23,17 @@ from torch.optim import Optimizer
 from kempner.checkpoint.format.manifest import read
 from kempner.checkpoint.format.names import CheckpointFolder
 from kempner.checkpoint.manager import CheckpointEngine
-from kempner.checkpoint.registered.everything import Everything, gather
+from kempner.checkpoint.registered.groups import Everything, gather
 from kempner.checkpoint.store.retention import Keep
 from kempner.checkpoint.store.selection import choose
 from kempner.config.sections import CheckpointSection
 from kempner.data.serve.draws import key
 from kempner.data.serve.places import supply_of
 from kempner.run.process.exit_codes import DataError, UsageError
-from kempner.training.batches import NAME, Batches
 from kempner.training.compute.seeds import given_seed, program_seed
 from kempner.training.recognition import describe_optimizer
 from kempner.training.session import Entry, Session
-from kempner.training.survivor import Plan, Survivor
+from kempner.training.survivor import NAME, Batches, Plan, Survivor
 from kempner.training.watch.strangers import Given
 from kempner.training.watch.watch import Watch
 

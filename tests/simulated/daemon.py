@@ -17,12 +17,11 @@ from kempner.cluster.slurm.job import JobState
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.events.attempt import AttemptFailed, RunGivenUp
-from kempner.run.record.events.job import NotRequeued, Requeued
+from kempner.run.record.events import AttemptFailed, NotRequeued, Requeued, RunGivenUp
 from kempner.supervisor.attempt import RESTART_TAKES
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang
-from kempner.supervisor.monitors.hang_detector import HangDetector
+from kempner.supervisor.monitors.hangs import HangDetector
 from kempner.supervisor.monitors.phase_durations import learned, to_event
 from kempner.supervisor.monitors.phase_stats import PhaseStats
 from kempner.supervisor.policy import outcome, requeue, restart, stop

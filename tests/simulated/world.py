@@ -13,8 +13,7 @@ from kempner.config.sections import (
     SuperviseSection,
     TrainSection,
 )
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.job import Requeued
+from kempner.run.record.events import LedgerEvent, Requeued
 from kempner.run.record.history import RunHistory
 from kempner.training.rank_link import orphan_requeue
 from simulated import strikes

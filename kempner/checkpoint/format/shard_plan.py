@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 from zlib import crc32
 
-from kempner.checkpoint.format.extents import Extent, Extents
+from kempner.checkpoint.format.contents import Extent, Extents
 
 ALIGNMENT = 64
 """Containers start at multiples of this, and so does the data in them."""

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 from kempner.checkpoint.format.manifest import (
     FileEntry,
     FileSums,
+    TrainState,
     encode_sidecar,
     sidecar_name,
     whole_sum,
 )
 from kempner.checkpoint.format.shard_plan import data_file
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.io.file_writer import write_stream
 from kempner.checkpoint.slots.memory import Held, Notes, SlotMemory
 from kempner.run.process.durable_io import join_directory, write_durable

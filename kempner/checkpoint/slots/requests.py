@@ -13,9 +13,7 @@ from typing import TypeAlias
 
 from pydantic import TypeAdapter
 
-from kempner.checkpoint.slots.board import Board
-from kempner.checkpoint.slots.copies import CopyHolder
-from kempner.checkpoint.slots.memory import SlotHolder
+from kempner.checkpoint.slots.memory import Board, CopyHolder, SlotHolder
 from kempner.checkpoint.slots.pour import Offer, Poured, offers, pour
 
 Ask: TypeAlias = Callable[[Mapping[str, str]], Mapping[str, str]]

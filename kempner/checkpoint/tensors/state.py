@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint.format.contents import Contents, Renamed, Saved
-from kempner.checkpoint.registered.wrappers import without_wrappers
+from kempner.checkpoint.registered.composite import without_wrappers
 from kempner.run.process.exit_codes import MismatchError, UsageError
 
 if TYPE_CHECKING:

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from kempner.checkpoint.context import CheckpointContext
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.format.shard_plan import Placed, file_length
-from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.slots.board import Board
-from kempner.checkpoint.slots.memory import Branch, Held, LentSlots, Notes, SlotMemory
+from kempner.checkpoint.slots.memory import Board, Branch, Held, LentSlots, Notes, SlotMemory
 from kempner.checkpoint.tensors.file_buffer import FileBuffer
 from kempner.checkpoint.tensors.staging import room_to_lock
 from kempner.run.output.logs import logger

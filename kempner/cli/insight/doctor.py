@@ -18,12 +18,12 @@ from rich.console import Console
 
 from kempner.cli.config import TAKES_OVERRIDES, ConfigFile
 from kempner.cli.progress import busy
-from kempner.cli.usage.words import overrides
+from kempner.cli.usage import overrides
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.errors import ConfigError
 from kempner.config.loading import load
 from kempner.config.sections import Config
-from kempner.insight.doctor.checks.ranks import World
+from kempner.insight.doctor.checks.fit import World
 from kempner.insight.doctor.examine import Patient, Supervisor, examine
 from kempner.insight.doctor.facts.plan import Plan, read_plan
 from kempner.insight.doctor.facts.slurm import job_plan, there_is_slurm

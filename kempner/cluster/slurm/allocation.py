@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kempner.cluster.slurm.hostlist import expand_counts
+from kempner.cluster.slurm.job import NodeShare, gpus_by_node
 from kempner.cluster.slurm.resources import CONFIGURED_GPUS, Resources
-from kempner.cluster.slurm.shares import NodeShare, gpus_by_node
 
 _BY_NODE = "24.11"
 """The first version seen to give the GPUs of one of several different nodes by node."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.cluster.slurm.command import SHORTLY, SlurmError
 from kempner.config.sections import Config
-from kempner.insight.doctor.checks import data as data_checks
-from kempner.insight.doctor.checks import gpus, machine, network, ranks, save_time, storage
-from kempner.insight.doctor.checks import slurm as slurm_checks
+from kempner.insight.doctor.checks import fit, nodes, storage
+from kempner.insight.doctor.checks import fit as slurm_checks
+from kempner.insight.doctor.checks import storage as data_checks
 from kempner.insight.doctor.facts import slurm as slurm_facts
 from kempner.insight.doctor.facts.data import DataSet, find_data_set
 from kempner.insight.doctor.facts.nodes import Survey, Wanted, survey_here, survey_nodes
@@ -37,7 +37,7 @@ class Supervisor:
     a sentence), and how long before a job's end it stops, by the seconds that a save takes."""
 
     ready: Callable[[], object]
-    lead: save_time.Lead
+    lead: fit.Lead
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Patient:
 
     config: Config
     run: RunDirectory
-    world: ranks.World
+    world: fit.World
     plan: Plan | None = None
     allocation: Allocation | None = None
 
@@ -108,7 +108,7 @@ def examine(
         folders = _look_at_folders(patient)
     yield finding("run", storage.check_run(folders.state))
     vocab_size = folders.vocab_size(patient.config)
-    yield finding("mesh", ranks.check_mesh(patient.config, patient.world, vocab_size))
+    yield finding("mesh", fit.check_mesh(patient.config, patient.world, vocab_size))
     yield from _about_data(patient, folders, supervisor, looking)
     facts = _ask(patient, folders, environ, looking)
     yield from _about_ranks(patient, facts)
@@ -201,11 +201,11 @@ def _ask_slurm(patient: Patient) -> tuple[slurm_facts.SlurmFacts | None, slurm_c
 def _about_ranks(patient: Patient, facts: _Facts) -> Iterator[Finding]:
     config, world = patient.config, patient.world
     answers = () if patient.elsewhere else facts.survey.answers
-    yield from ranks.check_ranks(world, answers, facts.survey.gpus_hidden)
+    yield from fit.check_ranks(world, answers, facts.survey.gpus_hidden)
     if patient.elsewhere:
         return
-    yield from ranks.check_gpu_memory(config, world, facts.vocab_size(config), answers)
-    yield from gpus.check_gpus(answers, ours=world.in_job, busy=facts.state.running is not False)
+    yield from fit.check_gpu_memory(config, world, facts.vocab_size(config), answers)
+    yield from nodes.check_gpus(answers, ours=world.in_job, busy=facts.state.running is not False)
 
 
 def _about_data(
@@ -244,12 +244,12 @@ def _about_storage(
 
 def _about_time(patient: Patient, facts: _Facts, supervisor: Supervisor) -> Iterator[Finding]:
     world, answers = patient.world, facts.survey.answers
-    save = save_time.predict_save(_size(patient, facts), answers, world.nodes, world.in_job)
-    yield finding("save time", save_time.check_write(answers, save))
-    window = save_time.check_window(patient.plan, facts.job.limit, save, supervisor.lead)
+    save = fit.predict_save(_size(patient, facts), answers, world.nodes, world.in_job)
+    yield finding("save time", fit.check_write(answers, save))
+    window = fit.check_window(patient.plan, facts.job.limit, save, supervisor.lead)
     yield finding("warning", window)
     if facts.slurm is not None and patient.uses_slurm and not facts.slurm.controller:
-        yield finding("preemption", save_time.check_grace(facts.slurm, save))
+        yield finding("preemption", fit.check_grace(facts.slurm, save))
         resubmit = patient.config.slurm.resubmit
         yield finding("requeue", slurm_checks.check_requeue(facts.job, patient.plan, resubmit))
         yield finding("partition", slurm_checks.check_time(facts.slurm, facts.job.limit))
@@ -259,21 +259,21 @@ def _about_nodes(patient: Patient, facts: _Facts) -> Iterator[Finding]:
     config, survey = patient.config, facts.survey
     ahead = None if facts.slurm is None else facts.slurm.ahead
     if len(survey.asked) > 1 or not survey.answers:
-        yield machine.check_answers(survey)
-    yield from machine.check_software(survey.answers)
+        yield nodes.check_answers(survey)
+    yield from nodes.check_software(survey.answers)
     if patient.elsewhere:
-        yield from machine.check_clocks(survey, ahead)
+        yield from nodes.check_clocks(survey, ahead)
         where = "GPUs, interfaces, ports, limits and memory: --allocation in the job looks at them"
         yield finding("nodes", skipped(where))
         return
-    yield from network.check_interfaces(survey.answers)
+    yield from nodes.check_interfaces(survey.answers)
     if facts.state.running is False:  # or the run itself has them
-        yield finding("ports", network.check_ports(_ports(config), patient.uses_slurm))
-    yield from machine.check_clocks(survey, ahead)
+        yield finding("ports", nodes.check_ports(_ports(config), patient.uses_slurm))
+    yield from nodes.check_clocks(survey, ahead)
     workers = config.data.num_dataloader_workers
-    yield from machine.check_limits(survey.answers, patient.world.size, workers)
+    yield from nodes.check_limits(survey.answers, patient.world.size, workers)
     size = _size(patient, facts) if config.checkpoint.async_save else None
-    yield from machine.check_memory(survey.answers, (size or 0) / patient.world.nodes)
+    yield from nodes.check_memory(survey.answers, (size or 0) / patient.world.nodes)
 
 
 def _size(patient: Patient, facts: _Facts) -> int | None:
@@ -283,12 +283,12 @@ def _size(patient: Patient, facts: _Facts) -> int | None:
     return facts.disk.newest if size is None else size
 
 
-def _ports(config: Config) -> network.PortFacts:
+def _ports(config: Config) -> nodes.PortFacts:
     """Each port is bound for a moment, as the supervisor would bind it."""
     ports = config.supervise.ports
     if ports is None:
-        return network.PortFacts(None)
-    return network.PortFacts(config.supervise.control_ports, sum(map(_is_free, ports)))
+        return nodes.PortFacts(None)
+    return nodes.PortFacts(config.supervise.control_ports, sum(map(_is_free, ports)))
 
 
 def _is_free(port: int) -> bool:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kempner.insight.report.categories import Category
-from kempner.insight.report.cause import Kind, cause_of
-from kempner.insight.report.pieces import Pieces
-from kempner.insight.report.timeline import AttemptTime, Timeline
-from kempner.run.record.events.attempt import AttemptEnded, AttemptFailed
+from kempner.insight.report.attempts import Kind, cause_of
+from kempner.insight.report.timeline import AttemptTime, Category, Pieces, Timeline
+from kempner.run.record.events import AttemptEnded, AttemptFailed
 
 HOUR = 3600.0
 

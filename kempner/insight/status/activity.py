@@ -6,14 +6,12 @@ from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kempner.insight.report.attempts import AttemptFacts
-from kempner.insight.report.cause import cause_of
+from kempner.insight.report.attempts import AttemptFacts, cause_of
 from kempner.insight.status.facts import RankPlace, RunFacts
 from kempner.insight.words import name_or_count
 from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.events.attempt import AttemptEnded
-from kempner.run.record.events.stop import StopRequested
+from kempner.run.record.events import AttemptEnded, StopRequested
 from kempner.run.record.history import Entry
 
 SILENT_AFTER = 120.0

@@ -10,8 +10,7 @@ import re
 import signal
 from dataclasses import dataclass, field, replace
 
-from kempner.insight.triage.log.lines import LogLine
-from kempner.insight.triage.log.times import time_of
+from kempner.insight.triage.log.lines import LogLine, time_of
 from kempner.insight.triage.rules import Level, Sure
 
 _SRUN = re.compile(

@@ -24,11 +24,16 @@ from kempner.insight.triage.verdict import UNKNOWN, Evidence, Told, Verdict, Whe
 from kempner.insight.words import spans
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.events.attempt import AttemptEnded, AttemptFailed, AttemptStarted
-from kempner.run.record.events.health import HangFound
-from kempner.run.record.events.job import NodeSuspected
-from kempner.run.record.events.stop import Completed, Stopped
-from kempner.run.record.events.training import Diverged
+from kempner.run.record.events import (
+    AttemptEnded,
+    AttemptFailed,
+    AttemptStarted,
+    Completed,
+    Diverged,
+    HangFound,
+    NodeSuspected,
+    Stopped,
+)
 from kempner.run.record.history import Entry, RunHistory
 from kempner.run.record.lease import is_owned
 from kempner.run.record.run_dir import RunDirectory

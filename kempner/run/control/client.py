@@ -45,8 +45,7 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import LEFT_EARLY
 from kempner.run.process.whereabouts import Place
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.health import ConnectionsStalled, StandsAt
+from kempner.run.record.events import ConnectionsStalled, LedgerEvent, StandsAt
 from kempner.run.record.run_dir import RunDirectory
 
 BEAT = 1.0

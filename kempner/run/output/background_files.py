@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from kempner.run.output.courier import Courier, Errand
+from kempner.run.output.console import Courier, Errand
 
 KEPT = 16 * 1024 * 1024
 """Characters that wait for storage that takes none at the moment; lines beyond are counted."""

@@ -29,9 +29,9 @@ from typing import Self
 from kempner.run.output.logs import logger
 from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.process.helper_thread import helper_thread
 from kempner.run.process.retry import describe, empty, storage_waits
 from kempner.run.process.signals import inbox
+from kempner.run.process.threads import helper_thread
 from kempner.run.record.attempts import CURRENT, SupersededError
 from kempner.run.record.run_dir import RunDirectory
 

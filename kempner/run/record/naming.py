@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from kempner.run.process.exit_codes import ExitCode, UsageError
-from kempner.run.record.events.attempt import AttemptEnded, ProgramAdvanced
-from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.events import AttemptEnded, CheckpointCommitted, ProgramAdvanced
 from kempner.run.record.history import RunHistory
 from kempner.run.record.identity import (
     ACCEPT_CHANGES,

@@ -13,11 +13,11 @@ from kempner.run.control.program.heartbeat_file import LONGEST, Heartbeat, parse
 from kempner.run.control.protocol import Moves, Phase, Report
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.helper_thread import helper_thread
+from kempner.run.process.threads import helper_thread
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.events import LastReport
 from kempner.supervisor.policy.outcome import RankExit, failed
-from kempner.supervisor.policy.program_exit import interpret
+from kempner.supervisor.policy.program import interpret
 
 EVERY = 1.0
 """Seconds between two looks at the files."""

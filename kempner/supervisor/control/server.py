@@ -29,7 +29,7 @@ from kempner.run.control.protocol import (
 )
 from kempner.run.control.transport import Connection, HungUpError
 from kempner.run.output.logs import logger
-from kempner.run.process.helper_thread import helper_thread
+from kempner.run.process.threads import helper_thread
 from kempner.supervisor.control.auth import Membership
 from kempner.supervisor.control.events import Connected, Disconnected, LastReport, News
 from kempner.supervisor.control.file_transport import FileTransport

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kempner.run.process.helper_thread import start_thread
+from kempner.run.process.threads import start_thread
 from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.joined.invitation import Invitation

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.process.helper_thread import keep_running
+from kempner.run.process.threads import keep_running
 from kempner.supervisor.launchers.agents.joined.invitation import Invitation
 
 LOOK = 1.0

@@ -9,13 +9,13 @@ from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from kempner.cluster.slurm.job import JobState
-from kempner.cluster.slurm.put_back import RequeueDecision, put_back
+from kempner.cluster.slurm.scontrol import RequeueDecision, put_back
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import Received, SignalInbox, insists
 from kempner.run.process.stop_reason import reason_of_signal
-from kempner.run.record.events.attempt import AttemptEnded
+from kempner.run.record.events import AttemptEnded
 from kempner.run.record.gave_up import refuse_if_given_up
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
@@ -28,8 +28,7 @@ from kempner.supervisor.launchers.agents.joined.terms import Departure, JoinTerm
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.requeue import decide_requeue
 from kempner.supervisor.policy.stop import StandingStop, StopOrder
-from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen
-from kempner.supervisor.slurm.job_view import JobView
+from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen, JobView
 
 LOOK = 1.0
 """Seconds between two looks at what there is to do."""

@@ -8,8 +8,8 @@ from math import inf
 
 from kempner.run.control.protocol import Phase
 from kempner.run.output.logs import logger
-from kempner.run.process.helper_thread import start_thread
-from kempner.run.record.events.health import PhaseDurationsLearned
+from kempner.run.process.threads import start_thread
+from kempner.run.record.events import PhaseDurationsLearned
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.monitors.phase_stats import PhaseStats

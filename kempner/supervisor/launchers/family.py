@@ -11,8 +11,8 @@ from contextlib import suppress
 import psutil
 
 from kempner.run.control.launch_env import FORK_SERVER, Launch
+from kempner.run.control.leftovers import whom_to_ask
 from kempner.run.output.logs import logger
-from kempner.run.process.whom_to_ask import whom_to_ask
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 

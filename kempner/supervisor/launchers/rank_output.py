@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kempner.run.control.program.heartbeat_file import Heartbeat, write
-from kempner.run.process.helper_thread import start_thread
+from kempner.run.process.threads import start_thread
 
 WRITE_EVERY = 1.0
 """Seconds between two versions of the file: a program may print thousands of lines in one."""

@@ -14,7 +14,7 @@ from math import inf
 
 from kempner.cluster.machine.job_place import Place, find_place
 from kempner.cluster.network.interfaces import Interface
-from kempner.cluster.network.master import choose_master
+from kempner.cluster.network.ports import choose_master
 from kempner.cluster.slurm.allocation import Allocation, avoid, without
 from kempner.cluster.slurm.command import (
     SlurmError,
@@ -32,12 +32,12 @@ from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import ExitCode, UsageError
-from kempner.run.process.helper_thread import keep_running, start_thread
+from kempner.run.process.threads import keep_running, start_thread
 from kempner.supervisor.launchers.base import BareLauncher, CannotRestart, Idle, Program
 from kempner.supervisor.launchers.srun_output import StepErrors
 from kempner.supervisor.launchers.surroundings import Surroundings, reachable_addresses
 from kempner.supervisor.nodes import srun_probe
-from kempner.supervisor.nodes.blame import lost_nodes, still_boots
+from kempner.supervisor.nodes.exclusion import lost_nodes, still_boots
 from kempner.supervisor.nodes.health_check import NO_ANSWER
 from kempner.supervisor.nodes.probe import SITE_CHECK, ProbeQuestion, ProbeResult
 from kempner.supervisor.policy.outcome import RankExit

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from kempner.cluster.network.interfaces import common_address
-from kempner.cluster.network.master import choose_master
+from kempner.cluster.network.ports import choose_master
 from kempner.run.control.launch_env import Launch
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.srun import DEAF, SrunLauncher

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Self, TypeAlias
 
 from kempner.run.control.protocol import Phase
-from kempner.run.record.events.health import PhaseDurationsLearned, PhaseTimes
+from kempner.run.record.events import PhaseDurationsLearned, PhaseTimes
 from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import nearest_rank
 

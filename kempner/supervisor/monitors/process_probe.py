@@ -7,7 +7,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kempner.run.process.helper_thread import start_thread
+from kempner.run.process.threads import start_thread
 from kempner.supervisor.control.events import Connected
 from kempner.supervisor.nodes.presence import came_after, still_runs
 from kempner.supervisor.nodes.process_look import of_process

@@ -14,7 +14,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import Phase, Report
-from kempner.run.record.events.health import SlowDownFound, StragglerFound
+from kempner.run.record.events import SlowDownFound, StragglerFound
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Recovery, SlowDown, Straggler
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kempner.cluster.machine.fitness import (
+from kempner.cluster.machine.limits import (
     MEMORY,
     ROOM,
     SKEW,

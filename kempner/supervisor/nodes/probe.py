@@ -18,12 +18,11 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter
 
-from kempner.cluster.machine.fitness import SHARED_WITHIN
+from kempner.cluster.machine.limits import SHARED_WITHIN
 from kempner.cluster.machine.shell_command import run_shell
-from kempner.cluster.network.interfaces import Interface, choose
-from kempner.cluster.network.netinfo import read_interfaces
+from kempner.cluster.network.interfaces import Interface, choose, read_interfaces
 from kempner.cluster.slurm.hostlist import node_name
-from kempner.cluster.slurm.task_output import in_lines
+from kempner.cluster.slurm.node_step import in_lines
 from kempner.run.process.durable_io import comes_to_hold
 from kempner.supervisor.nodes.code_identity import CodeIdentity, code_identity
 

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.job import parse_job
-from kempner.cluster.slurm.node_step import run_on_nodes
-from kempner.cluster.slurm.task_output import whole_answers
+from kempner.cluster.slurm.node_step import run_on_nodes, whole_answers
 from kempner.run.output.logs import logger
 from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.nodes import presence, probe, process_look
-from kempner.supervisor.nodes.blame import node_flags
+from kempner.supervisor.nodes.exclusion import node_flags
 from kempner.supervisor.nodes.presence import read_answer
 from kempner.supervisor.nodes.probe import ProbeQuestion, ProbeResult
 

@@ -13,8 +13,14 @@ from itertools import pairwise
 from math import inf
 from statistics import median
 
-from kempner.run.record.events.attempt import AttemptEnded, RankReady, Restarting
-from kempner.run.record.events.job import NodesJoined, NodesLeft, NodesTakenBack
+from kempner.run.record.events import (
+    AttemptEnded,
+    NodesJoined,
+    NodesLeft,
+    NodesTakenBack,
+    RankReady,
+    Restarting,
+)
 from kempner.run.record.history import RunHistory
 
 LARGEST_SHARE = 0.02

@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import takewhile
 
 from kempner.cluster.slurm.job import Event, JobState, classify
-from kempner.cluster.slurm.put_back import RequeueDecision
+from kempner.cluster.slurm.scontrol import RequeueDecision
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.record.events.attempt import ProgramAdvanced
-from kempner.run.record.events.job import NotRequeued, Requeued, Resubmitted
+from kempner.run.record.events import NotRequeued, ProgramAdvanced, Requeued, Resubmitted
 from kempner.run.record.history import RunHistory
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.stop import PREEMPTED

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError
-from kempner.cluster.slurm.eligible import Demand, eligible
-from kempner.cluster.slurm.job import JobNodes, JobState
+from kempner.cluster.slurm.job import Demand, JobNodes, JobState, eligible
 from kempner.run.output.logs import logger
-from kempner.run.record.events.job import Requeued
+from kempner.run.record.events import Requeued
 from kempner.run.record.history import RunHistory
 
 _HELD = ("JobHeldAdmin", "JobHeldUser", "BadConstraints")

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from kempner.config.sections import Config
-from kempner.data.order.batch_slices import micro_steps
+from kempner.data.order.global_batches import micro_steps
 from kempner.model.sharding import compute_dtype
 from kempner.model.spec.communication import Choice
 from kempner.model.spec.communication_choice import Situation, choose, usable_memory

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kempner.config.profiling import ProfilingSection
+from kempner.config.sections import ProfilingSection
 from kempner.run.output.logs import logger
 from kempner.run.record.profile_request import ProfileAnswer, ProfileMail, ProfileRequest
 from kempner.run.record.run_dir import RunDirectory

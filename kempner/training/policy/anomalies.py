@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kempner.checkpoint.format.train_state import Rollback, TrainState
+from kempner.checkpoint.format.manifest import Rollback, TrainState
 from kempner.config.resilience import ResilienceSection
-from kempner.run.record.events.checkpoint import StartedAnew
-from kempner.run.record.events.training import LossSpike, RolledBack, StepSkipped
+from kempner.run.record.events import LossSpike, RolledBack, StartedAnew, StepSkipped
 from kempner.run.record.history import RunHistory
 
 FEWEST_LOSSES = 16

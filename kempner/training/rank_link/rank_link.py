@@ -1,22 +1,26 @@
 """Connects a rank to its supervisor, before torch is imported.
 
 On a cold file system that import takes minutes, and a rank that is stuck there should be seen.
+
+Measures what a rank uses of its node: memory, processes, open files.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import psutil
 
+from kempner.cluster.machine.limits import MemoryGroup, memory_group
 from kempner.cluster.network.tcp_stalls import dead_connections
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.world import World, discover
@@ -24,27 +28,56 @@ from kempner.config.sections import Config, SuperviseSection
 from kempner.run.control.client import ControlClient, Reactions
 from kempner.run.control.heartbeat import Progress, describe_places
 from kempner.run.control.launch_env import Launch, forget_secret
-from kempner.run.control.protocol import Event, Phase, Usage
+from kempner.run.control.protocol import Event, NodeMemory, Phase, Usage
 from kempner.run.output.background_files import LatestContent
 from kempner.run.output.console import leave
 from kempner.run.output.logs import logger, warn
 from kempner.run.process.exit_codes import ExitCode, RunError, UnfitNodeError, UsageError
-from kempner.run.process.parent_watch import call_at_end_of
 from kempner.run.process.retry import Waited
 from kempner.run.process.signals import signal_at_end_of
 from kempner.run.process.stop_reason import StopReason
+from kempner.run.process.worker_process import call_at_end_of
 from kempner.run.record.attempts import Attempt
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.health import StorageWaited
-from kempner.run.record.events.job import NodeSuspected
-from kempner.run.record.events.stop import Signalled
-from kempner.run.record.events.vocabulary import parse_event
+from kempner.run.record.events import LedgerEvent, NodeSuspected, Signalled, StorageWaited
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.training.rank_link.lost_supervisor import SupervisorWatch
-from kempner.training.rank_link.orphan_requeue import RESUMABLE, hand_back
-from kempner.training.rank_link.resource_usage import measure
+from kempner.run.record.vocabulary import parse_event
+from kempner.training.rank_link.orphan_requeue import RESUMABLE, SupervisorWatch, hand_back
 from kempner.training.rank_link.shutdown import StopListener
+
+
+def measure() -> Usage:
+    """Of this process, those that it has started, and its node at this moment.
+
+    Raises `OSError` or `psutil.Error` if the kernel does not show it.
+    """
+    process, host = psutil.Process(), psutil.virtual_memory()
+    children = [child.memory_info().rss for child in _living(process)]
+    files_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    group = memory_group()
+    memory = NodeMemory(*_room(group, host.available, host.total))
+    if group is not None:
+        memory = replace(memory, group=str(group.path), oom_kills=group.oom_kills())
+    return Usage(
+        rss=process.memory_info().rss,
+        children=len(children),
+        children_rss=sum(children),
+        files=process.num_fds(),
+        files_limit=files_limit,
+        memory=memory,
+    )
+
+
+def _living(process: psutil.Process) -> list[psutil.Process]:
+    return [child for child in process.children() if child.is_running()]
+
+
+def _room(group: MemoryGroup | None, available: int, total: int) -> tuple[int, int]:
+    """Bytes that are left, and of how many: of the node, or of what the job may have of it."""
+    limit = None if group is None else group.limit()
+    if group is None or limit is None or limit >= total:
+        return available, total
+    return min(available, max(0, limit - group.used())), limit
 
 
 @dataclass(frozen=True)

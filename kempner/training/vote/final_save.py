@@ -6,14 +6,13 @@ import math
 import time
 from typing import Protocol
 
-from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.store.save_failures import SaveFailures
+from kempner.checkpoint.format.manifest import TrainState
+from kempner.checkpoint.store.commit import SaveFailures
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import CheckpointWriteError, ExitCode
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.stop import Completed, Left, Stopped
+from kempner.run.record.events import Completed, LedgerEvent, Left, Stopped
 from kempner.run.record.save_times import Durations
 from kempner.training.groups.process_groups import Ranks
 from kempner.training.policy.final_save import (

@@ -9,7 +9,7 @@ from typing import Any
 from harness import KEMPNER, Job, Run, rank_processes, wait_until
 from patience import scaled
 
-from kempner.insight.report.cause import Kind
+from kempner.insight.report.attempts import Kind
 from kempner.insight.status.activity import Activity
 from kempner.insight.status.read import JobWatch
 from kempner.insight.status.runs import RunFollower

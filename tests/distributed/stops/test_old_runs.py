@@ -25,8 +25,7 @@ from old_runs import (
     steps_of,
 )
 
-from kempner.checkpoint.compare.pairs import Verdict, pairs
-from kempner.checkpoint.compare.sides import own, stock
+from kempner.checkpoint.compare import Verdict, own, pairs, stock
 from kempner.checkpoint.format.names import METADATA
 from kempner.run.record.ledger import read_lines
 

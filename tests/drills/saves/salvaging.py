@@ -13,9 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kempner.checkpoint.format.manifest import Identity
+from kempner.checkpoint.format.manifest import Identity, TrainState
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.checkpoint.format.train_state import TrainState
 from kempner.checkpoint.slots.memory import Branch, Held, Notes, SlotHolder, SlotMemory, open_slots
 from kempner.checkpoint.slots.pour import offers, pour
 from kempner.config.sections import Config

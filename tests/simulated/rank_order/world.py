@@ -17,21 +17,18 @@ import torch
 import torch.distributed as dist
 
 from kempner.checkpoint.context import CheckpointContext
-from kempner.checkpoint.format.manifest import Identity, Manifest
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import Identity, Manifest, TrainState
 from kempner.checkpoint.manager import CheckpointEngine
-from kempner.checkpoint.registered.everything import gather
+from kempner.checkpoint.registered.groups import gather
 from kempner.checkpoint.store.retention import Keep
-from kempner.checkpoint.tensors.background import RunningSave
+from kempner.checkpoint.tensors.save import RunningSave
 from kempner.cluster.world import World
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.run.control.heartbeat import Progress
 from kempner.run.process.exit_codes import ExitCode, RunError
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.signals import Received
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.checkpoint import CheckpointFailed
-from kempner.run.record.events.stop import Completed, Stopped
+from kempner.run.record.events import CheckpointFailed, Completed, LedgerEvent, Stopped
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training import loop

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kempner.cluster.slurm.allocation import Allocation, allocate, avoid, without
+from kempner.cluster.slurm.job import NodeShare
 from kempner.cluster.slurm.resources import CONFIGURED_GPUS, Amount, Resources
-from kempner.cluster.slurm.shares import NodeShare
 
 NODES = ["node1", "node2"]
 

@@ -15,8 +15,9 @@ from kempner.cluster.network.interfaces import (
     Network,
     choose,
     disagreement,
+    read_interfaces,
+    route_address,
 )
-from kempner.cluster.network.netinfo import read_interfaces, route_address
 from kempner.cluster.network.ports import FIRST, LAST, free_port
 from kempner.cluster.world import discover
 

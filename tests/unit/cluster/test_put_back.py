@@ -17,7 +17,7 @@ from kempner.cluster.slurm.command import (
     SlurmUnclearError,
 )
 from kempner.cluster.slurm.job import JobState, job_fields, parse_job
-from kempner.cluster.slurm.put_back import Means, Outcome, PutBack, RequeueDecision, put_back
+from kempner.cluster.slurm.scontrol import Means, Outcome, PutBack, RequeueDecision, put_back
 
 JOBS = json.loads((Path(__file__).with_name("slurm_data") / "jobs.json").read_text())
 RUNNING = parse_job(job_fields(JOBS["running"]))

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from kempner.model.spec.communication import Traffic, ring_traffic
-from kempner.model.spec.hardware import GPUS, Assumptions, Gpu, find_gpu, peak_flops_of
 from kempner.model.spec.mesh import MeshDegrees
-from kempner.model.spec.step_time import Load, step_time
+from kempner.model.spec.step_time import (
+    GPUS,
+    Assumptions,
+    Gpu,
+    Load,
+    find_gpu,
+    peak_flops_of,
+    step_time,
+)
 from kempner.run.process.exit_codes import UsageError
 
 GPU = Gpu("toy", 10**9, flops=100.0, memory_rate=10.0, link_rate=4.0, source="none")

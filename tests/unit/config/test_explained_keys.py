@@ -12,8 +12,7 @@ import pytest
 from kempner.cli.entry import main
 from kempner.config.explain import Explained, _table, tables, toml_value
 from kempner.config.loading import known_keys, load
-from kempner.config.model import ModelSection
-from kempner.config.presets import MEANINGS
+from kempner.config.model import MEANINGS, ModelSection
 from kempner.config.section import PositiveInt, Section
 from kempner.model.spec.shape import count_parameters
 

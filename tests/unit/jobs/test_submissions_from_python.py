@@ -14,9 +14,16 @@ from harness import ROOT
 import kempner
 from kempner.insight.status.activity import Activity, Doing
 from kempner.insight.status.job import NO_ANSWER, JobStatus
-from kempner.jobs.batch_script import Resources, sbatch, script
-from kempner.jobs.job import decide, describe_failure, describe_unfinished, job_goes_on
-from kempner.jobs.submission import Submission, last_submission, reserve
+from kempner.jobs.job import (
+    Submission,
+    decide,
+    describe_failure,
+    describe_unfinished,
+    job_goes_on,
+    last_submission,
+    reserve,
+)
+from kempner.jobs.submit import Resources, sbatch, script
 from kempner.run.process.exit_codes import RunError
 from kempner.run.record.run_dir import RunDirectory
 

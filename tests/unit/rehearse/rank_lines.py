@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kempner.rehearse.records import Record, parse
+from kempner.rehearse.compare import Record, parse
 
 STEPS = 20
 

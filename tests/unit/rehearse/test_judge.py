@@ -9,9 +9,8 @@ from typing import Any
 
 from rank_lines import STEPS, lines
 
-from kempner.rehearse.plan import Disturbance
-from kempner.rehearse.records import parse
-from kempner.rehearse.rehearsal import Played, Seen
+from kempner.rehearse.compare import parse
+from kempner.rehearse.rehearsal import Disturbance, Played, Seen
 from kempner.rehearse.report import report
 from kempner.run.control.rehearsal import Part
 from kempner.run.process.exit_codes import ExitCode

@@ -15,9 +15,8 @@ from torch import nn
 
 from kempner.run.control.rehearsal import Part, place_of
 from kempner.training.rehearsal.digest import of_rows, of_state, of_tensor
-from kempner.training.rehearsal.outside import Outside
+from kempner.training.rehearsal.recorder import Outside, Seen, Walk, look
 from kempner.training.rehearsal.switch import recorder
-from kempner.training.rehearsal.variables import Seen, Walk, look
 
 
 class Task:

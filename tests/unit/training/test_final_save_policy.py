@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kempner.checkpoint.store.save_failures import LONGEST_PAUSE, SaveFailures
+from kempner.checkpoint.store.commit import LONGEST_PAUSE, SaveFailures
 from kempner.run.process.exit_codes import CheckpointWriteError
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.events import CheckpointCommitted
 from kempner.run.record.history import RunHistory
 from kempner.run.record.save_times import REMEMBERED, Durations, SaveSeconds
 from kempner.training.policy.final_save import (

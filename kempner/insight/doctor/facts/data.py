@@ -6,9 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from kempner.data.files.compatibility import tokenizer_file
-from kempner.data.files.find import find_data
-from kempner.data.files.index import INDEX_FILE, Index
+from kempner.data.files.index import INDEX_FILE, Index, find_data, tokenizer_file
 from kempner.run.process.exit_codes import RunError
 
 _AT_ONCE = 16

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from kempner.cluster.network.interfaces import Interface
-from kempner.cluster.slurm.task_output import in_lines, whole_answers
+from kempner.cluster.slurm.node_step import in_lines, whole_answers
 from kempner.insight.doctor.facts.gpus import GpuSurvey
 from kempner.insight.doctor.facts.software import Software
 from kempner.insight.doctor.facts.write_test import WriteRate

@@ -19,9 +19,15 @@ from pathlib import Path
 
 import psutil
 
-from kempner.cluster.machine.fitness import SHARED_WITHIN
-from kempner.cluster.network.interfaces import INFINIBAND, Interface, Network, choose
-from kempner.cluster.network.netinfo import read_interfaces, route_address
+from kempner.cluster.machine.limits import SHARED_WITHIN
+from kempner.cluster.network.interfaces import (
+    INFINIBAND,
+    Interface,
+    Network,
+    choose,
+    read_interfaces,
+    route_address,
+)
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.insight.doctor.facts.gpus import survey_gpus
 from kempner.insight.doctor.facts.node import (

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kempner.cluster.machine.fitness import SHARED_WITHIN
-from kempner.cluster.network.netinfo import read_interfaces
+from kempner.cluster.machine.limits import SHARED_WITHIN
+from kempner.cluster.network.interfaces import read_interfaces
 from kempner.cluster.network.ports import candidates, claim
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.cluster.slurm.node_step import NO_GPUS, run_on_nodes

@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 
 from kempner.checkpoint.slots.pour import Offer, Poured
-from kempner.cluster.network.master import choose_master
+from kempner.cluster.network.ports import choose_master
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.hostlist import node_name
@@ -21,7 +21,7 @@ from kempner.config.sections import SuperviseSection
 from kempner.run.control.launch_env import Launch, without_token
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.process.helper_thread import start_thread
+from kempner.run.process.threads import start_thread
 from kempner.supervisor.control.auth import listen
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.fleet import NO_OTHERS, Fleet, FleetNews

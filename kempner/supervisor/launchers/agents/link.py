@@ -15,7 +15,7 @@ from kempner.run.control.protocol import MessageError
 from kempner.run.control.transport import Connection
 from kempner.run.output.logs import logger
 from kempner.run.process.awake_clock import AwakeClock
-from kempner.run.process.helper_thread import keep_running
+from kempner.run.process.threads import keep_running
 from kempner.supervisor.launchers.agents.messages import (
     BEAT,
     Beat,

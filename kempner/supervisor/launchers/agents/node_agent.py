@@ -23,12 +23,10 @@ from queue import Empty, SimpleQueue
 from signal import SIGKILL, SIGTERM
 from typing import Literal, TypeAlias
 
-from kempner.checkpoint.slots.copies import CopyHolder
-from kempner.checkpoint.slots.memory import LentSlots, SlotHolder
+from kempner.checkpoint.slots.memory import CopyHolder, LentSlots, SlotHolder
 from kempner.checkpoint.slots.requests import SlotKeeper, reply_text
-from kempner.cluster.machine.cgroup import memory_group
-from kempner.cluster.machine.rlimits import raise_open_file_limit
-from kempner.cluster.network.master import exported_master
+from kempner.cluster.machine.limits import memory_group, raise_open_file_limit
+from kempner.cluster.network.ports import exported_master
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.world import OF_AGENT, World
 from kempner.run.control.launch_env import BUDDY, IN_MEMORY, Control, Launch, with_token
@@ -37,8 +35,8 @@ from kempner.run.output import logs
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.helper_thread import start_thread
 from kempner.run.process.signals import Received, inbox
+from kempner.run.process.threads import start_thread
 from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers.agents.affinity import shares
 from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver

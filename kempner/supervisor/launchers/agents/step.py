@@ -19,7 +19,7 @@ from kempner.cluster.slurm.command import (
     step_environment,
 )
 from kempner.run.output.logs import logger
-from kempner.run.process.helper_thread import start_thread
+from kempner.run.process.threads import start_thread
 from kempner.supervisor.launchers.agents.messages import ADDRESSES, PORT, STEP, TOKEN
 from kempner.supervisor.launchers.srun_output import StepErrors
 

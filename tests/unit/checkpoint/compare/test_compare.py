@@ -15,9 +15,9 @@ from saved import commit_state, small_state
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from kempner.checkpoint.compare import values
-from kempner.checkpoint.compare.values import Difference, difference
-from kempner.checkpoint.convert.safetensors_reader import Located
+from kempner.checkpoint import compare
+from kempner.checkpoint.compare import Difference, difference
+from kempner.checkpoint.convert.import_safetensors import Located
 from kempner.cli.entry import main
 from kempner.run.record.run_dir import RunDirectory
 
@@ -257,7 +257,7 @@ def test_pieces_make_the_same_of_a_tensor_as_one(monkeypatch: pytest.MonkeyPatch
     b = torch.where(torch.rand(a.shape, generator=generator) < 0.1, a * 1.5, a)
     b[0] = a[0]
     whole = difference(a, b)
-    monkeypatch.setattr(values, "_SLAB_ELEMENTS", 4)
+    monkeypatch.setattr(compare, "_SLAB_ELEMENTS", 4)
     assert difference(a, b) == whole
     different = (a != b).nonzero()
     assert (whole.different, whole.first) == (len(different), tuple(different[0].tolist()))

@@ -18,13 +18,13 @@ from kempner.checkpoint.convert.tensor_copy import Source
 from kempner.checkpoint.format.compact_index import (
     INDEX,
     CompactIndex,
+    ListedIndex,
+    Piece,
     decode,
     encode,
     encode_listed,
 )
-from kempner.checkpoint.format.contents import Contents, Part, Saved, overlap
-from kempner.checkpoint.format.extents import Extents
-from kempner.checkpoint.format.listed_index import ListedIndex, Piece
+from kempner.checkpoint.format.contents import Contents, Extents, Part, Saved, overlap
 from kempner.checkpoint.format.manifest import encode as encode_manifest
 from kempner.checkpoint.format.manifest import read, whole_sum
 from kempner.checkpoint.format.shard_plan import (
@@ -37,7 +37,7 @@ from kempner.checkpoint.format.shard_plan import (
 )
 from kempner.checkpoint.tensors.dcp_metadata import build_metadata
 from kempner.checkpoint.tensors.file_buffer import container
-from kempner.checkpoint.tensors.open_contents import open_contents
+from kempner.checkpoint.tensors.load import open_contents
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.run_dir import RunDirectory
 

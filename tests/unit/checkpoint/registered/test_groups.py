@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from kempner.checkpoint.registered.everything import gather
+from kempner.checkpoint.registered.groups import gather
 from kempner.checkpoint.registered.objects import Registered, pack, take, unpack
 from kempner.run.process.exit_codes import MismatchError, UsageError
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from saved import commit_state, small_state
 
-from kempner.checkpoint.format.manifest import read
-from kempner.checkpoint.format.train_state import TrainState
+from kempner.checkpoint.format.manifest import TrainState, read
 from kempner.checkpoint.io.verified_reader import MemoryCopy
 from kempner.checkpoint.slots.memory import (
     IMAGE_AT,
@@ -21,8 +20,7 @@ from kempner.checkpoint.slots.memory import (
     SlotMemory,
     images_of,
 )
-from kempner.checkpoint.tensors.load import Loaded, fill
-from kempner.checkpoint.tensors.open_contents import open_contents
+from kempner.checkpoint.tensors.load import Loaded, fill, open_contents
 from kempner.run.record.run_dir import RunDirectory
 
 FILE = "__1_0.distcp"

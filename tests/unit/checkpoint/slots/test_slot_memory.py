@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kempner.checkpoint.format.manifest import Identity
-from kempner.checkpoint.format.train_state import Rollback, TrainState
-from kempner.checkpoint.slots.copies import CopyHolder
+from kempner.checkpoint.format.manifest import Identity, Rollback, TrainState
 from kempner.checkpoint.slots.memory import (
     IMAGE_AT,
     SLOTS,
     STEP_SLOTS,
     Branch,
+    CopyHolder,
     Held,
     Notes,
     SlotHolder,

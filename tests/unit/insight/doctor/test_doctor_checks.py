@@ -9,19 +9,29 @@ from typing import Any
 import pytest
 
 from kempner.cluster.network.interfaces import Interface
-from kempner.cluster.slurm.task_output import in_lines
-from kempner.insight.doctor.checks.gpus import check_gpus
-from kempner.insight.doctor.checks.machine import (
+from kempner.cluster.slurm.node_step import in_lines
+from kempner.insight.doctor.checks.fit import (
+    JobFacts,
+    World,
+    check_ranks,
+    check_requeue,
+    check_slurm,
+    check_time,
+    check_window,
+    check_write,
+    predict_save,
+)
+from kempner.insight.doctor.checks.nodes import (
+    PortFacts,
     check_answers,
     check_clocks,
+    check_gpus,
+    check_interfaces,
     check_limits,
     check_memory,
+    check_ports,
     check_software,
 )
-from kempner.insight.doctor.checks.network import PortFacts, check_interfaces, check_ports
-from kempner.insight.doctor.checks.ranks import World, check_ranks
-from kempner.insight.doctor.checks.save_time import check_window, check_write, predict_save
-from kempner.insight.doctor.checks.slurm import JobFacts, check_requeue, check_slurm, check_time
 from kempner.insight.doctor.checks.storage import check_caches, check_room, check_run, check_shared
 from kempner.insight.doctor.facts.gpus import Gpu, GpuSurvey
 from kempner.insight.doctor.facts.node import (

@@ -19,7 +19,7 @@ from sick_site import Site
 
 from kempner.cli.entry import main
 from kempner.config.loading import load
-from kempner.insight.doctor.checks.ranks import World
+from kempner.insight.doctor.checks.fit import World
 from kempner.insight.doctor.examine import Patient, Supervisor, examine
 from kempner.insight.doctor.facts import node_probe
 from kempner.insight.doctor.finding import Finding, Level, Outcome, fail, passed, per_node

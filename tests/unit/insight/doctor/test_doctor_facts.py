@@ -13,8 +13,7 @@ import pytest
 from harness import ROOT
 from sick_site import PARTITION, mounted, smi
 
-from kempner.cluster.network.interfaces import Network
-from kempner.cluster.network.netinfo import read_interfaces
+from kempner.cluster.network.interfaces import Network, read_interfaces
 from kempner.cluster.slurm.job import node_fields
 from kempner.insight.doctor.facts import node_probe
 from kempner.insight.doctor.facts import write_test as write_module

@@ -12,7 +12,7 @@ from sick_site import Report, Site
 
 from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.loading import load
-from kempner.insight.doctor.checks.ranks import World
+from kempner.insight.doctor.checks.fit import World
 from kempner.insight.doctor.examine import Patient, Supervisor, examine
 from kempner.insight.doctor.facts.plan import read_plan
 from kempner.run.record.run_dir import RunDirectory

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from planted_run import BEGIN, PlantedRun
 
-from kempner.insight.report.categories import Category
-from kempner.insight.report.cause import Kind
-from kempner.insight.report.page.plots import decimate
-from kempner.insight.report.pieces import Pieces, overlaps
+from kempner.insight.report.attempts import Kind
+from kempner.insight.report.page.document import decimate
 from kempner.insight.report.series import collect
 from kempner.insight.report.summary import read_run
+from kempner.insight.report.timeline import Category, Pieces, overlaps
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.lease import Lease
 from kempner.run.record.run_dir import RunDirectory

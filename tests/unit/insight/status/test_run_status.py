@@ -10,16 +10,13 @@ from typing import Any
 
 import pytest
 
-from kempner.checkpoint.store.inventory import locate
-from kempner.cli.insight.rows import table_row
-from kempner.cli.insight.status_words import checkpoint
+from kempner.checkpoint.store.retention import locate
+from kempner.cli.insight.status_words import checkpoint, table_row
 from kempner.insight.owner import judge_lease
 from kempner.insight.status.facts import CheckpointFacts, RankPlace
-from kempner.insight.status.progress import measure
-from kempner.insight.status.ranks import gather
 from kempner.insight.status.read import ATTEMPTS, KEPT, RunReader
 from kempner.insight.status.runs import find_runs, places
-from kempner.insight.status.summary import Status, summarise
+from kempner.insight.status.summary import Status, gather, measure, summarise
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.lease import RELEASED, Holder, Lease, Seen

@@ -30,8 +30,7 @@ from kempner.run.control.protocol import (
 )
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.events.checkpoint import Resumed, StartedAnew
-from kempner.run.record.events.stop import Signalled
+from kempner.run.record.events import Resumed, Signalled, StartedAnew
 from kempner.supervisor.control import server as channel_module
 from kempner.supervisor.control.auth import listen
 from kempner.supervisor.control.events import Connected, Disconnected, Heard

@@ -32,7 +32,7 @@ from kempner.run.control.protocol import (
 )
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.attempts import Attempt
-from kempner.run.record.events.stop import Signalled
+from kempner.run.record.events import Signalled
 from kempner.supervisor.control import peers
 from kempner.supervisor.control.events import Connected, Disconnected, Heard
 

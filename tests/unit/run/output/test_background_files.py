@@ -14,7 +14,7 @@ import pytest
 from harness import wait_until
 from patience import scaled
 
-from kempner.run.output import background_files, courier
+from kempner.run.output import background_files, console
 from kempner.run.output.background_files import JsonLines, LatestContent, open_lines
 from kempner.run.output.console import settle_all
 
@@ -96,7 +96,7 @@ def test_storage_that_hangs_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipe that nobody reads hangs like a file server that does not answer."""
-    monkeypatch.setattr(courier, "PATIENCE", 0.05)
+    monkeypatch.setattr(console, "PATIENCE", 0.05)
     path = tmp_path / "lines.jsonl"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
@@ -136,7 +136,7 @@ def test_only_the_newest_content_is_written_once_it_can_be(tmp_path: Path) -> No
 def test_a_file_whose_storage_hangs_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(courier, "PATIENCE", 0.05)
+    monkeypatch.setattr(console, "PATIENCE", 0.05)
     stuck, free = tmp_path / "stuck.jsonl", tmp_path / "free.jsonl"
     go_on, open_file = threading.Event(), background_files._open
     monkeypatch.setattr(

@@ -18,7 +18,7 @@ from harness import wait_until
 
 from kempner.run.process import worker_process
 from kempner.run.process.signals import SignalInbox, inbox
-from kempner.run.process.thread_states import thread_states
+from kempner.run.process.threads import thread_states
 from kempner.run.process.worker_process import born_deaf, heed_only_parent
 
 FORK = multiprocessing.get_context("fork")

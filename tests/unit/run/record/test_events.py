@@ -17,27 +17,28 @@ import pytest
 
 from kempner.run.output import background_files
 from kempner.run.record import events
-from kempner.run.record.events.attempt import AttemptEnded, AttemptFailed, RunGivenUp
-from kempner.run.record.events.base import LedgerEvent
-from kempner.run.record.events.checkpoint import (
+from kempner.run.record.events import (
+    AttemptEnded,
+    AttemptFailed,
     CheckpointCommitted,
     CheckpointDamaged,
     CheckpointFailed,
-    Resumed,
-    StartedAnew,
-)
-from kempner.run.record.events.health import (
     ConnectionsStalled,
     HangFound,
+    LedgerEvent,
+    NodeSuspected,
     OwnProgramStands,
     PhaseDurationsLearned,
     PhaseTimes,
+    Requeued,
+    Resumed,
+    RunGivenUp,
+    StartedAnew,
 )
-from kempner.run.record.events.job import NodeSuspected, Requeued
-from kempner.run.record.events.vocabulary import SUBJECTS, parse_event
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.save_times import Durations, SaveSeconds
+from kempner.run.record.vocabulary import SUBJECTS, parse_event
 
 ROOT = Path(__file__).parents[4]
 sys.path.append(str(ROOT / "scripts" / "docs"))
@@ -49,7 +50,7 @@ NAMES = {kind.name for kind in VOCABULARY}
 ALLOWED = {
     ("kempner/config/fault_spec.py", "hang"): "a kind of fault that a configuration asks for",
     ("kempner/training/fault_injection.py", "hang"): "the same, where it is injected",
-    ("kempner/insight/report/cause.py", "hang"): "a kind of interruption",
+    ("kempner/insight/report/attempts.py", "hang"): "a kind of interruption",
     ("kempner/insight/status/activity.py", "restarting"): "what a run is doing",
     ("kempner/insight/status/activity.py", "stopped"): "what a run is doing",
     ("kempner/insight/status/activity.py", "completed"): "what a run is doing",

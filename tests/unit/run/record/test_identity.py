@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.record.events.attempt import AttemptEnded, ProgramAdvanced
+from kempner.run.record.events import AttemptEnded, ProgramAdvanced
 from kempner.run.record.identity import (
     ACCEPT_CHANGES,
     RunIdentity,

@@ -20,7 +20,7 @@ from kempner.run.control.protocol import Outcome, Phase, Report, Stop
 from kempner.run.control.transport import UNACKNOWLEDGED
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
-from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.events import NodeSuspected
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.attempt import AttemptFollower

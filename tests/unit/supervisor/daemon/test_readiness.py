@@ -12,7 +12,7 @@ import pytest
 from harness import write_tokens
 
 from kempner.checkpoint.format.names import CheckpointFolder
-from kempner.checkpoint.store.room import Room, judge_room
+from kempner.checkpoint.store.commit import Room, judge_room
 from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.run.output import logs

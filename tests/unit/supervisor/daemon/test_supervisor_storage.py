@@ -16,7 +16,7 @@ from patience import scaled
 from kempner.run.control.protocol import Alive
 from kempner.run.control.transport import MessageFile
 from kempner.run.output import logs
-from kempner.run.process import helper_thread as helper
+from kempner.run.process import threads as helper
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.retry import StorageUnavailableError, StorageWaits
 from kempner.run.record.attempts import begin_attempt

@@ -12,14 +12,14 @@ from dataclasses import replace
 import pytest
 from harness import wait_until
 
-from kempner.checkpoint.format.train_state import TrainState
-from kempner.checkpoint.slots.board import Board
-from kempner.checkpoint.slots.copies import CopyHolder
+from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.slots.memory import (
     IMAGE_AT,
     PINNED,
     SLOTS,
+    Board,
     Branch,
+    CopyHolder,
     Held,
     LentSlots,
     Notes,

@@ -20,9 +20,12 @@ from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.sections import SuperviseSection
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import inbox
-from kempner.run.record.events.attempt import AttemptEnded
-from kempner.run.record.events.checkpoint import CheckpointCommitted
-from kempner.run.record.events.health import PhaseDurationsLearned, PhaseTimes
+from kempner.run.record.events import (
+    AttemptEnded,
+    CheckpointCommitted,
+    PhaseDurationsLearned,
+    PhaseTimes,
+)
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import SaveSeconds

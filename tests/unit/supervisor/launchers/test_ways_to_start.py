@@ -14,7 +14,7 @@ from patience import scaled
 from kempner.cluster.network.interfaces import Choice, Interface
 from kempner.cluster.rank_network import network_of_rank
 from kempner.cluster.world import World
-from kempner.config.site.network import DistributedSection
+from kempner.config.site import DistributedSection
 from kempner.run.control.launch_env import Control, Launch, LaunchTerms
 from kempner.run.control.protocol import Secret
 from kempner.run.record.attempts import Attempt

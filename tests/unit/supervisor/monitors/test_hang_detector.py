@@ -11,7 +11,7 @@ from kempner.config.resilience import HangTimeouts, ResilienceSection
 from kempner.run.control.protocol import Moves, Phase, Report
 from kempner.supervisor.control.events import Connected, LastReport
 from kempner.supervisor.monitors.base import Snapshot, Surroundings
-from kempner.supervisor.monitors.hang_detector import HangDetector
+from kempner.supervisor.monitors.hangs import HangDetector
 from kempner.supervisor.monitors.phase_durations import DurationStats, PhaseDurations
 
 SECTION = ResilienceSection(

@@ -21,14 +21,13 @@ from patience import scaled
 
 from kempner.cluster.network.tcp_stalls import stalled_connections, unanswered_calls
 from kempner.run.control.protocol import DumpStacks, FromSupervisor, Phase, Report
-from kempner.run.record.events.health import ConnectionsStalled, HangFound
-from kempner.run.record.events.job import NodeSuspected
+from kempner.run.record.events import ConnectionsStalled, HangFound, NodeSuspected
 from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import Ledger
 from kempner.supervisor.control.events import Connected, LastReport
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang
-from kempner.supervisor.monitors.hang_evidence import (
+from kempner.supervisor.monitors.hangs import (
     EVIDENCE,
     HangEvidence,
     by_what_they_wait_for,

@@ -13,19 +13,25 @@ import psutil
 import pytest
 from harness import wait_until
 
-from kempner.cluster.machine.cgroup import MemoryGroup, memory_group
+from kempner.cluster.machine.limits import MemoryGroup, memory_group
 from kempner.config.resilience import ResilienceSection
 from kempner.run.control.protocol import NodeMemory, Phase, Usage
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.supervisor.control.events import Connected
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import PhasesLearned, Shortage, SteadyGrowth
-from kempner.supervisor.monitors.memory import SPAN, SPANS, Growth, MemoryMonitor, explain_kill
-from kempner.supervisor.monitors.oom import explained
+from kempner.supervisor.monitors.memory import (
+    SPAN,
+    SPANS,
+    Growth,
+    MemoryMonitor,
+    explain_kill,
+    explained,
+)
 from kempner.supervisor.monitors.phase_durations import DurationStats
 from kempner.supervisor.monitors.reporter import Reporter
 from kempner.supervisor.policy.outcome import RankExit
-from kempner.training.rank_link.resource_usage import measure
+from kempner.training.rank_link.rank_link import measure
 
 GIB = 1 << 30
 CALM = Usage(

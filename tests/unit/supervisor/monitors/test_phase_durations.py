@@ -16,7 +16,7 @@ from kempner.run.record.ledger import Ledger
 from kempner.supervisor.control.events import LastReport
 from kempner.supervisor.monitors.base import Snapshot
 from kempner.supervisor.monitors.findings import Hang, PhasesLearned
-from kempner.supervisor.monitors.hang_detector import HangDetector
+from kempner.supervisor.monitors.hangs import HangDetector
 from kempner.supervisor.monitors.phase_durations import (
     DurationStats,
     PhaseDurations,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kempner.cluster.machine.fitness import OPEN_FILES, ROOM, SKEW
+from kempner.cluster.machine.limits import OPEN_FILES, ROOM, SKEW
 from kempner.cluster.network.interfaces import Interface
 from kempner.supervisor.nodes.code_identity import CodeIdentity
 from kempner.supervisor.nodes.health_check import Diagnosis, ailments, diagnose

@@ -10,9 +10,9 @@ import pytest
 
 from kempner.config.sections import Config
 from kempner.model.spec.communication import Choice
-from kempner.model.spec.flops import step_flops
 from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
+from kempner.model.spec.step_time import step_flops
 from kempner.training.plan.plan import plan
 from kempner.training.plan.timeline import Memory, Phase, Traced, peak
 from kempner.training.plan.trace import Step, trace, traced, whole

@@ -11,16 +11,21 @@ import pytest
 
 from kempner.cluster.slurm.command import SlurmError, SlurmRefusedError
 from kempner.cluster.slurm.job import JobState, parse_job
-from kempner.cluster.slurm.put_back import Means
+from kempner.cluster.slurm.scontrol import Means
 from kempner.run.output import logs
 from kempner.run.record.attempts import begin_attempt
-from kempner.run.record.events.checkpoint import CheckpointCommitted
+from kempner.run.record.events import CheckpointCommitted
 from kempner.run.record.lease import RELEASED, Holder, Seen
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.run_dir import RunDirectory
-from kempner.training.rank_link import lost_supervisor, orphan_requeue
-from kempner.training.rank_link.lost_supervisor import SupervisorWatch, Watched, has_died
-from kempner.training.rank_link.orphan_requeue import decide_orphan_requeue, hand_back
+from kempner.training.rank_link import orphan_requeue
+from kempner.training.rank_link.orphan_requeue import (
+    SupervisorWatch,
+    Watched,
+    decide_orphan_requeue,
+    hand_back,
+    has_died,
+)
 
 
 def job(state: str, reason: str, may_requeue: str = "1", restarts: str = "2") -> JobState:
@@ -164,8 +169,8 @@ def test_the_lease_is_looked_at_from_time_to_time_and_what_has_died_stays_dead(
         at.looks += 1
         return Seen(1, replace(HOLDER, machine="boot-b/1"), at.beat)
 
-    monkeypatch.setattr(lost_supervisor, "look", look)
-    monkeypatch.setattr(lost_supervisor, "AwakeClock", lambda: SimpleNamespace(now=lambda: at.now))
+    monkeypatch.setattr(orphan_requeue, "look", look)
+    monkeypatch.setattr(orphan_requeue, "AwakeClock", lambda: SimpleNamespace(now=lambda: at.now))
     watch, found = SupervisorWatch(tmp_path), []
     for now, beat in ((0.0, "4"), (0.4, "4"), (0.5, "4"), (8.0, "4"), (9.0, "5")):
         at.now, at.beat = now, beat

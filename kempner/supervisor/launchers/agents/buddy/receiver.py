@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from kempner.checkpoint.slots.copies import CopyHolder
-from kempner.cluster.network.interfaces import choose
-from kempner.cluster.network.netinfo import read_interfaces, route_address
+from kempner.checkpoint.slots.memory import CopyHolder
+from kempner.cluster.network.interfaces import choose, read_interfaces, route_address
 from kempner.run.control.handshake import admit
 from kempner.run.control.protocol import OPENING_LIMIT, MessageError, Secret
 from kempner.run.control.transport import Connection
 from kempner.run.output.logs import logger
-from kempner.run.process.helper_thread import keep_running, start_thread
+from kempner.run.process.threads import keep_running, start_thread
 from kempner.supervisor.launchers.agents.buddy.wire import (
     ARRIVED,
     SILENT,

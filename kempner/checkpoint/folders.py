@@ -5,7 +5,7 @@ on disk and summed, rank 0 commits that folder as it commits kempner's own: a cr
 commit before or this one, never a torn one, and what does not verify is set aside and not loaded.
 
 Every method is called on every rank, in the same order. A save ends before `save` returns, since
-nobody knows what such a library may do to its state meanwhile.
+the library may change its state afterwards.
 """
 
 from __future__ import annotations

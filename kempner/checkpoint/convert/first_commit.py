@@ -1,6 +1,6 @@
-"""Commits what comes from elsewhere as the first checkpoint of a run.
+"""Commits tensors from another format as the first checkpoint of a run.
 
-Writes a checkpoint whose tensors somebody else has cut: containers, checksums and both indexes.
+The source decides how its tensors are cut; containers, checksums and both indexes are written here.
 
 Memory holds what one step of the reader gives.
 """

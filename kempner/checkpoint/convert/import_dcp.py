@@ -6,9 +6,9 @@ Memory holds two of the largest stored part.
 
 Reads DCP's files without executing their pickles.
 
-`.metadata` is a pickle, which the stock reader loads as it is: whoever can write to a checkpoint
-could run code in every job that resumes from it. Here only the classes that DCP itself writes are
-let through. Tensors are read by `torch.load(weights_only=True)`, as the stock reader does.
+`.metadata` is a pickle, which the stock reader loads without restriction: a user who can write to a
+checkpoint could run code in every job that resumes from it. Here only the classes that DCP itself
+writes are allowed. Tensors are read by `torch.load(weights_only=True)`, as in the stock reader.
 
 Maps the keys of a foreign checkpoint to those of kempner: pure, with reasons for refusals.
 

@@ -86,7 +86,7 @@ def length(saved: Saved) -> int:
 def dtype_of(saved: Saved) -> torch.dtype:
     """A tensor's dtype."""
     dtype = getattr(torch, saved.dtype)
-    assert isinstance(dtype, torch.dtype)  # whoever described the contents has seen to it
+    assert isinstance(dtype, torch.dtype)  # checked when the contents were described
     return dtype
 
 

@@ -10,10 +10,10 @@ only that:
 a tensor being its key, shape, dtype, device mesh, the dimension that is cut along each dimension
 of the mesh, or null, and the dimensions of the mesh as they cut, if not from the first to the last;
 and a container the dtype and sizes of a part, the bytes of its data and all of its bytes. If any
-tensor is frozen, `"base": [0]` has the numbers of those that are. What was cut by somebody else is
-listed; see `listed_index`.
+tensor is frozen, `"base": [0]` has the numbers of those that are. Tensors that another library has
+cut are listed; see `listed_index`.
 
-The index of a checkpoint whose tensors somebody else has cut: it lists the parts.
+The index of a checkpoint whose tensors another library has cut: it lists the parts.
 
     {"format": 1, "tensors": [["model.norm.weight", [512], "float32", 0]],
      "cuts": [[[0, [0], [256]], [1, [256], [256]]]], "containers": [["float32", [256], 1024, 2176]]}
@@ -216,7 +216,7 @@ class CompactIndex:
             pieces, table = self._file(number)
             piece = pieces[kind]
             if piece is None:
-                continue  # a box without elements touches what nobody holds
+                continue  # a box without elements can touch a piece that no rank has
             placed = table[key]
             length = placed.container.length
             yield Part(piece.offsets, piece.sizes, data_file(number), placed.start, length)

@@ -7,9 +7,9 @@
     step-00000120.damaged-a4           a commit that attempt 4 found damaged
     verified.jsonl                     what `kempner checkpoint verify` found, and when
     .step-00000120.a0-51d07be2         a commit whose deletion has begun
-    .reading-step-00000120.7c0e44d1    somebody reads step 120
+    .reading-step-00000120.7c0e44d1    a process reads step 120
 
-Anything else belongs to somebody else, and is never read, moved or deleted.
+Anything else is not kempner's, and is never read, moved or deleted.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class CheckpointFolder:
         fsync_directory(self.path)
 
     def leftovers(self, before_attempt: int) -> list[Path]:
-        """In-progress folders of attempts below `before_attempt`: nobody will finish them."""
+        """In-progress folders of attempts below `before_attempt`, which will not be finished."""
         if not self.path.is_dir():
             return []
         matches = ((entry, _IN_PROGRESS.fullmatch(entry.name)) for entry in self.path.iterdir())

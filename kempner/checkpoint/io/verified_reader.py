@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MemoryCopy:
-    """What may be the content of a file, in shared memory: so many bytes from `start` on."""
+    """What may be the content of a file, in shared memory from `start` on."""
 
     descriptor: int
     start: int

@@ -110,7 +110,7 @@ class SlotMemory:
 
     @classmethod
     def grown(cls, descriptor: int, image: int) -> Self:
-        """With room for a data file of so many bytes, and nothing in it."""
+        """With room for a data file of `image` bytes, and empty."""
         os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, IMAGE_AT + image)
         return cls(descriptor)
@@ -142,7 +142,7 @@ class SlotMemory:
 
 
 def read_held(descriptor: int) -> Held | None:
-    """What a slot holds, of which somebody else may change the size at any time."""
+    """What a slot holds, whose size another process may change at any time."""
     text = _text(os.pread(descriptor, IMAGE_AT, 0))
     return None if text is None else Held.decode(text)
 
@@ -287,7 +287,7 @@ class SlotHolder:
 
 
 def open_slots(environ: Mapping[str, str]) -> LentSlots | None:
-    """Descriptors of this rank's own; None if nobody keeps any for it."""
+    """Descriptors of this rank's own; None if it has no slots."""
     owner, *lists = environ.get(STEP_SLOTS, "").split(":")
     opened: list[int] = []
     try:

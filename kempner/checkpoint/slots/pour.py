@@ -1,7 +1,8 @@
 """Turns what slots hold into the files of a checkpoint, once their ranks are gone. Without torch.
 
-Each who keeps slots says what they offer; where all ranks offer the same step, it pours that into
-the folder of a checkpoint in progress, and whoever commits is told what the manifest needs.
+Each process that keeps slots says what they offer. Where all ranks offer the same step, it is
+written to the folder of a checkpoint in progress, and the committing process is told what the
+manifest needs.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def pour(
     instead: bool = False,
 ) -> list[Poured]:
     """Write the files of the ranks that offer a step into `folder`, of these `ranks` if they are
-    given; `instead` of what somebody else may have begun to write. Raises `OSError`.
+    given; `instead` of what another process may have begun to write. Raises `OSError`.
     """
     held_by = {each[1].rank: each for each in _of_attempt(holder, nonce) if _is_at(each[1], step)}
     chosen = [each for rank, each in held_by.items() if ranks is None or rank in ranks]

@@ -80,10 +80,10 @@ def commit(
 
 
 def await_files(written: Path, names: Iterable[str], seconds: float = LATE) -> None:
-    """Wait until the files of all ranks are seen in a folder, for so many seconds in all.
+    """Wait until the files of all ranks are seen in a folder, for `seconds` in all.
 
-    A node on which it is another folder of the same name (a file system that is not mounted there,
-    say) writes its files where nobody finds them again. Raises `FileNotFoundError`.
+    A node where the path leads to another folder (because a file system is not mounted there, say)
+    has written its files where rank 0 does not see them. Raises `FileNotFoundError`.
     """
     end = time.monotonic() + seconds
     for name in names:

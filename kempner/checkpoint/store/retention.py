@@ -7,9 +7,9 @@ deleted. Where a crash or an error ends it, a later pass goes on.
 Markers that say which checkpoint is being read, so that retention does not delete it.
 
 A reader puts a marker, `.reading-step-<s>.<nonce>`, beside the checkpoint (a commit is never
-written to) *before* it opens the manifest, and changes its content every few seconds. Whoever wants
-to delete looks for markers before and after it withdraws the manifest, so that one of the two
-notices the other. A marker that has not changed for a while, on the clock of the one who looks,
+written to) *before* it opens the manifest, and changes its content every few seconds. A process
+that deletes looks for markers before and after it withdraws the manifest, so that one of the two
+notices the other. A marker that has not changed for a while, on the clock of the deleting process,
 belongs to a reader that is gone: no two machines' clocks are compared, and nothing is blocked for
 ever.
 
@@ -109,7 +109,7 @@ def reading_at(
 
 
 class Readers:
-    """Tells whether somebody reads a checkpoint; remembers markers from look to look."""
+    """Tells whether a checkpoint is being read; remembers markers from look to look."""
 
     def __init__(self, folder: CheckpointFolder, clock: Callable[[], float] = time.monotonic):
         self._folder, self._clock = folder, clock

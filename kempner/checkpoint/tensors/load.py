@@ -227,12 +227,12 @@ def _data_offset(prefix: bytes, stored: Part) -> int:
 def open_contents(checkpoint: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> Contents:
     """What a checkpoint holds. Raises `DataError` unless that is as the manifest says.
 
-    Of the files that nobody needs, `.metadata` among them, each rank of a `world` that loads
+    Of the files that no rank loads, `.metadata` among them, each rank of a `world` that loads
     together checks its share, so that between them they read every block of every file.
 
-    A rank may see the folder later than rank 0, which has chosen it: that is waited for. One that
-    never does raises `NotSharedError`: the checkpoint is no worse for it. Where nothing is seen of
-    the folder that it is in, storage is away, and waited for.
+    A rank may see the folder later than rank 0, which has chosen it, and waits for it. A rank that
+    never sees it raises `NotSharedError`: the checkpoint itself may be good. Where the parent
+    folder is not seen either, storage is unavailable, and waited for.
     """
     storage_waits().retry(partial(_await_folder, checkpoint), worked=True)
     contents = _read_index(checkpoint / INDEX, manifest)

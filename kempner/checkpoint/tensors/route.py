@@ -99,7 +99,7 @@ class Route:
     image: FileBuffer
     base: FileBuffer | None
     steady: list[tuple[Tensor, Tensor]]
-    """Written by nobody between two updates: copied beside the next forward pass."""
+    """Not written between two updates: copied beside the next forward pass."""
     watched: list[tuple[str, Tensor]]
     """Keys of what is steady, and the tensors that count writes to it."""
     volatile: list[tuple[Tensor, Tensor]]

@@ -32,8 +32,8 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a `DTensor`.
 
     Importing `DTensor` takes half as long as importing torch, and a process that is alone has none.
-    Where nobody has imported it, no tensor can be one; nor while another thread is about to, as the
-    first save does.
+    Where it was not imported, no tensor can be one; nor while another thread is importing it, as
+    the first save does.
     """
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return sharded is not None and isinstance(tensor, sharded)

@@ -62,8 +62,8 @@ class Pins:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Where a rank keeps its steps, None if nobody has lent it any memory; in `group` the ranks
-    agree on what they hold.
+    """Where a rank keeps its steps, None if it was lent no memory; in `group` the ranks agree on
+    what they hold.
     """
 
     lent: LentSlots | None

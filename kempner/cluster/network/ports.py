@@ -51,7 +51,7 @@ def candidates(salt: str) -> list[int]:
 def claim(ports: Sequence[int]) -> socket.socket:
     """A socket that listens on the first of `ports` that is free on this machine, on all addresses.
 
-    It is bound for good: unlike with a port that was only probed, nobody can take it before its
+    It stays bound: unlike with a port that was only probed, no other process can take it before its
     use. Raises `OSError` with a sentence if all are taken.
     """
     for port in ports:
@@ -67,7 +67,7 @@ def claim(ports: Sequence[int]) -> socket.socket:
 
 
 def free_port(address: str, salt: str) -> int:
-    """A port on `address` (of this machine) that nobody listens on.
+    """A port on `address` (of this machine) that no process listens on.
 
     The search starts at a place derived from `salt`, so that two runs that look at the same moment
     look at different ports. Raises `OSError` if none is free.
@@ -94,7 +94,7 @@ def _listen(port: int) -> socket.socket:
 
 
 _ANSWER = 5.0
-"""Seconds to wait for an answer on one port; one that nobody listens on refuses at once."""
+"""Seconds to wait for an answer on one port; a port without a listener refuses at once."""
 _PAUSE = 0.1
 """Seconds between rounds over the ports while rank 0 is not there yet."""
 _LONGEST = 128
@@ -102,7 +102,7 @@ _LONGEST = 128
 
 
 def announce(salt: str, port: int) -> None:
-    """Tell whoever of this launch asks that the store is on `port`, as long as this process lives.
+    """Answer other ranks of this launch that the store is on `port`, as long as this process lives.
 
     Raises `OSError` with a sentence if all ports of the launch are taken.
     """

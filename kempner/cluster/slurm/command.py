@@ -28,7 +28,7 @@ COMMAND_WITHIN = 60.0
 controller that is away after 9 or 18 s. A busy one may take longer to answer."""
 
 SHORTLY = 20.0
-"""Seconds for which a question is repeated where whoever asks can do without the answer."""
+"""Seconds for which a question is repeated where the caller can do without the answer."""
 
 UNCLEAR_WITHIN = 60.0
 """Seconds for which a command is repeated that fails with words that are not known here."""
@@ -115,7 +115,7 @@ class SlurmMissingError(SlurmError):
 
 
 class SlurmUnclearError(SlurmError):
-    """The command failed with words that are not known here: nobody can say whether it passes."""
+    """The command failed with an unknown message, so it is unclear whether the cause will pass."""
 
 
 class SlurmRefusedError(SlurmError):
@@ -262,7 +262,7 @@ def _failure(command: Sequence[str], answer: Answer) -> SlurmError:
 
 
 def next_pause(failures: int) -> float:
-    """Seconds before the next try, after so many that failed in a row (at least one)."""
+    """Seconds before the next try, after a number of `failures` in a row (at least one)."""
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, 10))
 
 

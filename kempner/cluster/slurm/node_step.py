@@ -74,7 +74,7 @@ def run_on_nodes(
     except subprocess.TimeoutExpired:
         asked.kill()
         return Told(*asked.communicate())
-    except BaseException:  # whoever asks is told to leave: the tasks, too
+    except BaseException:  # this process is told to leave: end the tasks, too
         asked.terminate()
         raise
 

@@ -26,7 +26,7 @@ _UNITS = {"": 1, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 @dataclass(frozen=True)
 class Amount:
-    """A number and its source; memory is in MiB. None means that nobody says."""
+    """A number and its source; memory is in MiB. None means that it is not known."""
 
     value: int | None
     source: str

@@ -313,9 +313,9 @@ def ask_for(
     after: float = 0.0,
     within: float = SHORTLY,
 ) -> None:
-    """How many `nodes` a requeued job is to get, and which not; `after` so many seconds.
+    """Set how many `nodes` a requeued job gets, `without` which, and `after` how many seconds.
 
-    Where it may not run is left as it is without a list of it. Raises `SlurmError`.
+    With `without` None, the job's list of excluded nodes is not changed. Raises `SlurmError`.
     """
     excluded = [] if without is None else [f"ExcNodeList={','.join(without)}"]
     later = [f"StartTime=now+{after:.0f}"] if after else []

@@ -36,7 +36,7 @@ _RECORD = "submitted.json"
 
 @dataclass(frozen=True)
 class Submission:
-    """The `number`th submission of a run, after so many `attempts`.
+    """The `number`th submission of a run, made after `attempts` attempts.
 
     Either a Slurm `job`, or the process `pid` that began at `started` (clock ticks) on `machine`,
     as in `Holder`.
@@ -198,7 +198,7 @@ class Job:
         return self._look()[0]
 
     def done(self) -> bool:
-        """Whether nothing more happens unless somebody submits it again.
+        """Whether nothing more happens unless the run is submitted again.
 
         A Slurm job that waits to go on is not done, nor is one that is held before its run is over.
         """
@@ -280,7 +280,7 @@ class Job:
         self._follower = RunFollower(self._run, watch, patient=True)
 
     def _look(self) -> tuple[Status, Doing, bool | None]:
-        """Its status, what it does, and whether somebody works on it, or will."""
+        """Its status, what it does, and whether a process works on it, or a job will."""
         works = self._process_lives()  # first: what it did before its end is written then
         status = self._follower.read()
         if not self._job:

@@ -220,7 +220,7 @@ def _words(
 
 
 def _refuse_if_running(run: RunDirectory) -> None:
-    """Raises `UsageError` if somebody works on the run, or will."""
+    """Raises `UsageError` if a process works on the run, or a job will."""
     known = run.ledger.is_file() or last_submission(run) is not None
     job = Job(run.path) if known else None
     if job is not None and not job.done():

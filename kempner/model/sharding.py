@@ -310,7 +310,7 @@ def shard(
 
     Parameters, gradients and optimizer state stay float32; blocks are gathered in `dtype` and
     gradients are summed over the ranks in float32. After a forward without gradients nothing stays
-    gathered: stale full parameters would be left behind for whoever changes the shards next.
+    gathered: stale full parameters would be left behind when the shards are changed.
 
     Args:
         model: on any device, meta included.

@@ -129,8 +129,8 @@ class KVCache:
 def document_mask(tokens: Tensor, end: int, cached: int = 0) -> Mask:
     """A token sees itself and what comes before it in its document, as in Llama 3.
 
-    FlexAttention, which skips what nobody sees, where it has a backward: on CUDA. Elsewhere a
-    mask of all pairs.
+    FlexAttention, which skips blocks that are masked out, where it has a backward: on CUDA.
+    Elsewhere a mask of all pairs.
 
     Args:
         tokens: int64, [batch, seq].

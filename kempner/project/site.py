@@ -28,7 +28,7 @@ _DURATION = re.compile(r"(?:(\d+)-)?(\d+):(\d+)(?::(\d+))?")
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Equal nodes of a partition: `count` of them, each with so many CPUs and GPUs.
+    """Equal nodes of a partition: `count` of them, each with the same CPUs and GPUs.
 
     `limit` is the longest that a job may take there, as Slurm spells it (`7-00:00:00`, `infinite`).
     """

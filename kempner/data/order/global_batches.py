@@ -95,7 +95,7 @@ class GlobalBatches:
         return left // self.size if self.drop_last else -(-left // self.size)
 
     def epoch_start(self, epoch: int, position: int) -> int:
-        """Where the batches of an epoch begin for whoever is at `position`, in it or before it."""
+        """Where the batches of an epoch begin, seen from `position`, in it or before it."""
         if self.drop_last:
             return max(position, epoch * self.samples)
         while position < epoch * self.samples:

@@ -125,8 +125,8 @@ class TokenReader:
         with killed_on_error():
             with born_deaf():
                 iterator = cast(_MultiProcessingDataLoaderIter, iter(loader))
-            # torch would raise in the main thread, wherever that is, when a worker dies: whoever
-            # iterates shall find out.
+            # When a worker dies, torch would raise in the main thread, whatever that is doing: the
+            # thread that iterates is to get the error.
             _remove_worker_pids(id(iterator))
             iterator._worker_pids_set = False
         self._iterator, self._pool = iterator, iterator
@@ -163,7 +163,7 @@ class TokenReader:
             return
         self._pool._shutdown = True  # its own way takes a lock that a killed worker may have held
         kill(self._workers)
-        # Nobody is left to write: a thread that waits for a batch gets the end of the file.
+        # No writer is left, so a thread that waits for a batch gets the end of the file.
         self._pool._worker_result_queue._writer.close()  # type: ignore[attr-defined]
 
 
@@ -354,7 +354,7 @@ def eval_batches(
             rows = [position if position < count else PADDING for position in positions]
             try:
                 tokens = [no_tokens if r == PADDING else corpus.sample(r, seq_len) for r in rows]
-            except WaitStoppedError:  # nobody uses the loss, but the ranks go on together
+            except WaitStoppedError:  # the loss is not used, but the ranks go on together
                 rows, tokens = [PADDING] * len(rows), [no_tokens] * len(rows)
             batch.append(_to_micro_batch(np.stack(tokens), rows))
         yield batch

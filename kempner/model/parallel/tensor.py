@@ -13,7 +13,7 @@ Logits and loss where the rows of the vocabulary are spread over a tensor group.
 Each rank has the logits of its own rows only. What the loss needs of the others is three numbers a
 token: their largest logit, their sum of exponentials and, from the one that has it, the logit of
 the target. `torch.distributed.tensor.parallel.loss_parallel` does the same, but knows nothing of
-rows that are no token, and replaces torch's operators for whoever runs in the meantime.
+rows that are no token, and replaces torch's operators for all code that runs in the meantime.
 """
 
 from __future__ import annotations

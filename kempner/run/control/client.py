@@ -71,15 +71,15 @@ _LISTEN = 0.1
 
 @dataclass(frozen=True)
 class Reactions:
-    """What a rank does when it is told to stop, and after `patience` seconds of silence; and
-    what if it then does not move any more, with nobody left to say why. Called from the link's
-    thread, and must not wait.
+    """What a rank does when it is told to stop, after `patience` seconds of silence, and when it
+    then makes no progress, with no supervisor to say why. Called from the link's thread, and must
+    not wait.
 
     `patience` seconds are given to a step, `grace` seconds to what is none, such as the last save.
     `stalled` tells the near and far address of each connection of this node that delivers nothing,
     `measure` what this process uses of its node, or None if that cannot be seen. `has_died` is
-    whether the supervisor is known to have died; it is asked when nobody listens any more where the
-    supervisor did.
+    whether the supervisor is known to have died; it is asked when the supervisor's port refuses
+    connections.
     """
 
     stop: Callable[[Stop], None]
@@ -141,7 +141,7 @@ class ControlClient:
                 break
 
     def supervisor_has_died(self) -> bool:
-        """Whether nobody listens any more where the supervisor did, since it is dead."""
+        """Whether the supervisor's port refuses connections because the supervisor is dead."""
         return self._deadlines.supervisor.refuses and self._react.has_died()
 
     def outlives_supervisor(self) -> bool:
@@ -154,8 +154,8 @@ class ControlClient:
         return False
 
     def take_back(self) -> list[Event]:
-        """The lines for the ledger that nobody takes, for want of a connection: they are the
-        caller's to write, and are not sent any more."""
+        """The lines for the ledger that could not be sent, for want of a connection: the caller
+        writes them, and they are not sent any more."""
         if self._alone_since is None:
             return []
         unheard = self._outbox.wait_until_heard(0.0)
@@ -285,9 +285,9 @@ class ControlClient:
 
     def _give_up(self) -> None:
         """End the process, although the main thread may wait for that peer for ever."""
-        assert self.peer_lost is not None  # or nobody would have set the time
+        assert self.peer_lost is not None  # or no time would have been set
         sentence = f"exited, because rank {self.peer_lost.rank} {self.peer_lost.words}"
-        # Somebody has stopped the run before there was anything to lose: so has this rank, then.
+        # The run was stopped before there was anything to lose: this rank stops for that reason.
         stopped = self.peer_lost.words.startswith(LEFT_EARLY)
         code = ExitCode.STOPPED if stopped else ExitCode.PEERS_LOST
         self.leave(code, sentence)

@@ -21,7 +21,7 @@ Waiting: TypeAlias = Callable[[str], AbstractContextManager[None]]
 
 
 def untimed(what: str) -> AbstractContextManager[None]:
-    """A `Waiting` that nobody looks at."""
+    """A `Waiting` whose time is not recorded."""
     return nullcontext()
 
 

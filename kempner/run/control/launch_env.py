@@ -89,8 +89,8 @@ class Launch:
 
     `parent` is the supervisor's process id where the ranks are its children, or those of its fork
     server (`forked`); a rank that does not see it, in a container, does without. `job` is the Slurm
-    job whose batch process the supervisor is; without it nobody else puts that job into the queue.
-    `terms` are there for a program of the user's own. With `in_memory` whoever starts a rank keeps
+    job whose batch process the supervisor is: if it dies, a rank has to requeue that job. `terms`
+    are there for a program of the user's own. With `in_memory` the process that starts a rank keeps
     memory for its last steps; `buddy` is for launchers that know of other nodes.
     """
 

@@ -50,7 +50,7 @@ class Outbox:
             self._changed.notify_all()
 
     def drop(self, events: Iterable[Post]) -> None:
-        """Forget the lines for the ledger among these: somebody else writes them."""
+        """Forget the lines for the ledger among these: the caller writes them."""
         gone = {message.number for message in events if isinstance(message, Event)}
         with self._changed:
             self._unheard = deque(m for m in self._unheard if m.number not in gone)

@@ -11,7 +11,7 @@ from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.retry import storage_waits
 
 LONGER_THAN_ANY = 10.0
-"""How many times the longest step so far a step may take before nobody waits for it any more."""
+"""How many times the longest step so far a step may take before it counts as a hang."""
 
 Place = TypeVar("Place")
 

@@ -14,7 +14,7 @@ class SupervisorTimeout:
         self.noticed = False
         self.times_broken = 0
         self.refuses = False
-        """Whether nobody listened there at the last try, though the machine answered."""
+        """Whether the port refused the last connection, though the machine answered."""
 
     @property
     def seconds(self) -> float:

@@ -262,7 +262,7 @@ def _write_some(descriptor: int, data: bytes) -> int:
     while True:
         try:
             return os.write(descriptor, data)
-        except BlockingIOError:  # whoever shares the terminal has set it so
+        except BlockingIOError:  # another process that shares the terminal has set O_NONBLOCK
             waiting = select.poll()
             waiting.register(descriptor, select.POLLOUT)
             waiting.poll()
@@ -339,7 +339,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
         print(f"{_line.before}{text}", file=stream or sys.stdout, flush=True)
         if _line.after:
             print(_line.after, end="", flush=True)
-    except (OSError, ValueError):  # somebody else's stream, closed or with nobody who reads
+    except (OSError, ValueError):  # a stream that is closed, or whose reader is gone
         _count_unsaid(text)
 
 
@@ -396,7 +396,7 @@ def leave_line_to_others(theirs: bool) -> None:
 
 
 def lost_lines() -> int:
-    """How many lines could not be shown, and have not been counted for whoever looks there."""
+    """How many lines could not be shown, and have not been reported there yet."""
     return _unsaid + sum(outlet.lost for outlet in _outlets.values())
 
 

@@ -1,7 +1,7 @@
 """Structured logs: JSON lines per process, and plain sentences on the terminal.
 
 Before `open_log` names a file, events reach stderr only. A warning or worse is always printed, so
-that whoever looks at the terminal or at Slurm's output need not know where the file is. To log
+that a user sees it on the terminal or in Slurm's output without knowing where the file is. Logging
 never raises, and never blocks for longer than a moment.
 """
 

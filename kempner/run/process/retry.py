@@ -1,10 +1,10 @@
 """Storage that fails for a moment: what is tried again, for how long, and what is said meanwhile.
 
 This is the one place that tells a passing failure from a permanent one. An error number means that
-something cannot be read or written *now*; only what was read and is wrong is damaged. So whoever
-reads or writes hands its work to `storage_waits().retry`, which does it again until it succeeds, a
-stop is asked for, or `resilience.patience` is over. An operation that never returns is none of its
-business: the hang detection sees that.
+something cannot be read or written *now*; only what was read and is wrong is damaged. So all reads
+and writes are passed to `storage_waits().retry`, which repeats them until they succeed, a stop is
+asked for, or `resilience.patience` is over. An operation that never returns is not noticed here,
+but by the hang detection.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ALWAYS = (
     *("EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ENETRESET"),
     # Room, for files or in this host.
     *("ENOSPC", "EDQUOT", "EMFILE", "ENFILE", "ENOMEM", "ENOBUFS"),
-    # Somebody else is faster, or holds it.
+    # Another process is faster, or holds it.
     *("EAGAIN", "EBUSY", "EINTR", "ENOLCK", "EDEADLK"),
 )
 _WHERE_IT_WORKED = (
@@ -90,7 +90,7 @@ def is_passing(error: OSError, worked: bool) -> bool:
 
 
 def empty(path: Path, length: int | None = None) -> OSError:
-    """The error for a file that is there without its content, of so many bytes if that is known."""
+    """The error for a file that is there without its content, of `length` bytes if known."""
     words = "it is empty" if length is None else f"has 0 bytes instead of {length}"
     return OSError(errno.ENODATA, words, str(path))
 

@@ -115,8 +115,8 @@ class SignalInbox:
     def install(self, at_prompt: bool = False) -> None:
         """Take over the stop signals and unblock them; SIGQUIT dumps all stacks to stderr.
 
-        `at_prompt` says that somebody types at this process: a second Ctrl-C within `INSIST_WITHIN`
-        seconds then raises `KeyboardInterrupt` in the main thread.
+        `at_prompt` says that this process reads from a prompt: a second Ctrl-C within
+        `INSIST_WITHIN` seconds then raises `KeyboardInterrupt` in the main thread.
 
         SIGHUP and SIGINT stay ignored where nohup, or a shell's `&`, has this process ignore them.
         A launcher that blocked the signals around the start of this process loses none that came
@@ -158,8 +158,7 @@ class SignalInbox:
         """Enter `around()` when the terminal asks to pause (Ctrl-Z), and leave it after `fg`.
 
         Where it says False, this process goes on as if nothing had been asked for. Nothing is done
-        where whoever started this process has it ignore such requests. Only the main thread may
-        call it.
+        where this process was started with SIGTSTP ignored. Only the main thread may call it.
         """
         if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
             self._around_pause = around
@@ -212,7 +211,7 @@ class SignalInbox:
     def _note(self, received: Received, reader: int) -> None:
         with self._lock:
             if reader != self._reader:
-                return  # it came before an `uninstall`, and would stop whoever installs next
+                return  # it came before an `uninstall`, and is not meant for a later `install`
             self._received.append(received)
             reaction = self._react
         if reaction is not None:
@@ -240,7 +239,7 @@ def signal_at_end_of(parent: int, with_signal: signal.Signals | None) -> bool:
 
 
 def exit_immediately(received: Received) -> None:
-    """A reaction for as long as nothing was done and nobody depends on this process: end it."""
+    """The reaction while nothing was done yet and no other process depends on this one: end it."""
     exit_before_training(received.signal.name)
 
 
@@ -295,7 +294,7 @@ def ignore_from_now_on() -> None:
 
 
 def _not_to_be_ignored() -> list[signal.Signals]:
-    """The stop signals without those that whoever started this process wants to be ignored.
+    """The stop signals without those that this process was started with as ignored.
 
     A start that is deaf to all of them until they are trapped (`DEAF`) ignores SIGTERM, too.
     """

@@ -103,4 +103,4 @@ def _stats(folder: Path) -> Iterator[os.stat_result]:
         try:
             yield path.lstat()
         except FileNotFoundError:
-            continue  # somebody else prunes, too
+            continue  # another process prunes, too

@@ -36,7 +36,7 @@ from kempner.run.record.attempts import CURRENT, SupersededError
 from kempner.run.record.run_dir import RunDirectory
 
 RENEWALS = 15
-"""How often a lease is renewed within its time: so many must fail before it is lost."""
+"""How often a lease is renewed within its time: if all of these fail, it is lost."""
 
 RELEASED = "released"
 """What an owner writes in place of its counter as it leaves."""
@@ -90,7 +90,7 @@ class Seen:
 
 
 def reason_to_take(seen: Seen, me: Holder, process_lives: bool) -> str:
-    """Why nobody needs to be waited for; empty if the owner may be alive.
+    """Why the lease can be taken without waiting; empty if the owner may be alive.
 
     `process_lives` is whether a process of this machine is the one that `seen` names.
     """
@@ -333,7 +333,7 @@ def _make_folder(folder: Path, worked: bool) -> None:
 
 
 def _create(path: Path, me: Holder) -> int:
-    """A file that nobody else has made, open for writing. Raises `FileExistsError`."""
+    """A new file, open for writing. Raises `FileExistsError`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         os.write(descriptor, f"{'0'.ljust(_WIDTH)}\n{json.dumps(asdict(me))}\n".encode())

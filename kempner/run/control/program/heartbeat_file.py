@@ -1,8 +1,8 @@
 """The file in which a rank that knows nothing of kempner says how far it is.
 
 `120` is a step, `120 complete` says that the run is complete with it, `complete` alone as well. Its
-path is in the environment of the rank, so that any language can write it. Whoever reads it meets a
-whole line, or one that is just being written and makes no sense: the next look tells.
+path is in the environment of the rank, so that any language can write it. A reader sees a whole
+line, or a part of one that is being written, which it ignores until the next look.
 
 Only the standard library is imported here: `kempner heartbeat` must be quick.
 """

@@ -140,7 +140,7 @@ class AttemptFollower:
 
     @property
     def stop_reason(self) -> StopReason:
-        """Why the ranks were asked to stop, or said that they do; NONE if nobody asked them."""
+        """Why the ranks were asked to stop, or said that they do; NONE if there was no request."""
         return self._stop.reason
 
     @property
@@ -276,7 +276,9 @@ class AttemptFollower:
         )
 
     def _advance(self, trigger: Trigger, within: float = inf) -> bool:
-        """Something has happened that allows for so many seconds; whether the state changes."""
+        """Take in a trigger, whose deadline is at most `within` seconds from now; whether the state
+        changes.
+        """
         before, self._life = self._life, self._life.after(trigger, self.times.now(), within)
         if self._life.state is before.state:
             return False

@@ -325,7 +325,7 @@ def _see_it_through(
         outputs.close()
         channel.close()
         progress.close(clean=any(end.rank == 0 and (end.status or 0) >= 0 for end in follower.ends))
-    context.lease.check()  # or what follows would be written into somebody else's ledger
+    context.lease.check()  # or what follows would be written into another supervisor's ledger
     follower.take_in(incoming, wait=False)
     rank_status.update(channel.last_reports(), now=True)
 

@@ -37,7 +37,7 @@ def give_up(
     node: str,
     mark: bool = True,
 ) -> GaveUp:
-    """Say in the ledger and in the run's directory why nobody goes on; returns what was said.
+    """Record in the ledger and in the run's directory why kempner gives up; returns the record.
 
     `decision.reason` is why, `node` the host of the rank that failed first. Without `mark` another
     start is not prevented. A run that a newer attempt has taken over is not marked: it is not over.

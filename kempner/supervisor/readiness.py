@@ -53,9 +53,9 @@ class Ready:
 
 
 def check_run_directory(run: RunDirectory, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `UsageError` if the run's directory is, or would be, none that can be written.
+    """Raise `UsageError` if the run's directory cannot be created or written.
 
-    What worked before is left to whoever writes there: it may be over soon.
+    A directory that was written before raises nothing here: the error may pass, and writes retry.
     """
     advice = "set run.dir and run.name to a folder that can be written"
     if any(len(os.fsencode(name)) > _LONGEST_NAME for name in run.path.parts):

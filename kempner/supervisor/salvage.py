@@ -83,8 +83,8 @@ def dismiss_if_in_vain(context: SupervisorContext, attempt: Attempt, reached: in
 
 
 def _is_too_late(context: SupervisorContext, clock: AwakeClock, seconds: float) -> bool:
-    """Whether nobody waits for a salvage any more: storage may hang, or be away on one node; the
-    fence stops what is left of it once the next attempt begins."""
+    """Whether a salvage is no longer waited for: storage may hang, or be unavailable on one node.
+    The fence stops what is left of it once the next attempt begins."""
     over = clock.now() > seconds
     return over or insists(context.signals.received) or context.lease.lost
 

@@ -1,4 +1,4 @@
-"""What happens between the launch of the ranks and their first step, for whoever watches."""
+"""Shows the user what happens between the launch of the ranks and their first step."""
 
 from __future__ import annotations
 

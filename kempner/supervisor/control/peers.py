@@ -48,11 +48,11 @@ class Strangers:
         self._waiting[peer] = None
 
     def remove(self, peer: Peer) -> None:
-        """It is none any more, or gone."""
+        """Forget a connection that is proved or closed."""
         del self._waiting[peer]
 
     def one_too_many(self) -> Peer | None:
-        """The one that has to go before another may come, if there are so many."""
+        """The connection that has to be closed before another is accepted; None below the limit."""
         full = len(self._waiting) >= self._size + STRANGERS
         return next(iter(self._waiting)) if full else None
 

@@ -23,7 +23,7 @@ EVERY = 1.0
 """Seconds between two looks at the files."""
 
 FRESH_WITHIN = 2.0
-"""Seconds that somebody waits who needs to know what the files say now: storage may hang."""
+"""Seconds that a caller waits for what the files say now: storage may hang."""
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,6 @@ class RankRoster:
         return {host: [t.pid for t in where if t.host == host] for host in self.stuck_hosts}
 
     def lost_hosts(self) -> list[str]:
-        """Where ranks are gone of whose end nobody knows more: their machines may be gone, too."""
+        """Hosts of ranks whose end was not seen: the machines may be gone, too."""
         lost = (end.rank for end in self.ends if is_lost(end))
         return sorted({self.joined[rank].host for rank in lost if rank in self.joined})

@@ -1,8 +1,9 @@
 """The supervisor's side of the control channel: one thread that serves all ranks.
 
-Whoever connects has `peers.OPENING_TIME` to prove that it knows the attempt's token; anything odd
-ends the connection, with a reason in the log, and nothing else. A rank may connect again at any
-time: its newest connection counts. One that cannot connect writes to a file (`file_transport`).
+A new connection has `peers.OPENING_TIME` to prove that it knows the attempt's token. Anything
+unexpected closes the connection, with a reason in the log, and has no other effect. A rank may
+connect again at any time: its newest connection counts. One that cannot connect writes to a file
+(`file_transport`).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class ControlServer:
     def tell(self, message: FromSupervisor, rank: int | None = None) -> None:
         """Send to a rank, or to all; a stop or a loss also to those that connect later.
 
-        May be called from any thread, and returns at once. After `close` nobody is left to hear it.
+        May be called from any thread, and returns at once. Does nothing after `close`.
         """
         if self._listeners[0].fileno() < 0:
             return
@@ -212,7 +213,7 @@ class ControlServer:
         return [self._ranks[rank]] if rank in self._ranks else []
 
     def _tick(self) -> None:
-        """Every few seconds: a sign of life, and whatever nobody wakes this thread for."""
+        """Every few seconds: send a sign of life, and do what no event wakes this thread for."""
         while self._not_accepting:
             self._listen(self._not_accepting.pop())
         for peer in self._addressees(None):

@@ -31,8 +31,8 @@ class InvitationWatch:
         self._seen: Invitation | None = None
 
     def start(self) -> Invitation | None:
-        """What there is now; what changes is posted from a thread. Raises `UsageError` for somebody
-        else's."""
+        """The invitation that is there now; changes are posted from a thread. Raises `UsageError`
+        for one of another user."""
         self._look_once()
         found = self._seen
         keep_running("invitation", self._look)

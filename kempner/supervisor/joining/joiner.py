@@ -37,8 +37,7 @@ SLURM_ANSWERS = 10.0
 """Seconds for Slurm to say until when this job runs."""
 
 UNTOLD = 30.0
-"""Seconds in which to leave after a signal of which nobody says why it came: Slurm's usual
-KillWait."""
+"""Seconds in which to leave after a signal of unknown cause: Slurm's usual KillWait."""
 
 EXPLAINED_WITHIN = 2.0
 """Seconds for Slurm to say it."""
@@ -56,7 +55,7 @@ _Event: TypeAlias = Received | JobSeen | InvitationSeen | AgentEnded
 
 
 class Joiner:
-    """Has room for so many `ranks`. It waits for a supervisor for `patience` seconds."""
+    """Has room for `ranks` ranks, and waits for a supervisor for `patience` seconds."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class Joiner:
         self._alone_since = time.monotonic()
 
     def run(self) -> ExitCode:
-        """Until the run is over, this job's time is, or nobody supervises the run for too long.
+        """Until the run or this job's time is over, or the run has no supervisor for too long.
 
         Raises `UsageError` if the run takes no node of another job, or not this one.
         """
@@ -105,7 +104,7 @@ class Joiner:
                 if self._agent is None:
                     return self._part(self._leaving)
                 if time.monotonic() > self._leaving.by:
-                    self._agent.end()  # nobody has let it go; the job can still go back
+                    self._agent.end()  # the supervisor has not released it; the job can go back
                 continue
             slurm_silent = self._job is not None and self._view.at_first is None
             if slurm_silent and time.monotonic() - began < SLURM_ANSWERS:
@@ -113,7 +112,7 @@ class Joiner:
             self._join()
             if self._agent is None and time.monotonic() - self._alone_since > self._patience:
                 logger().warning(
-                    f"nobody has supervised {self._run.path} for {self._patience:.0f} s"
+                    f"{self._run.path} has had no supervisor for {self._patience:.0f} s"
                 )
                 return ExitCode.STOPPED
 
@@ -153,7 +152,7 @@ class Joiner:
         return None
 
     def _join(self) -> None:
-        """Start an agent if there is none, and somebody to connect to."""
+        """Start an agent if there is none, and a supervisor to connect to."""
         invitation = self._invitation
         if self._agent is not None or invitation is None:
             return
@@ -164,7 +163,7 @@ class Joiner:
         self._agent = Agent(invitation, JoinTerms(job, self._ranks, until), self._incoming.put)
 
     def _leave_in_time(self) -> None:
-        """Ask to be let go when the end of this job is near, or somebody has asked for it."""
+        """Ask to be released when the end of this job is near, or a signal has asked for it."""
         signals = self._signals.received
         order = self._view.stop_order(self._stop_times.times, signals)
         if order is None and signals:

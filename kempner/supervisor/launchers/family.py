@@ -27,11 +27,11 @@ class Family:
     """The ranks and their descendants, those included that have lost their parents.
 
     A process whose parent ends becomes the child of this one, its sub-reaper (prctl(2)). So even a
-    daemon in a session of its own is found: the ranks' sessions are not this process's, and nobody
-    can enter this process's session from another one. Only the first process of a container gets
-    orphans that it has not started; there the ranks' environment tells them apart.
+    daemon in a session of its own is found: the ranks' sessions are not this process's, and no
+    process can enter this process's session from another one. Only the first process of a container
+    gets orphans that it has not started; there the ranks' environment tells them apart.
 
-    A fork server, whose process id `server` tells, is none of them, and its children all are.
+    A fork server, whose process id `server` returns, is not a member, but all of its children are.
     """
 
     def __init__(self, server: Callable[[], int | None] = lambda: None) -> None:
@@ -98,12 +98,12 @@ class Family:
                 member.resume()
 
     def bury(self, ranks: Collection[int]) -> None:
-        """Take in the exit statuses of orphans, which nobody else waits for."""
+        """Read the exit statuses of orphans, for which no other code waits."""
         with suppress(ChildProcessError):
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 pid = found.si_pid
                 if pid in ranks or pid == self._server() or not self._is_ours(pid):
-                    return  # somebody waits for it
+                    return  # other code waits for it
                 os.waitpid(pid, os.WNOHANG)
 
     def _heads(self) -> Iterator[psutil.Process]:

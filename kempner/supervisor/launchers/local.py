@@ -57,7 +57,7 @@ class LocalLauncher(BareLauncher):
         return Idle()
 
     def ask_idle(self, question: ProbeQuestion) -> Sequence[ProbeResult]:
-        """Nobody."""
+        """No answers: there is no other machine."""
         return ()
 
     def survey(self, question: ProbeQuestion) -> Sequence[ProbeResult]:

@@ -105,4 +105,4 @@ def _copy(chunk: bytes, target: int) -> None:
         try:
             left = left[os.write(target, left) :]
         except OSError:
-            return  # the disk is full, or nobody reads: the rank goes on
+            return  # the disk is full, or the reader is gone: the rank goes on

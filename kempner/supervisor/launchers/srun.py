@@ -56,7 +56,7 @@ BOOT_WITHIN, BOOT_LOOK = 600.0, 10.0
 
 DEAF = ["sh", "-c", 'trap "" TERM HUP INT USR1 USR2; exec "$@"', "sh"]
 """Becomes the command that follows, which no stop signal ends before it traps it. One that comes
-while its interpreter starts is lost; the control channel repeats it to whoever joins later."""
+while its interpreter starts is lost; the control channel repeats it to ranks that join later."""
 
 
 class SrunLauncher(BareLauncher):
@@ -111,7 +111,7 @@ class SrunLauncher(BareLauncher):
         self._following = start_thread("srun", lambda: self._wait(command, environ, post))
 
     def ask_to_stop(self) -> None:
-        """Signal each task once; in somebody else's allocation the control channel must do."""
+        """Signal each task once; in a user's own allocation only the control channel is used."""
         if self._allocation.batch:
             keep_running("scancel", self._signal)
 
@@ -286,7 +286,7 @@ class SrunLauncher(BareLauncher):
         return min(used, self._section.min_nodes or used)
 
     def _step(self, name: str, nodes: Sequence[str], tasks: int) -> list[str]:
-        """srun and its options, for so many tasks per node."""
+        """srun and its options, for `tasks` tasks per node."""
         allocation = self._allocation
         command = [
             "srun",

@@ -48,14 +48,14 @@ _Places: TypeAlias = dict[int, tuple[int, Phase, int]]
 
 class HangDetector:
     """Watches whether any rank moves: makes a step, enters another phase, or tries again what
-    storage has refused. While a rank does that, nobody hangs; its own patience ends it.
+    storage has refused. While a rank retries, this is no hang; its own patience ends it.
 
     What is normal is learned from the run: `patience` is the configured multiple of the 95th
     percentile of what the phase takes (a step: of the time between two), at least the configured
     floor, and at most the phase's ceiling, which alone counts where nothing was learned. Ranks that
     `must_report` hang if they never do; of others that never do nothing is known. Of a program that
-    never connects, whose steps are read from files, only the ceiling counts: nobody knows what it
-    does between two steps.
+    never connects, whose steps are read from files, only the ceiling counts: what it does between
+    two steps is not known.
 
     A program of the user's own may also be at work between two steps, see `_own_limit`; `hung` has
     the longest standstill that was ended for a hang while a rank may have been at work, by step.

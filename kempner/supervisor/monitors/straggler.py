@@ -1,7 +1,7 @@
 """Knows a straggler, and a run that has become slow, from what the ranks report of their steps.
 
 A straggler is a rank whose own work per step takes longer than that of the others: they wait for
-it. If all of them work longer, the run is slow, and nobody is to blame.
+it. If all of them work longer, the run is slow, and no rank is a straggler.
 """
 
 from __future__ import annotations

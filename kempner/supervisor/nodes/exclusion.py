@@ -2,7 +2,7 @@
 
 A node is suspect by evidence, for as long as `resilience.suspect_for` says:
 
-- an event `suspect` names it (a failed health check, no answer, whatever else somebody saw);
+- an event `suspect` names it (a failed health check, no answer, or another observation);
 - a rank on it failed with words that speak of a broken GPU or memory;
 - its ranks were the first to fail in two attempts running, or as soon as it was taken back.
 
@@ -180,8 +180,8 @@ def _is_gone(flags: Collection[str], answers: Collection[str]) -> bool:
 
 
 BEGAN = time.time()
-"""What this process saw before, an earlier one has told the others: somebody may have removed it
-since."""
+"""When this process started. Evidence from before was shared by an earlier process, and may have
+been removed by a user since."""
 
 
 class SharedSuspect(BaseModel):
@@ -233,7 +233,7 @@ def read_shared(folder: Path, now: float) -> dict[str, SharedSuspect]:
     for path in sorted(folder.glob("[!.]*.json")):
         try:
             suspect = SharedSuspect.model_validate_json(path.read_bytes())
-        except FileNotFoundError:  # somebody has just removed it
+        except FileNotFoundError:  # it has just been removed
             continue
         except ValueError:
             logger().warning("names no suspect node", file=str(path))

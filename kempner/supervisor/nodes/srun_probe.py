@@ -38,7 +38,8 @@ def present(
     """The nodes that answer, all asked in one step, each with those of the `pids` that still run.
 
     `pids` are processes by node, `allocation` the job to ask in, None for the one around this
-    process. Nobody answers where no step can be started: that says nothing about any node.
+    process. Without an answer from any node, no step could be started, and nothing is known of the
+    nodes.
     """
     for left in reversed(range(TRIES)):
         told = _ask(nodes, allocation, presence.__name__, json.dumps(dict(pids)), PROBE_WITHIN)

@@ -1,8 +1,8 @@
 """The life of an attempt as a table: which state follows which, and until when each may last.
 
-Pure: whoever follows an attempt says what has happened, and when; nothing is done here.
+Pure: the caller, which follows an attempt, passes what has happened, and when; this has no effects.
 
-What has been heard of how an attempt ends.
+What is known of how an attempt ends.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class AttemptLife:
     """An attempt is in `state` since `since`, and its time is up at `until`; seconds of one clock.
 
     `graces` has the seconds of each deadline in `BEGINS`. The earliest of those that were begun
-    counts: a stop gives nobody more time who has to leave because of another rank, and vice versa.
-    What follows the kill has a time of its own.
+    counts: a stop gives a rank that has to leave because of another rank no more time, and vice
+    versa. The deadline after the kill is separate.
     """
 
     graces: Mapping[Deadline, float]
@@ -167,7 +167,7 @@ class AttemptLife:
         begun, until = BEGINS.get(trigger), self.until
         if begun in DEADLINES[state]:
             grace = min(self.graces[begun], within)
-            # Whoever is killed now gets that time, whatever was begun before.
+            # A rank that is killed now gets that time, whatever deadline was begun before.
             killed_now = begun is Deadline.ABANDON and state is not self.state
             until = now + grace if killed_now else min(until, now + grace)
         since = self.since if state is self.state else now
@@ -201,7 +201,7 @@ class StopSoFar:
 
     @property
     def reason(self) -> StopReason:
-        """Why the ranks were asked to stop, or said that they do; NONE if nobody asked them."""
+        """Why the ranks were asked to stop, or said that they do; NONE if there was no request."""
         if self.standing is None:
             return StopReason.NONE
         if self.standing.reason is StopReason.PEER_STOPPED and self.said:

@@ -30,7 +30,7 @@ class OwnLoop(Enum):
 class RankExit:
     """How a rank ended: its exit status, or minus the number of the signal that killed it.
 
-    None says that nobody saw it end: its connection broke off. `ended_by_us` says that the
+    None says that its end was not seen: its connection broke off. `ended_by_us` says that the
     supervisor killed it, `sentence` is what the rank said last, or the launcher of one
     that is gone. `oom_kills` counts the out-of-memory kills in the job's control group on its node
     by then, where its launcher sees that; else it is 0. `asked` says that its launcher had passed a
@@ -133,7 +133,7 @@ def failed(exit_: RankExit) -> bool:
 
 
 def is_lost(exit_: RankExit) -> bool:
-    """Whether nobody saw it end: its node is gone, or the network to it."""
+    """Whether its end was not seen: its node is gone, or the network to it."""
     return exit_.status is None and not exit_.ended_by_us
 
 

@@ -1,8 +1,8 @@
-"""What the exit and the progress of a program that does not report mean: pure functions.
+"""What the exit of a program that knows nothing of kempner means, and whether an attempt of it made
+progress: pure functions.
 
-Whether an attempt of a program that knows nothing of kempner got on: a pure function.
-
-Nobody is told what such a program has saved. Its step tells, if it tells that; otherwise time does.
+What such a program has saved is not known. Progress is judged by the steps that it reports, or by
+time if it reports none.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kempner.supervisor.policy.outcome import RankExit
 def interpret(end: RankExit, codes: ProgramSection, complete: bool) -> RankExit:
     """How a rank ended, with what that stands for by `codes`.
 
-    `complete` says that a rank has said that the run is complete. A code in `fail_codes` says more
-    than that. Next is a code in `done_codes`; but 0 is also how programs leave that were asked to
-    stop, and have saved. Whoever was asked and leaves in any other way wants to go on. Of a rank
-    that was killed, or that nobody saw end, nothing more is known.
+    `complete` says that a rank has said that the run is complete. A code in `fail_codes` takes
+    precedence over that. Next is a code in `done_codes`; but 0 is also how programs exit that were
+    asked to stop, and have saved. A rank that was asked to stop and exits in any other way is to go
+    on later. Of a rank that was killed, or whose end was not seen, nothing more is known.
     """
     status = end.status
     if status is None or end.ended_by_us:

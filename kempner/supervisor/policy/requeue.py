@@ -88,10 +88,10 @@ def _held(job: JobState) -> str:
 def requeues_without_progress(history: RunHistory, job: str, step: int | None) -> int:
     """How many of the last requeues of `job`, in a row, found the run at `step`, where it is.
 
-    A job that was submitted again by its supervisor is the same job. Those of any other one do not
-    count: somebody has submitted it again, and hopes for better. Nor does a preemption, which the
-    run can do nothing about. Of a program that does not say what it saves only those count after
-    which it did not get on (`policy.program_progress`).
+    A job that was submitted again by its supervisor is the same job. Requeues of any other job do
+    not count: a user has submitted that one. Nor does a preemption, which the run cannot prevent.
+    Of a program that does not say what it saves, only those count after which it made no progress
+    (`policy.program`).
     """
     chain, steps, submitted = {job}, list[int | None](), False
     kinds = (Requeued, NotRequeued, Resubmitted, ProgramAdvanced)

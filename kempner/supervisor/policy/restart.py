@@ -35,7 +35,7 @@ FAILURES = (
     ExitCode.DIVERGED,
 )
 """The ends after which the ranks are restarted, or kempner gives up. A wrong command line is not
-one: it has trained nothing, and whoever corrects it starts again."""
+one: nothing was trained, and the user corrects it and starts again."""
 
 
 @dataclass(frozen=True)

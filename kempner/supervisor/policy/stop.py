@@ -96,7 +96,7 @@ def decide_stop(
     before it a stop must begin, `margin` how long before it the ranks must have left, `warned`
     whether a signal came. After a preemption's grace time, as at any end of a job, Slurm sends
     SIGTERM and waits for `kill_wait` seconds; it keeps both times or exceeds them. It then requeues
-    the job itself, or nobody may: no margin is kept.
+    the job itself, or the job may not be requeued: no margin is kept.
     """
     match classify(first, now, warned):
         case Event.NOTHING:
@@ -145,7 +145,7 @@ def exit_margin(measured: Collection[float], limit: float | None) -> float:
 def time_to_abandon(left: float | None, patience: float) -> float:
     """Seconds that a rank which was killed gets to be gone, of `left` until the job's end.
 
-    About half of them: the rest is for the requeue, whoever is stuck in the kernel.
+    About half of them: the rest is for the requeue, even if a rank is stuck in the kernel.
     """
     return patience if left is None else min(patience, max(SHORTEST_KILL, left / 2))
 

@@ -46,7 +46,7 @@ def choose(
 
     Suspects that it would not get anyway stay out: another run's may be of another cluster.
     `candidates` are the nodes on which the job could run, those that its user excludes left out;
-    None if nobody knows. As many of them as are `needed` must be left, or Slurm would hold the job.
+    None if unknown. As many of them as are `needed` must be left, or Slurm would hold the job.
     """
     if candidates is None:
         return ()

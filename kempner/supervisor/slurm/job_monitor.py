@@ -332,7 +332,7 @@ class JobView:
         return said
 
     def ends_within(self, seconds: float, times: RunTimes) -> bool:
-        """Whether a stop has to begin within so many seconds (fewer in a short job), or by now."""
+        """Whether a stop has to begin within `seconds` (fewer in a short job), or by now."""
         left = self.seconds_to_train(times)
         if left is None or self._seen is None:
             return False

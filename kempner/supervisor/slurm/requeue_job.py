@@ -146,7 +146,7 @@ def stay_out_of_queue(job: JobMonitor, ledger: Ledger, history: RunHistory, atte
 
 
 def _try(job: JobMonitor, decide: Callable[[JobState | None], RequeueDecision]) -> PutBack:
-    """Requeue the job for as long as it makes sense; in an allocation of somebody's, not at all."""
+    """Requeue the job, trying as long as that is useful; a user's own allocation is left alone."""
     if not job.batch:
         return PutBack(Outcome.LEFT, decide(None).reason)
     end = put_back(job.id, decide, job.try_until(), job.note_silence)

@@ -42,8 +42,8 @@ from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 from kempner.supervisor.launchers.surroundings import Surroundings
 
 AT_A_TERMINAL = 30.0
-"""Seconds for which Slurm is asked by somebody who waits for the answer; a batch job waits for as
-long as it takes, because nobody is there to start it again."""
+"""Seconds for which Slurm is asked where a user waits for the answer; a batch job waits for as long
+as it takes, because no user is there to start it again."""
 
 
 ARRAY, COMPONENT = "SLURM_ARRAY_TASK_ID", "SLURM_HET_SIZE"

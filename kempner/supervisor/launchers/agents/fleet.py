@@ -114,7 +114,7 @@ class Fleet:
         within: float,
         hopeless: Callable[[str], bool],
     ) -> dict[str, Answer]:
-        """Ask the agents of these nodes; the answers that came in so many seconds.
+        """Ask the agents of these nodes; the answers that came in time.
 
         Nodes that are `hopeless` are not waited for. From any thread.
         """

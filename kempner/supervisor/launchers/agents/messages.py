@@ -105,7 +105,7 @@ class Leave(_Message):
 
 @dataclass(frozen=True)
 class Joins(_Message):
-    """What an agent of another job brings: room for so many `ranks`, for so many `seconds` (None:
+    """What an agent of another job offers: room for a number of `ranks`, for `seconds` (None:
     without end). `job` is its Slurm id, empty outside of a job."""
 
     job: Words
@@ -170,7 +170,7 @@ class Cleared(_Message):
 
 @dataclass(frozen=True)
 class Departs(_Message):
-    """Agent of another job to supervisor: it has to leave within so many seconds, and why."""
+    """Agent of another job to supervisor: it has to leave within `seconds`, and why."""
 
     number: Natural
     seconds: Annotated[float, Field(ge=0)]

@@ -159,7 +159,7 @@ class NodeAgent:
                 self._attempt = self._cleared = attempt
                 self._clear(attempt)
             case Departure() if self._link.alone_for() and not self._children.alive():
-                self._incoming.put(Leave())  # there is nobody to ask
+                self._incoming.put(Leave())  # there is no supervisor to ask
             case Departure(seconds, reason):
                 self._link.post(lambda number: Departs(number, seconds, shorten(reason)))
             case Received() if self._terms is not None:

@@ -130,8 +130,8 @@ class AgentServer:
         return int(self._listeners[0].getsockname()[1])
 
     def tell(self, node: str, message: ToAgent) -> None:
-        """Send to the agent of a node, if there is one; from any thread, at once. After `close`
-        nobody is left to hear it."""
+        """Send to the agent of a node, if there is one; from any thread, without waiting. Does
+        nothing after `close`."""
         with self._state.lock:
             if self._state.leaving:
                 return
@@ -202,7 +202,7 @@ class AgentServer:
             self._refuse(peer, str(error))
 
     def _open(self, peer: Peer, events: int) -> None:
-        """Somebody who has not proved anything yet says something."""
+        """Read from a connection that has not proved yet that it knows the token."""
         if peer.wire.closed:
             return
         try:

@@ -64,7 +64,7 @@ class Started(Protocol):
     pid: int
 
     def wait(self) -> int | None:
-        """Its exit code, or minus the signal, once it has ended; None if nobody can tell."""
+        """Its exit code, or minus the signal, once it has ended; None if that is not known."""
 
     def poll(self) -> int | None:
         """As `wait`, but at once; None while it runs, too."""
@@ -243,7 +243,7 @@ class _Running:
             self.waited_for.pop(order.number, None)
 
     def kill(self) -> None:
-        """End the server, and what it has forked that nobody knows of."""
+        """End the server, and the children that it has forked but not reported."""
         with suppress(psutil.Error):
             found = psutil.Process(self.process.pid).children()
             self.process.kill()

@@ -1,4 +1,4 @@
-"""What passes between a fork server and whoever gives it orders: one message, one packet.
+"""The messages between a fork server and its client: one message, one packet.
 
 The socket is a pair of type SOCK_SEQPACKET (unix(7)), so that no message comes in parts. With an
 order travels the file to print to, if there is one.

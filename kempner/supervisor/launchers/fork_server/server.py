@@ -9,7 +9,7 @@ one backward pass in the server, each of two children hung. It therefore looks b
 whether it is still alone in its process, and has touched no GPU; else it refuses, and the rank is
 started as any other process.
 
-It ends as soon as whoever gives it orders is gone.
+It ends as soon as its client is gone.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class ForkServer:
         """Process ids, by the descriptors that tell of their ends (pidfd_open(2))."""
 
     def serve(self) -> Order | None:
-        """Carry out orders. Returns in each child with its order; in the server never, but None
-        when nobody is left to give any."""
+        """Carry out orders. Returns in each child with its order; in the server only when the
+        client is gone, with None."""
         while True:
             for key, _ in self._selector.select():
                 if key.fd in self._children:
@@ -195,7 +195,7 @@ def run(order: Order) -> None:
 
 
 def main(descriptor: int, modules: Sequence[str]) -> None:
-    """Import `modules`, and serve whoever holds the other end of a socket."""
+    """Import `modules`, and serve the client at the other end of a socket."""
     parent = os.getppid()
     if not signal_at_end_of(parent, signal.SIGKILL):
         return
@@ -206,7 +206,7 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     gc.freeze()  # a collection in a child would write to, and so copy, every page of this
-    with suppress(OSError):  # nobody is left: `serve` finds out
+    with suppress(OSError):  # the client is gone: `serve` finds out
         channel.send(encode(Ready()))
     order = ForkServer(channel, parent).serve()
     if order is not None:

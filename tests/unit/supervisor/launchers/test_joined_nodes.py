@@ -237,7 +237,7 @@ def test_without_a_supervisor_it_waits_and_ends_and_says_so(tmp_path: Path) -> N
     with join(tmp_path, "--wait=1") as process:
         assert process.wait(scaled(60)) == ExitCode.STOPPED
         assert process.stderr is not None
-        assert f"nobody has supervised {tmp_path} for 1 s" in process.stderr.read()
+        assert f"{tmp_path} has had no supervisor for 1 s" in process.stderr.read()
 
 
 def test_a_stop_ends_it_at_once_where_nobody_answers(tmp_path: Path) -> None:

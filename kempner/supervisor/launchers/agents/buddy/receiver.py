@@ -74,7 +74,7 @@ class CopyReceiver:
                 logger().info("a connection that brings copies is over", reason=str(error))
 
     def _turn(self, rank: int, connection: socket.socket) -> threading.Lock:
-        """The right to write a rank's copies: whoever connects anew takes it from who had it."""
+        """The lock for writing a rank's copies: a new connection takes it from the one before."""
         with self._lock:
             before, self._streams[rank] = self._streams.get(rank), connection
             turn = self._turns.setdefault(rank, threading.Lock())

@@ -25,7 +25,7 @@ CHUNK = 4 << 20
 """Bytes that are sent at once."""
 
 NOTES_LIMIT = 1 << 30
-"""Bytes of notes above which somebody sends nonsense."""
+"""Bytes of notes above which a message is taken for invalid."""
 
 ARRIVED, VOID, DAMAGED = b"a", b"v", b"d"
 """What comes back: it is whole; the sender has given it up; it is not what was sent."""

@@ -52,9 +52,9 @@ class Invitation:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """What is there; None if nothing is.
+        """The invitation at `path`; None if there is none.
 
-        Raises `OSError`, and `UsageError` for somebody else's, or of another version of kempner.
+        Raises `OSError`, and `UsageError` if it is another user's, or of another kempner version.
         """
         try:
             with path.open() as file:

@@ -32,7 +32,7 @@ LEFT = "it has left the run"
 class PoolLauncher(AgentLauncher):
     """Takes in nodes of other jobs, which come and go as their own jobs do.
 
-    Slurm knows nothing of them in this job: what srun would do, their agents do, or nobody. They
+    Slurm knows nothing of them in this job, so srun cannot be used there, only their agents. They
     get ranks at the next start. `fits` says with how many ranks the program can be started.
     """
 
@@ -48,7 +48,7 @@ class PoolLauncher(AgentLauncher):
         self._invited: tuple[Path, Invitation] | None = None
 
     def invite(self, invitation: Path) -> None:
-        """Write the invitation. Without it nobody can join, and all else goes on."""
+        """Write the invitation. If that fails no node can join, and all else goes on."""
         if self._by_srun or self._program is None:
             return
         program, token = node_agent.program_text(self._program), self._agents.secret.token
@@ -61,7 +61,7 @@ class PoolLauncher(AgentLauncher):
             logger().warning("no other job can join this run", reason=error.strerror)
 
     def close(self) -> None:
-        """As `AgentLauncher`; nobody is invited any more."""
+        """As `AgentLauncher`, and remove the invitation."""
         invited, self._invited = self._invited, None
         super().close()
         if invited is not None:
@@ -105,7 +105,7 @@ class PoolLauncher(AgentLauncher):
         return replace(own, nodes=(*own.nodes, *sound[:added]), spare=(*own.spare, *rest))
 
     def _most(self, others: int, own: int) -> int:
-        """The most nodes that can be used, of so many `own` ones and at most so many others."""
+        """The most nodes that can be used: `own` nodes of the job, and at most `others` more."""
         counts = range(own + others, own, -1)
         return next((count for count in counts if self._allows(count)), own)
 
@@ -123,7 +123,7 @@ class PoolLauncher(AgentLauncher):
         return unable
 
     def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:
-        """By the node's agent, if it answers; nobody else can look at a node of another job."""
+        """By the node's agent, if it answers: srun cannot look at a node of another job."""
         return () if node in self._joined and not self._is_well(node) else super().look(node, pids)
 
     @property
@@ -136,7 +136,7 @@ class PoolLauncher(AgentLauncher):
         return min(used, self._section.min_nodes or len(self._given.nodes))
 
     def _allows(self, nodes: int) -> bool:
-        """Whether the program can be started on so many nodes; those of the job it was made for."""
+        """Whether the program can be started on `nodes` nodes: always on up to those of the job."""
         return nodes <= len(self._given.nodes) or self._fits(
             nodes * self._allocation.tasks_per_node
         )

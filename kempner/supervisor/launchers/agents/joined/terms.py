@@ -18,8 +18,8 @@ TERMS = "KEMPNER_AGENT_JOINS"
 
 @dataclass(frozen=True)
 class JoinTerms:
-    """Room for so many `ranks`, until a time (`time.monotonic`, seconds; None: without end), in a
-    Slurm job, if it is one."""
+    """Room for a number of `ranks`, until a time (`time.monotonic`, seconds; None: without end).
+    `job` is the Slurm id, empty outside of a job."""
 
     job: str
     ranks: int
@@ -44,7 +44,7 @@ class JoinTerms:
 
 @dataclass(frozen=True)
 class Departure:
-    """The agent has to leave within so many seconds."""
+    """The agent has to leave within `seconds`."""
 
     seconds: float
     reason: str

@@ -164,7 +164,7 @@ def train(run: Training) -> ExitCode:
             batch = run.tools.data.take(give_up=run.shutdown.should_shutdown)
         ballot = run.vote_group.open(run.vote(void=batch is None))
         if batch is None and (agreed := ballot.close()).all_void:
-            break  # nobody waits in the step for anybody: a stop need not wait for its end
+            break  # no rank waits for another in the step: a stop need not wait for its end
         with run.tools.faults.during_step(step, run.model):
             loss = accumulate(
                 run.model,
@@ -182,7 +182,7 @@ def train(run: Training) -> ExitCode:
         with run.progress.waiting("the vote"):
             agreed = ballot.close()
         if agreed.void or (agreed.diverged and agreed.stop):
-            break  # a rank had no data, or nobody wants the step: it did not happen, on any rank
+            break  # a rank had no data, or the step is discarded: it did not happen, on any rank
         if agreed.diverged:
             roll_back(run)
             continue

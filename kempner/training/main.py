@@ -107,10 +107,10 @@ def main(config: Config, rank_link: RankLink, shutdown: StopListener) -> NoRetur
 
 
 def classify(error: BaseException, rank_link: RankLink) -> ExitCode:
-    """The exit code for an exception that nobody expected: a lost peer, storage that fails, or a
-    crash of our own.
+    """The exit code for an unexpected exception: a lost peer, storage that fails, or a crash of
+    this rank.
 
-    The supervisor's word comes first. What the error says decides where its word is not there yet,
+    What the supervisor has said takes precedence. The error decides where it has said nothing yet,
     or there is no supervisor.
     """
     told = rank_link.link is not None and rank_link.link.peer_lost is not None
@@ -192,7 +192,7 @@ class Ownership:
     lease: Lease | None = None
 
     def release(self) -> None:
-        """Let go of the run: whoever starts it next need not wait."""
+        """Release the lease, so that the next start need not wait."""
         if self.lease is not None:
             self.lease.release()
 
@@ -202,7 +202,7 @@ def take_run(
 ) -> Ownership:
     """The supervisor's attempt, or one that rank 0 begins where there is no supervisor.
 
-    Raises `UsageError`, on every rank, if somebody else owns the run, or it cannot be written.
+    Raises `UsageError`, on every rank, if another process owns the run, or it cannot be written.
     """
     if launch is not None:
         return Ownership(launch.attempt)

@@ -304,7 +304,7 @@ class Session:
             heed_for_children(False)
 
     def release(self) -> None:
-        """Let go of the run: whoever starts it next need not wait."""
+        """Release the run, so that the next start need not wait."""
         if not self._released:
             self._released = True
             self._claim.release()
@@ -345,12 +345,12 @@ class Session:
 
 
 def at_prompt() -> bool:
-    """Whether somebody types at this process, in a notebook, IPython or Python's own prompt."""
+    """Whether this process is interactive: a notebook, IPython or Python's own prompt."""
     return hasattr(sys, "ps1")
 
 
 def _as_told(terms: LaunchTerms | None) -> SuperviseSection:
-    """The supervisor's patience; without one nobody waits for anybody."""
+    """The supervisor's timeouts; the defaults without a supervisor, where they are not used."""
     if terms is None:
         return SuperviseSection()
     return SuperviseSection(

@@ -117,7 +117,7 @@ class Ranks:
     """This rank's connections: one mesh to train on, and Gloo groups to vote and to save on.
 
     `mesh` has the dimensions of `degrees`. `store` is the rendezvous, hosted by rank 0; None where
-    somebody else hosts it, as torchrun.
+    another process hosts it, as torchrun does.
     """
 
     world: World

@@ -67,7 +67,7 @@ class AsyncMetrics:
             yield oldest.read()
 
     def unseen(self) -> Callable[[], list[Numbers]]:
-        """What has not been told yet, for whoever waits for it, on any thread."""
+        """Reads the numbers that were not returned yet, and may wait for them on any thread."""
         pending = list(self._pending)
         return lambda: [one.read() for one in pending]
 
@@ -142,7 +142,7 @@ class StepMetrics:
             yield numbers
 
     def unseen(self) -> Callable[[], list[Numbers]]:
-        """What has not arrived yet, for whoever waits for it, on any thread."""
+        """Reads the numbers that were not returned yet, and may wait for them on any thread."""
         return self._echo.unseen()
 
     def evaluated(self, train_state: TrainState, loss: float) -> None:
@@ -153,11 +153,11 @@ class StepMetrics:
             self._display.say(f"step {train_state.step}: held-out loss {loss:.4f}")
 
     def say(self, sentence: str) -> None:
-        """Tell whoever watches."""
+        """Show a sentence to the user."""
         self._display.say(sentence)
 
     def end(self, sentence: str, completed: bool) -> None:
-        """Tell whoever watches how it ends, and of a run that has completed the last losses."""
+        """Show the user how the run ends, and if it has completed the last losses."""
         told = ", ".join(f"{name} {loss:.4f}" for name, loss in self._losses.items())
         self.say(f"{sentence}: {told}" if told and completed else sentence)
 

@@ -76,7 +76,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the bar: text, so many columns of bar (0: none), text."""
+    """A line of the display: text, a bar of `bar` columns (0: none), text."""
 
     before: str
     bar: int
@@ -126,7 +126,7 @@ class Pace:
 
 
 class SteadyConsole(Console):
-    """Never hides the cursor: whoever is killed cannot show it again."""
+    """Never hides the cursor: a process that is killed cannot show it again."""
 
     def show_cursor(self, show: bool = True) -> bool:
         """Leave it as it is."""

@@ -33,7 +33,7 @@ NOT_THERE = len(KINDS)
 
 Stage = Literal["start", "forward", "backward", "update"]
 Work: TypeAlias = "Counter[tuple[int, int]]"
-"""How many operations compute so many FLOPs, and read and write so many bytes."""
+"""The number of operations, by their FLOPs and the bytes that they read and write."""
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -157,7 +157,7 @@ def whole(trace: Trace, micro_steps: int) -> Traced:
 
 
 def extrapolate(shorter: Trace, longer: Trace, layers: int, micro_steps: int) -> Traced:
-    """The same step with so many layers.
+    """The same step with `layers` layers.
 
     Args:
         shorter: of at least `3 + 2 p` layers, p being how many more `longer` has.
@@ -185,7 +185,7 @@ def extrapolate(shorter: Trace, longer: Trace, layers: int, micro_steps: int) ->
 
 
 def _by_key(trace: Trace, front: int) -> dict[tuple[Any, ...], Segment]:
-    """Segments by where they are: so many from the front, or so many from the back."""
+    """Segments by their position, counted from the front or from the back."""
     found: dict[tuple[Any, ...], Segment] = {}
     for segment in trace.segments:
         stage, micro_step, block = segment.place

@@ -126,9 +126,9 @@ def sent_by(func: Any, args: tuple[Any, ...]) -> tuple[str, int, Any] | None:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered, operation by operation.
 
-    Memory is that of storages: one is there from the operation that returned it, or from its
-    `resize_`, until nobody refers to it or it is resized to nothing. What a kernel allocates for
-    itself only is not seen.
+    Memory is that of storages: one exists from the operation that returned it, or from its
+    `resize_`, until the last reference to it is gone or it is resized to zero. What a kernel
+    allocates only for itself is not seen.
 
     Args:
         dimension: to which of the mesh a process group belongs, by its name.
@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._kinds[self._known[storage._cdata]] = kind
 
     def relabel_since(self, number: int, kind: int, more_than: int, but: Tensor) -> None:
-        """As `label`, for storages met since there were `number`, of more bytes than so many."""
+        """As `label`, for storages of more than `more_than` bytes met since there were `number`."""
         kept = self._known.get(but.untyped_storage()._cdata)
         for storage in range(number, len(self._kinds)):
             if storage != kept and self._sizes[storage] > more_than:
@@ -344,7 +344,7 @@ def traced(step: Step) -> Traced:
 
 
 def trace(step: Step, layers: int) -> Trace:
-    """The second step of a run, whose optimizer has its state, with so many layers."""
+    """The second step of a run, whose optimizer has its state, with `layers` layers."""
     config = _with_layers(step.config, layers)
     train = config.train
     with fake_ranks(step.mesh) as mesh, _undisturbed():
@@ -490,7 +490,7 @@ def _saved_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Memory is given back when nobody refers to it, and not at times of the collector's own."""
+    """Disables the garbage collector: memory is freed with the last reference, and only then."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

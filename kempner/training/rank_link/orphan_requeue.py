@@ -1,9 +1,9 @@
 """Requeues the job from a rank whose supervisor is gone.
 
 When the node of the batch script dies, a job submitted with --no-kill stays RUNNING on its other
-nodes, with nobody left to requeue it. When the supervisor alone is killed, Slurm ends the job as
+nodes, with no supervisor to requeue it. When the supervisor alone is killed, Slurm ends the job as
 failed, and gives its tasks KillWait seconds (both seen on Slurm 22.05). The ranks leave, with a
-checkpoint if all of them live, and the lowest of those that do asks Slurm.
+checkpoint if all of them live, and the lowest rank that lives asks Slurm for the requeue.
 
 Tells whether a run's supervisor has died: by its lease, which it renews as long as it lives.
 """
@@ -176,8 +176,8 @@ def _record(job: str, run: RunDirectory, attempt: Attempt, rank: int, state: Job
 
 
 STILL = 2.5
-"""Renewals that must not have come for a lease to have no living holder. Not the whole lease: this
-is asked only where nobody listens any more, either."""
+"""Renewals that must be missing for the holder of a lease to be dead. This is shorter than the
+lease: it is asked only where the supervisor's port refuses connections, too."""
 
 LOOK_EVERY = 0.5
 """Seconds between two looks at a file that hundreds of ranks may look at."""

@@ -110,7 +110,7 @@ class RankLink:
     def tell_of_signal(self, sentence: str) -> None:
         """Let the supervisor know that a signal came here; one rank of all is enough.
 
-        Where there is none, whoever pressed Ctrl-C is to see that it was noticed.
+        Without a supervisor, tell the user who may have pressed Ctrl-C that it was noticed.
         """
         if self.world.rank != 0:
             return

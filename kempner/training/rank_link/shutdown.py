@@ -37,7 +37,7 @@ NEARER = 1.0
 class State(Enum):
     """Who depends on this process, and therefore how it stops."""
 
-    ALONE = "nobody does: it may leave at once"
+    ALONE = "no other process does: it may leave at once"
     CONNECTED = "a supervisor listens: it is told first"
     IN_GROUP = "other ranks do: they vote on it"
     LEAVING = "it is about to leave, whatever else comes"
@@ -49,7 +49,7 @@ class Trigger(Enum):
     CONNECT = "there is a supervisor to talk to"
     JOIN = "the process group is there"
     SIGNAL = "a stop signal came"
-    ORDER = "somebody who knows why asks for a stop: the supervisor, or what watches it"
+    ORDER = "the supervisor, or what watches it, asks for a stop and says why"
     INSIST = "a second Ctrl-C came within two seconds, and there is no supervisor to get it"
 
 
@@ -108,7 +108,7 @@ class StopRequest:
         return replace(better, asked_at=self.asked_at, deadline=nearer)
 
     def adds_to(self, earlier: StopRequest | None) -> bool:
-        """Whether this is news to somebody who knew `earlier` only."""
+        """Whether this says more than `earlier`."""
         if earlier is None or self.reason is not earlier.reason:
             return True
         return self.deadline < earlier.deadline - NEARER
@@ -121,9 +121,9 @@ class StopListener:
     ends it at once with exit code 75, even while it waits for peers in native code. Afterwards it
     is only a request, for the ranks to vote on. Methods may be called from any thread.
 
-    `at_prompt` says that somebody types at this process, who wants to have it back: a second Ctrl-C
-    interrupts what it does, but does not end it. `on_demand` says that the program decides when, if
-    at all, the signals are trapped: until then it gets them itself, and SIGTERM for an order.
+    `at_prompt` says that the process is interactive: a second Ctrl-C interrupts what it does, but
+    does not end it. `on_demand` says that the program decides when, if at all, the signals are
+    trapped: until then it gets them itself, and SIGTERM for an order.
     """
 
     def __init__(self, at_prompt: bool = False, on_demand: bool = False) -> None:
@@ -140,9 +140,9 @@ class StopListener:
         self._supervisor_gone: Callable[[], bool] = lambda: False
 
     def install(self) -> None:
-        """Trap the signals, and leave on any of them until there is somebody to be told.
+        """Trap the signals, and exit on any of them until there is a supervisor or a peer to tell.
 
-        Outside of the main thread Python traps none. What else asks for a stop is obeyed there.
+        Outside of the main thread Python traps none. Other requests for a stop are obeyed there.
         """
         if not self._signals.installed:
             if threading.current_thread() is not threading.main_thread():
@@ -187,7 +187,7 @@ class StopListener:
     ) -> None:
         """From now on peers depend on this process: a stop becomes a request.
 
-        `grace` is how many seconds after a signal the process will be killed; None if nobody will.
+        `grace` is how many seconds after a signal the process will be killed; None if it will not.
         `on_signal` is called, from a thread, if it is a signal that first asks for a stop, with
         what there is to say about it.
         """

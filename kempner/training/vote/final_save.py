@@ -151,8 +151,8 @@ def refuse_to_go_on_unsaved(
 ) -> None:
     """Raise `CheckpointWriteError`, on all ranks alike, when saves keep failing.
 
-    So many must have failed, and none have worked for `patience` seconds, unless it was not storage
-    that failed. `SupersededError`, which is one, when a newer attempt owns the run.
+    At least `max_failures` must have failed, and none worked for `patience` seconds, unless it was
+    not storage that failed. `SupersededError`, a subclass, when a newer attempt owns the run.
     """
     if agreed.superseded:
         checkpoints.join()
@@ -230,8 +230,8 @@ def agree_on_next_decision(run: StoppableLoop, tries_left: int) -> tuple[SaveDec
 def next_try(run: StoppableLoop, agreed: VoteResult, tries_left: int) -> float | None:
     """Seconds until the next save may be started; None if none is worth it any more.
 
-    There are `tries_left` at least. One that storage refused may be made again as long as there is
-    time, and where nobody says how much there is, patience.
+    There are `tries_left` at least. A save that storage refused may be tried again as long as there
+    is time, or, if that is not known, for `resilience.patience` seconds.
     """
     refused = agreed.failed_saves > 0 and not math.isinf(agreed.unsaved_for)
     patient = agreed.seconds_left is not None or agreed.unsaved_for < storage_waits().patience

@@ -143,7 +143,7 @@ _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
 def _stop_printing(error: OSError) -> ExitCode:
-    """Nobody wants the rest, as with `| head`, or there is no room for it; the exit code."""
+    """Drop further output, as its reader is gone (`| head`) or its disk full; the exit code."""
     from kempner.run.process.exit_codes import CannotWriteError, ExitCode
 
     nothing = os.open(os.devnull, os.O_WRONLY)  # for what Python flushes as it ends

@@ -229,7 +229,7 @@ def _in_a_job(
 
 
 def _fits(config: Config, size: int) -> bool:
-    """Whether so many ranks can be the mesh of a configuration."""
+    """Whether `size` ranks can form the mesh of a configuration."""
     try:
         resolve_mesh(config, size)
     except UsageError:

@@ -251,7 +251,7 @@ def usable_path(path: Path) -> Path:
             raise UsageError(
                 f"{shorten(str(path))} cannot be a path: {os.strerror(error.errno)}"
             ) from None
-    except ValueError as error:  # a null character, or nobody's home
+    except ValueError as error:  # a null character, or `~name` of an unknown user
         raise UsageError(f"{shorten(str(path))} cannot be a path: {error}") from None
     return path
 

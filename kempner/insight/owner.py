@@ -1,4 +1,4 @@
-"""Whether somebody owns a run, as far as a glance at its lease tells."""
+"""Whether a run has an owner, as far as one reading of its lease tells."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MISSED = 3
 """Renewals without which an owner is taken for dead, as by `is_owned`."""
 
 LONG_AGO = 3600.0
-"""Seconds since the last renewal after which nobody owns the run, however wrong a clock may be."""
+"""Seconds since the last renewal after which a run has no owner, however wrong a clock may be."""
 
 
 def judge_lease(seen: Seen, age: float, unchanged_for: float) -> bool | None:

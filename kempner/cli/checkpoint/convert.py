@@ -288,6 +288,6 @@ def _folders_around(out: Path) -> Iterator[None]:
         yield
     except BaseException:
         for folder in missing:
-            with suppress(OSError):  # somebody else may have put something into it
+            with suppress(OSError):  # another process may have written into it
                 folder.rmdir()
         raise

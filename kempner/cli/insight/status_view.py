@@ -259,7 +259,7 @@ def table(found: Sequence[tuple[str, Status]], columns: int, note: str = "") -> 
 
 
 def _more_columns(columns: int) -> tuple[str, ...]:
-    """What a terminal of so many columns has room for."""
+    """The further columns of the table that fit on a terminal of this width."""
     if columns >= WIDE:
         return ("loss", "tokens/s", "left", "attempt", "job")
     return ("loss", "left") if columns >= NARROW else ()
@@ -309,7 +309,7 @@ class Watcher:
         keep_running("status", self._follow)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the next look; whether there was one within so many seconds."""
+        """Wait for the next look; whether there was one within `seconds`."""
         there = self._new.wait(seconds)
         self._new.clear()
         return there
@@ -349,7 +349,7 @@ class View:
 def _fitting(
     console: Console, name: str, status: Status, columns: int, note: str, rows: int | None
 ) -> RenderableType:
-    """As much of a run as has room in so many rows."""
+    """As much of a run as fits in `rows` rows."""
     for lists in (2, 1, 0):
         drawn = panel(name, status, columns, note, lists)
         if rows is None or len(console.render_lines(drawn)) <= rows:

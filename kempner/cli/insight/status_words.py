@@ -236,9 +236,8 @@ def terminal_columns() -> int | None:
 
 
 def table_row(name: str, value: str, columns: int | None) -> list[str]:
-    """A name and its value, in lines of at most so many columns, the name's own on a narrow screen.
-
-    None: one line, however long.
+    """A name and its value, in lines of at most `columns` characters; on a narrow screen the name
+    has a line of its own. None: one line, however long.
     """
     if columns is None or len(value) + 19 <= columns:
         return [f"{name:<18} {value}"]

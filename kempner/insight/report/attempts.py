@@ -143,7 +143,7 @@ class AttemptFacts:
 
     @property
     def completed(self) -> bool:
-        """Whether the run's last step was made and saved; if nobody says it, the exit does."""
+        """Whether the run's last step was made and saved, by an event or else by the exit code."""
         ended, said = self.last(AttemptEnded), self.started.own_program or not self.stop_reason
         by_exit = ended is not None and ended.event.code == ExitCode.COMPLETED
         if self.left_at is not None:

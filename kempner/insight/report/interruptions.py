@@ -30,8 +30,8 @@ class Cost:
     """What an interruption cost, in seconds of wall time, and in GPU hours on all ranks.
 
     It is the end of the attempt (`hung_seconds`, `stop_seconds`), the start of the next one
-    (`restart_seconds`), and the steps that were cut off or made again. In `away_seconds` (queue, or
-    nobody ran it) no machine was held.
+    (`restart_seconds`), and the steps that were cut off or made again. In `away_seconds` (queued,
+    or not started) no machine was held.
 
     `hung_seconds` begin with the last step. At their end are `still_seconds`, in which the
     supervisor saw no rank move, and at the end of those `evidence_seconds`, in which it knew that

@@ -88,13 +88,13 @@ _WORDS = {
     Category.LOAD: ("Load", "reading the checkpoint, after the ranks have met"),
     Category.STOP: ("Stop", "the last save, and until every rank is gone"),
     Category.QUEUE: ("Queue", "from the requeue until the next attempt; no machine is held"),
-    Category.IDLE: ("Not running", "between an end and the next start by somebody"),
+    Category.IDLE: ("Not running", "between an end and the next start by a user or another job"),
     Category.UNACCOUNTED: ("Unaccounted", "no record says what happened then"),
 }
 
 
 Part: TypeAlias = tuple[Category | NDArray[np.int64], Numbers]
-"""A category, or one per interval, and so many seconds of each interval."""
+"""A category, or one per interval, and its seconds in each interval."""
 
 LEAST = 1e-9
 """Pieces that are shorter, in seconds, are none."""
@@ -185,8 +185,8 @@ def overlaps(bounds: Numbers, spans: Sequence[tuple[float, float]]) -> Numbers:
 
 
 STANDSTILL_STEPS, STANDSTILL_SECONDS = 10.0, 5.0
-"""What a step takes beyond so many times the usual, and beyond so many seconds, is no step's time
-any more: something stood still. The same of a save: its storage stood still."""
+"""The time of a step beyond this multiple of the usual, and beyond these seconds, is counted as a
+standstill. The same of a save: its storage stood still."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Timeline:
 
     @property
     def of_stranger(self) -> bool:
-        """Whether nobody can say what of it was training: its program does not tell."""
+        """Whether its training time is unknown: the program does not report its steps."""
         return all(time.facts.of_stranger for time in self.attempts)
 
     @property

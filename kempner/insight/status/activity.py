@@ -37,11 +37,11 @@ class Activity(StrEnum):
     STOPPED = "stopped"
     FAILED = "failed"
     DEAD = "ended without a message"
-    """Nobody owns it: its supervisor was killed, or its machine is gone."""
+    """It has no owner: its supervisor was killed, or its machine is gone."""
     GIVEN_UP = "given up"
     DONE = "completed"
     UNKNOWN = "running, or ended without a message"
-    """The ledger says no more, and whether somebody owns the run cannot be seen."""
+    """The ledger says no more, and whether the run has an owner cannot be seen."""
 
     @property
     def is_over(self) -> bool:
@@ -50,7 +50,7 @@ class Activity(StrEnum):
 
     @property
     def is_live(self) -> bool:
-        """Whether somebody works on the run now."""
+        """Whether a process works on the run now."""
         return self in _LIVE
 
 
@@ -109,7 +109,7 @@ def _before_the_first(facts: RunFacts) -> Doing:
 
 
 def _not_owned(facts: RunFacts, last: AttemptFacts) -> Doing:
-    """Nobody owns the run, and no job is known to wait."""
+    """The activity of a run without an owner, for which no job is known to wait."""
     if last.requeued_at is not None and facts.job is not None and facts.job.runs:
         return Doing(Activity.STARTING, "its job runs again, and the supervisor begins")
     if last.requeued_at is not None and (facts.job is None or not facts.job.known):

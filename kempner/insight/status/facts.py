@@ -43,8 +43,8 @@ class CheckpointFacts:
 
 @dataclass(frozen=True)
 class Live:
-    """Who works on a run: whether somebody owns it (`alive`, None if that cannot be seen), the
-    number of the live `attempt`, the last one that was begun, and where its ranks are.
+    """Whether a run has an owner (`alive`, None if that cannot be seen), the number of the live
+    `attempt`, the last one that was begun, and where its ranks are.
     """
 
     alive: bool | None = None

@@ -88,7 +88,7 @@ class JobStatus:
 
     @property
     def agrees(self) -> bool:
-        """Whether nobody contradicts another about its restarts."""
+        """Whether the sources of its restarts do not contradict each other."""
         return self.restarts.agree(waiting=self.waits)
 
     @property

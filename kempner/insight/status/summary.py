@@ -205,7 +205,7 @@ _WAITS = {"data": "data_seconds", "others": "wait_seconds", "saves": "save_secon
 
 
 def _waited(lines: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
-    """Shares of so many `seconds`, in which the lines were written."""
+    """What was waited for, as shares of the `seconds` in which the lines were written."""
     found = {}
     for name, key in _WAITS.items():
         told = [line[key] for line in lines if _is_number(line.get(key))]
@@ -327,7 +327,7 @@ class Status:
         return curve(self.facts.metrics.lines, key)
 
     def later(self, seconds: float, *wrong: str) -> Status:
-        """The same, read so many seconds ago, with what has gone wrong since."""
+        """The same, `seconds` after it was read, with what has gone wrong since."""
         unread = (*self.facts.unread, *wrong)
         return replace(self, facts=replace(self.facts, now=self.now + seconds, unread=unread))
 

@@ -74,7 +74,7 @@ class _Attempt:
 
     @property
     def status(self) -> int | None:
-        """How the first rank to fail ended; None if nobody saw it."""
+        """How the first rank to fail ended; None if its end was not seen."""
         exits, culprit = self.ended.exits, self.ended.culprit
         return None if culprit is None else exits.get(str(culprit))
 
@@ -101,7 +101,7 @@ _ASK = "ask `sacct -j JOB` how the job ended, and start the run again: it goes o
 
 
 def _is_alive(run: RunDirectory) -> bool:
-    """Whether somebody owns the run; where that cannot be seen now, it is taken for alive."""
+    """Whether the run has an owner; where that cannot be seen now, it is taken to have one."""
     try:
         return is_owned(run.supervisors)
     except (FileNotFoundError, NotADirectoryError):

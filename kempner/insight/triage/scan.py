@@ -91,8 +91,8 @@ class Collectives:
         return None
 
     def _silent(self, world: int | None) -> tuple[int, ...]:
-        """Those that do not complain, if most do. Where nobody says how many ranks there are, the
-        log may lack whole nodes: then a single one among several counts."""
+        """Ranks that report no error, if most do. Where the number of ranks is not known, the log
+        may lack whole nodes: then a single one among several counts."""
         if not self.complained:
             return ()
         size = min(world or max(self.complained) + 1, 100_000)
@@ -167,7 +167,7 @@ _BARE_OF_SOCKETS = {"unreachable", "name_resolution"}
 
 @dataclass(frozen=True)
 class About:
-    """Whom a line is about, empty where that is nobody: ranks, or a process, and the node.
+    """What a line is about: ranks, or a process, and the node; empty if it names none.
 
     `frame` is the user's line of code, `status` how the process ended, if the line tells an end,
     and `first` that torchrun saw this end first on its node. `everywhere`: it is no single rank's.
@@ -183,7 +183,7 @@ class About:
 
     @classmethod
     def writer(cls, line: LogLine, frame: str = "") -> Self:
-        """Whoever wrote the line."""
+        """The process that wrote the line."""
         return cls(() if line.rank is None else (line.rank,), line.node, line.pid, frame)
 
 

@@ -48,7 +48,7 @@ def who_failed(
     if first.cause.name in WAITS:
         return _missing(scan, fatal)
     if first.cause.name == "peer_lost" and (end := _end_of_another(fatal)) is not None:
-        return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and complains of nobody",)
+        return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and reports no other rank",)
     ended = [f for f in fatal if f.status is not None and f.ranks and f.level < Level.CASCADE]
     rank = first.ranks[0] if first.ranks else _rank_of_end(first, same, ended)
     if rank is None and first.cause.name == "host_out_of_memory":
@@ -76,7 +76,7 @@ def _missing(
         rank = missing.ranks[0] if not several or node is not None else None
         return rank, node, (f"{who} did not come: {missing.why}",)
     if end is not None:
-        return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and complains of nobody",)
+        return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and reports no other rank",)
     return None, None, ("which rank did not come cannot be told from this log",)
 
 

@@ -32,7 +32,7 @@ from kempner.run.process.exit_codes import UsageError
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Whether the job may be requeued, and its whole time in seconds; None where nobody says."""
+    """Whether the job may be requeued, and its time limit in seconds; None if that is unknown."""
 
     may_requeue: bool | None
     limit: float | None
@@ -98,8 +98,8 @@ def check_time(slurm: SlurmFacts | None, limit: float | None) -> Outcome:
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of the run that is to be: on how many nodes, how many on each, `gpus` that the job
-    gives to a node (None where nobody says), and who says all that."""
+    """The ranks of the planned run: on how many nodes, how many on each, `gpus` that the job gives
+    to a node (None if unknown), and the source of these numbers."""
 
     nodes: int
     per_node: int

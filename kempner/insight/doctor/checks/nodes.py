@@ -204,8 +204,7 @@ def _differing(name: str, versions: Mapping[str, str]) -> Finding:
 
 
 _LEFT_OVER = 2 * 2**30
-"""Bytes in use on a GPU that nobody trains on, above which somebody is still there: the driver's
-own are less."""
+"""Bytes in use on an idle GPU above which another process must be there: the driver uses less."""
 
 _MUCH = 0.1
 """Share of a GPU's memory in use that no run can do without."""
@@ -214,7 +213,7 @@ _MUCH = 0.1
 def check_gpus(answers: Sequence[NodeAnswer], ours: bool, busy: bool) -> list[Finding]:
     """ECC, row remapping, throttling and memory in use.
 
-    `ours` is whether the GPUs are the job's own, so that nobody else may be there; `busy` is
+    `ours` is whether the GPUs are the job's own, so that no other job may use them; `busy` is
     whether the run may be using them.
     """
     check = "GPU health"

@@ -107,7 +107,7 @@ def check_copies(answers: Sequence[NodeAnswer], wanted: Mapping[str, str]) -> li
     for file, folder in wanted.items():
         digests = {answer.node: answer.folders.digests.get(file, "") for answer in answers}
         if not any(digests.values()):
-            continue  # it is there for nobody, which is said elsewhere
+            continue  # no node sees it, which another check reports
         usual = max(
             digests.values(), key=lambda digest: [*digests.values()].count(digest) if digest else 0
         )

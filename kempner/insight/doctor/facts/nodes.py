@@ -135,7 +135,7 @@ def _marked(wanted: Wanted, writers: int) -> Iterator[tuple[NodeQuestion, dict[s
 
 @contextmanager
 def listening() -> Iterator[tuple[tuple[str, ...], int]]:
-    """A port that tells whoever connects the time, and the addresses of this machine."""
+    """A port that sends the time to each client, and the addresses of this machine."""
     listener: socket.socket | None = None
     with suppress(OSError):
         listener = claim(candidates(secrets.token_hex(8)))

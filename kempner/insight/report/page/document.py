@@ -25,7 +25,7 @@ Plot: TypeAlias = dict[str, Any]
 """One plot, as report.js reads it."""
 
 BUCKETS = 600
-"""Of so many stretches of a series the lowest and the highest value are kept: no spike is lost."""
+"""Buckets of a series, of which the lowest and the highest value are kept: no spike is lost."""
 
 
 def decimate(x: Numbers, y: Numbers, buckets: int = BUCKETS) -> tuple[Numbers, Numbers]:
@@ -59,7 +59,7 @@ def plots_of(runs: Sequence[RunData]) -> list[Plot]:
 def _plot(
     title: str, unit: str, axis: str, series: list[dict[str, Any]], runs: Sequence[RunData]
 ) -> Plot:
-    """Interruptions are marked where there is one run only: else nobody could tell whose."""
+    """Interruptions are marked only for a single run: else it would be unclear whose they are."""
     marks = _marks(runs[0], axis) if len(runs) == 1 else []
     drawn = [one for one in series if one["x"]]
     return {"title": title, "unit": unit, "axis": axis, "series": drawn, "marks": marks}
@@ -112,7 +112,7 @@ def _speeds(runs: Sequence[RunData]) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _unit(wall: float) -> tuple[str, float]:
-    """The unit in which so many seconds are shown, and how many of them it has."""
+    """The unit in which `wall` seconds are shown, and the seconds that it has."""
     units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
     return next(((name, size) for name, size in units if wall >= 3 * size), ("seconds", 1.0))
 

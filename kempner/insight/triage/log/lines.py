@@ -55,7 +55,8 @@ def year_of(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line: `text` without the prefixes that say who wrote it; None where nobody says.
+    """One line: `text` without the prefixes that say which process wrote it; those fields are None
+    where there is no such prefix.
 
     `place` is `file:number`, `local_rank` counts within the node, `pid` is the writer's process
     there. A `warning`, or less, is no failure by itself.

@@ -150,7 +150,7 @@ class Tracebacks:
 
 
 def _plausible(found: re.Match[str]) -> bool:
-    """Whether the last line of a traceback, rather than somebody else's word, was found."""
+    """Whether the last line of a traceback, rather than another line, was found."""
     kind = found["kind"].rpartition(".")[2]
     if found["message"] is None:
         return bool(re.search(r"(?:Error|Exception|Interrupt|Exit|Warning|Timeout)$", kind))

@@ -39,7 +39,7 @@ CAUSES = (
     ),
     Cause(
         "cancelled",
-        "somebody or something cancelled the job",
+        "the job was cancelled",
         "ask `sacct -j JOB --format=State%30` who: it says CANCELLED by and the user's number",
         (Sign(r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*", MECHANISM, LIKELY, NAMED),),
         ends_from_outside=True,
@@ -115,8 +115,7 @@ CAUSES = (
     Cause(
         "bus_error",
         "a process got a bus error (SIGBUS): a mapped file or shared memory was not there",
-        "look at free space in /dev/shm and on the disk, and whether somebody truncated a mapped "
-        "file",
+        "look at free space in /dev/shm and on the disk, and whether a mapped file was truncated",
         (
             Sign(r"Fatal Python error: Bus error|died with <Signals\.SIGBUS", MECHANISM),
             Sign(r"line \d+:\s+\d+ Bus error", MECHANISM),
@@ -149,7 +148,7 @@ CAUSES = (
     Cause(
         "interrupted",
         "the program was interrupted with Ctrl-C (SIGINT)",
-        "start it again; if nobody pressed it, look for what sends SIGINT to the job",
+        "start it again; if no user pressed it, look for what sends SIGINT to the job",
         (Sign(r"^KeyboardInterrupt\b", MECHANISM, LIKELY),),
     ),
     Cause(

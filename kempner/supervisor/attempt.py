@@ -43,7 +43,7 @@ from kempner.supervisor.monitors.base import Adviser, Monitors, Snapshot, Surrou
 from kempner.supervisor.monitors.findings import Hang
 from kempner.supervisor.monitors.hangs import NODES_ANSWER, HangDetector, HangEvidence
 from kempner.supervisor.monitors.memory import MemoryMonitor, explained
-from kempner.supervisor.monitors.process_probe import NOT_KILLED, describe_stuck, still_here
+from kempner.supervisor.monitors.process_probe import NOT_KILLED, describe_stuck, local_processes
 from kempner.supervisor.monitors.reporter import Reporter
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.monitors.straggler import StragglerMonitor
@@ -79,7 +79,7 @@ ranks are told at once."""
 
 
 @dataclass(frozen=True)
-class UserAsked:
+class UserStopSignal:
     """A signal by which this process told itself that a person has asked for a stop."""
 
     received: Received
@@ -88,7 +88,7 @@ class UserAsked:
 _UNEXPLAINED = (StopReason.SIGNAL, StopReason.PEER_STOPPED)
 """Of these Slurm may know the reason."""
 
-AttemptEvent: TypeAlias = Received | UserAsked | RankExit | News | JobSeen
+AttemptEvent: TypeAlias = Received | UserStopSignal | RankExit | News | JobSeen
 
 
 class AttemptFollower:
@@ -147,12 +147,12 @@ class AttemptFollower:
     def ends(self) -> list[RankExit]:
         """How ranks ended, in the order of the first sign of it."""
         usage, ends = self._channel.usage(), self.roster.ends
-        if self.of_stranger:
+        if self.reports_nothing:
             ends = [self._channel.interpret(end) for end in ends]  # one may have said more since
         return [explained(end, usage, self.roster.joined) for end in ends]
 
     @property
-    def of_stranger(self) -> bool:
+    def reports_nothing(self) -> bool:
         """Whether it is a program that has not said a word over the channel."""
         return not (self.roster.must_report or self.roster.joined)
 
@@ -214,7 +214,7 @@ class AttemptFollower:
         """Stop in time, and end what outstays: a connection, a stop, the failure of another."""
         snapshot = self._snapshot()
         findings = self._monitors.check(snapshot)
-        self._heed_the_job()
+        self._stop_for_job_end()
         for hang in (finding for finding in findings if isinstance(finding, Hang)):
             self._end_a_hang(hang, snapshot)
         self._miss_ranks(snapshot)
@@ -227,7 +227,7 @@ class AttemptFollower:
         if time_up and collected:
             self._evidence.close(snapshot)
         if self._all_gone():
-            outstayed = self._launcher.alive() and still_here(self.roster.joined)
+            outstayed = self._launcher.alive() and local_processes(self.roster.joined)
             self._advance(Trigger.OUTSTAYED if outstayed else Trigger.ALL_ENDED)
         if self._life.over or self._life.state is AttemptState.KILLING:
             self.times.ranks_left()
@@ -246,7 +246,7 @@ class AttemptFollower:
     def _leave_behind(self, now: float) -> None:
         """Name the ranks that outlive a SIGKILL, and their nodes: nothing else can start there."""
         sure = now - self._life.since >= SURE_AFTER
-        stuck = {**self.roster.survivors(), **still_here(self.roster.joined)} if sure else {}
+        stuck = {**self.roster.survivors(), **local_processes(self.roster.joined)} if sure else {}
         gone = self.roster.joined.keys() - self.roster.survivors().keys()
         for rank in self.roster.not_ended():
             cause = "" if rank in gone else NOT_KILLED
@@ -295,7 +295,7 @@ class AttemptFollower:
     def _end_a_hang(self, hang: Hang, snapshot: Snapshot) -> None:
         """Collect evidence first, unless a stop or a failure ends the attempt anyway."""
         if self._advance(Trigger.HANG_FOUND):
-            self.times.phases.misjudged(hang.phase, hang.still)
+            self.times.phases.note_false_hang(hang.phase, hang.still)
             self._evidence.collect(hang, snapshot)
 
     def _miss_ranks(self, snapshot: Snapshot) -> None:
@@ -314,7 +314,7 @@ class AttemptFollower:
         match attempt_event:
             case Received():
                 self._pass_on(attempt_event)
-            case UserAsked(received):
+            case UserStopSignal(received):
                 self._stop_for_user(received)
             case RankExit():
                 self._note_end(attempt_event)
@@ -383,7 +383,7 @@ class AttemptFollower:
         within = self._life.graces[Deadline.STOP]
         self.ask_to_stop(StopOrder(StopReason.OPERATOR, "kempner stop", within))
 
-    def _heed_the_job(self) -> None:
+    def _stop_for_job_end(self) -> None:
         """Ask for a stop when the job's end is near, or Slurm is about to end it."""
         if (warning := self.job.warning(self.times)) is not None:
             logger().warning(warning)

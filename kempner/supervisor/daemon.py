@@ -31,7 +31,7 @@ from kempner.run.record.history import RunHistory
 from kempner.run.record.lease import Lease
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.attempt import AttemptEvent, AttemptFollower, UserAsked
+from kempner.supervisor.attempt import AttemptEvent, AttemptFollower, UserStopSignal
 from kempner.supervisor.context import SupervisorContext
 from kempner.supervisor.control.auth import Membership, listen
 from kempner.supervisor.control.file_transport import FileTransport
@@ -60,7 +60,7 @@ from kempner.supervisor.readiness import check_ready, check_run_directory
 from kempner.supervisor.recovery import is_asked_to_stop, restart_or_finish
 from kempner.supervisor.salvage import salvage
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobView
-from kempner.supervisor.slurm.requeue_job import job_facts, requeue_or_explain, stay_out_of_queue
+from kempner.supervisor.slurm.requeue_job import end_without_requeue, job_facts, requeue_or_explain
 from kempner.supervisor.start_progress import StartProgress
 
 NOT_KEPT = "checkpoint.in_memory=true is for `kempner train`; this program's steps are not kept"
@@ -161,7 +161,7 @@ def _bring_to_an_end(context: SupervisorContext) -> ExitCode:
     suspect = known_suspects(history, context.config.resilience, context.run.path.name)
     job = context.job
     if job is not None and context.lease.stop_asked:
-        stay_out_of_queue(
+        end_without_requeue(
             job, context.ledger, history, 0 if follower is None else follower.attempt.number
         )
         job = None
@@ -202,7 +202,7 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
     incoming: SimpleQueue[AttemptEvent] = SimpleQueue()
 
     def pass_on(came: Received) -> None:
-        incoming.put(UserAsked(came) if context.lease.stop_asked else came)
+        incoming.put(UserStopSignal(came) if context.lease.stop_asked else came)
 
     signals.react_with(pass_on)  # from here on a stop is passed on to the ranks
     listeners = listen(launcher.addresses, context.config.supervise.ports)
@@ -223,13 +223,13 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
     buddy = _buddy_terms(context.config) if in_memory else None
     launch = Launch(attempt, control, terms=context.terms(), in_memory=in_memory, buddy=buddy)
     try:
-        _see_it_through(context, follower, channel, launch, incoming)
+        _run_attempt(context, follower, channel, launch, incoming)
     finally:
         program.close()
     decision = _outcome(follower)
     follower.tell_phase_durations()
     _close(context.ledger, attempt, decision, follower)
-    if follower.of_stranger and not context.program.ours:
+    if follower.reports_nothing and not context.program.ours:
         _note_advance(context, follower, program.furthest_step)
     return follower, decision
 
@@ -293,7 +293,7 @@ def _follower(
     )
 
 
-def _see_it_through(
+def _run_attempt(
     context: SupervisorContext,
     follower: AttemptFollower,
     channel: ControlServer,

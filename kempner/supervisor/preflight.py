@@ -51,8 +51,8 @@ def choose_nodes(
             logger().warning(f"health check: {warning}")
         for node, reason in found.unfit.items():
             ledger.record(NodeSuspected(node, reason), attempt.number)
-    accused = _accused(history, config)
-    launcher.avoid({node: suspect.reason for node, suspect in accused.items()})
+    suspected = _suspect_nodes(history, config)
+    launcher.avoid({node: suspect.reason for node, suspect in suspected.items()})
 
 
 def nodes_to_exclude(
@@ -70,18 +70,18 @@ def nodes_to_exclude(
     and the next start is the `last` one. Where a checkpoint could not be written, rank 0 says so
     for all; where the nodes do not fit together, any rank; of a hang that none began, none does.
     """
-    accused = _accused(history, config)
-    used = launcher.unavoidable(accused)
+    suspected = _suspect_nodes(history, config)
+    used = launcher.unavoidable(suspected)
     began_by_none = decision.code is ExitCode.HUNG and not node
     if decision.code is ExitCode.CHECKPOINT_FAILED or decision.environment or began_by_none:
-        return {name: accused[name].reason for name in used if accused[name].proven}
+        return {name: suspected[name].reason for name in used if suspected[name].proven}
     by_habit = last and len(launcher.nodes) > 1
-    if node not in used or not (accused[node].proven or by_habit):
+    if node not in used or not (suspected[node].proven or by_habit):
         return {}
-    return {node: accused[node].reason}
+    return {node: suspected[node].reason}
 
 
-def _accused(history: RunHistory, config: Config) -> dict[str, Suspect]:
+def _suspect_nodes(history: RunHistory, config: Config) -> dict[str, Suspect]:
     return known_suspects(history, config.resilience, config.run.name or "")
 
 

@@ -33,7 +33,7 @@ from kempner.supervisor.policy.restart import (
     decide_restart,
     decide_storage_restart,
     find_outage,
-    is_worth_a_mark,
+    prevents_restart,
 )
 from kempner.supervisor.preflight import nodes_to_exclude
 from kempner.supervisor.salvage import dismiss_if_in_vain
@@ -72,7 +72,7 @@ def restart_or_finish(
         if decision.code is ExitCode.STORAGE_UNAVAILABLE and _may_come_back(context):
             return replace(decision, reason=verdict.reason)
         final = replace(decision, reason=verdict.reason)
-        mark = is_worth_a_mark(failure, earlier, _ran_for_long(context, follower))
+        mark = prevents_restart(failure, earlier, _ran_for_long(context, follower))
         said = give_up(context.run, attempt, final, failure, node, mark)
         return replace(final, reason=str(said))
     if _may_come_back(context) and follower.too_late_to_restart():
@@ -88,12 +88,12 @@ def _may_pass(follower: AttemptFollower, decision: Decision) -> bool:
     """Whether a failure of a program that does not report may follow from the stop: a rank may have
     been signalled before anybody knew why, and failed for want of it."""
     healed = decision.code in HEALED_BY_A_RESTART and not decision.final
-    return healed and follower.of_stranger
+    return healed and follower.reports_nothing
 
 
 def _ran_for_long(context: SupervisorContext, follower: AttemptFollower) -> bool:
     """Whether an attempt of a program that does not report its steps may have made some."""
-    if not follower.of_stranger:
+    if not follower.reports_nothing:
         return False
     started = context.history.refresh().entries(AttemptStarted)
     return bool(started) and time.time() - started[-1].time > LONG
@@ -233,7 +233,7 @@ def _failure(context: SupervisorContext, follower: AttemptFollower, decision: De
 def _unstarted(follower: AttemptFollower, culprit: RankExit | None) -> int | None:
     """The exit status of a program of the user's own that ended by itself, before it had said a
     word, so soon that it cannot have begun: an import fails, say."""
-    if culprit is None or not follower.of_stranger or follower.steps_done:
+    if culprit is None or not follower.reports_nothing or follower.steps_done:
         return None
     by_itself = culprit.status is not None and culprit.status > 0
     return culprit.status if by_itself and follower.seconds_run() < BEGINS_WITHIN else None

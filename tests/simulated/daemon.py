@@ -185,7 +185,7 @@ class Daemon:
         for hang in hangs:
             if self._advance(Trigger.HANG_FOUND):
                 self._hang = hang
-                self._pace.misjudged(hang.phase, hang.still)
+                self._pace.note_false_hang(hang.phase, hang.still)
         if now > self._attempt_life.until:
             self._advance(Trigger.TIME_UP)
         if self._attempt_life.state is AttemptState.KILLING:

@@ -209,7 +209,7 @@ def prune(
     # Looked at again: a reader that came between the look and the withdrawal has its manifest and
     # goes on reading, one that comes now finds none.
     for step in folder.withdrawn():
-        attempt(step, partial(_bury, folder, step))
+        attempt(step, partial(_rename_for_deletion, folder, step))
     for dying in folder.leftovers(before_attempt=1):
         attempt(leftover_step(dying), partial(shutil.rmtree, dying))
     return failures
@@ -221,7 +221,7 @@ def _withdraw(folder: CheckpointFolder, step: int) -> None:
     fsync_directory(path)
 
 
-def _bury(folder: CheckpointFolder, step: int) -> None:
+def _rename_for_deletion(folder: CheckpointFolder, step: int) -> None:
     folder.step(step).rename(folder.path / dying_name(step, secrets.token_hex(4)))
 
 

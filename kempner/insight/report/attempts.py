@@ -124,7 +124,7 @@ class AttemptFacts:
         return max(known)
 
     @property
-    def of_stranger(self) -> bool:
+    def reports_nothing(self) -> bool:
         """Whether it is a program that did not say when it began with its first step."""
         return self.started.own_program and self.ready_at is None
 

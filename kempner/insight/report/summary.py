@@ -394,7 +394,7 @@ def _time_spent(attempts: Sequence[AttemptFacts], timeline: Timeline) -> TimeSpe
     seconds = timeline.seconds()
     wall, train = timeline.end - timeline.begin, float(seconds[Category.TRAIN])
     held = sum(float(seconds[c]) for c in Category if c.holds_machines)
-    told = not timeline.of_stranger
+    told = not timeline.reports_nothing
     ready = [e.event.device for a in attempts for e in a.all(RankReady)]
     machines = Machines(
         ranks=max(a.started.ranks for a in attempts),

@@ -224,9 +224,9 @@ class Timeline:
     attempts: tuple[AttemptTime, ...]
 
     @property
-    def of_stranger(self) -> bool:
+    def reports_nothing(self) -> bool:
         """Whether its training time is unknown: the program does not report its steps."""
-        return all(time.facts.of_stranger for time in self.attempts)
+        return all(time.facts.reports_nothing for time in self.attempts)
 
     @property
     def pieces(self) -> Pieces:
@@ -252,8 +252,8 @@ def account(attempts: Sequence[AttemptFacts], series: StepSeries) -> Timeline:
     )
     done: list[AttemptTime] = []
     front = 0
-    stranger = all(facts.of_stranger for facts in attempts)
-    unready = Category.UNACCOUNTED if stranger else Category.START
+    unreported = all(facts.reports_nothing for facts in attempts)
+    unready = Category.UNACCOUNTED if unreported else Category.START
     for place, facts in enumerate(attempts):
         following = attempts[place + 1] if place + 1 < len(attempts) else None
         own = series.of_attempt(facts.number)

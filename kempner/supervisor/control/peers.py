@@ -13,8 +13,8 @@ from kempner.run.output.logs import logger
 OPENING_TIME = 10.0
 """Seconds within which a connection must have proved that it belongs to a rank."""
 
-STRANGERS = 64
-"""Connections beyond one per rank that may be at that stage; then the oldest has to go."""
+PENDING_LIMIT = 64
+"""Connections beyond one per rank that may be at that stage; beyond it the oldest is closed."""
 
 REFUSALS_LOGGED = 20
 """A port scanner must not fill the disk."""
@@ -37,7 +37,7 @@ class Strangers:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._waiting: dict[Peer, None] = {}  # a set that knows who came first
+        self._waiting: dict[Peer, None] = {}  # a set in the order of the connections
         self._refusals = 0
 
     def __iter__(self) -> Iterator[Peer]:
@@ -51,18 +51,18 @@ class Strangers:
         """Forget a connection that is proved or closed."""
         del self._waiting[peer]
 
-    def one_too_many(self) -> Peer | None:
+    def oldest_over_limit(self) -> Peer | None:
         """The connection that has to be closed before another is accepted; None below the limit."""
-        full = len(self._waiting) >= self._size + STRANGERS
+        full = len(self._waiting) >= self._size + PENDING_LIMIT
         return next(iter(self._waiting)) if full else None
 
-    def too_slow(self) -> list[Peer]:
-        """Those that have had time enough."""
+    def overdue(self) -> list[Peer]:
+        """Those that have not proved in time that they belong to a rank."""
         too_old = time.monotonic() - OPENING_TIME
         return [peer for peer in self._waiting if peer.opened_at < too_old]
 
     def refuse(self, peer: Peer, reason: str) -> None:
-        """It was hung up on."""
+        """Log why its connection was closed, and forget it."""
         self.remove(peer)
         self._refusals += 1
         if self._refusals <= REFUSALS_LOGGED:

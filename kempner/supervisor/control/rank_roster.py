@@ -25,7 +25,7 @@ JOIN = 120.0
 when one of its tasks has ended. A rank joins before it imports torch."""
 
 
-class _Broken(NamedTuple):
+class _BrokenConnection(NamedTuple):
     """When a connection broke off, and whether the rank's side closed it."""
 
     at: float
@@ -44,7 +44,7 @@ class RankRoster:
         self.stuck: dict[int, Connected] = {}
         """Where ranks are that could not be killed."""
         self._joined_at = 0.0
-        self._broken: dict[int, _Broken] = {}
+        self._broken: dict[int, _BrokenConnection] = {}
         self._heard: dict[int, tuple[float, float]] = {}
         """The date of the newest word of each rank, and when it was seen."""
         self._reached, self._reached_at = 0, 0.0
@@ -77,7 +77,7 @@ class RankRoster:
     def disconnected(self, gone: Disconnected, now: float) -> None:
         """A rank's connection broke off; of one that has ended that says nothing new."""
         if gone.rank not in self._ends:
-            self._broken[gone.rank] = _Broken(now, gone.hung_up)
+            self._broken[gone.rank] = _BrokenConnection(now, gone.hung_up)
 
     def ended(self, end: RankExit, now: float) -> bool:
         """A rank has ended; False if that was known.
@@ -113,7 +113,7 @@ class RankRoster:
         lost = (rank for rank, broken in self._broken.items() if self._lost(rank, broken, now))
         return [RankExit(rank, None) for rank in lost]
 
-    def _lost(self, rank: int, broken: _Broken, now: float) -> bool:
+    def _lost(self, rank: int, broken: _BrokenConnection, now: float) -> bool:
         if now - max(broken.at, self._reached_at) <= RECONNECT:
             return False
         if broken.hung_up or self.any_failed:

@@ -149,7 +149,7 @@ class ControlServer:
             self._selector.unregister(listener)
             self._not_accepting.append(listener)
             return
-        if (oldest := self._strangers.one_too_many()) is not None:
+        if (oldest := self._strangers.oldest_over_limit()) is not None:
             self._drop(oldest, "too many connections")
         self._strangers.add(peer)
         self._selector.register(peer.wire, selectors.EVENT_READ, partial(self._serve_peer, peer))
@@ -219,7 +219,7 @@ class ControlServer:
         for peer in self._addressees(None):
             if not peer.wire.sending:
                 self._send(peer, Alive())
-        for peer in self._strangers.too_slow():
+        for peer in self._strangers.overdue():
             self._drop(peer, "it did not authenticate in time")
         if len(self._ranks) < self._members.size:
             self._read_files()

@@ -103,7 +103,7 @@ class Children:
             if child.poll() is None:
                 self._killed.add(rank)
         self._family.kill()
-        self._family.bury(self._tops)
+        self._family.reap(self._tops)
 
     @contextmanager
     def paused(self) -> Iterator[bool]:
@@ -116,7 +116,7 @@ class Children:
 
     def alive(self) -> bool:
         """Whether any rank has not been seen to end."""
-        self._family.bury(self._tops)
+        self._family.reap(self._tops)
         return any(watcher.is_alive() for watcher in self._watchers)
 
     def forget(self, within: float) -> bool:

@@ -97,7 +97,7 @@ class Family:
             with suppress(psutil.Error):
                 member.resume()
 
-    def bury(self, ranks: Collection[int]) -> None:
+    def reap(self, ranks: Collection[int]) -> None:
         """Read the exit statuses of orphans, for which no other code waits."""
         with suppress(ChildProcessError):
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):

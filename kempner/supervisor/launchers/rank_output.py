@@ -25,7 +25,7 @@ _LONGEST = 4096
 """Bytes of a line that are looked at."""
 
 
-class StepInLines:
+class StepFinder:
     """Finds the newest step in output that comes in pieces."""
 
     def __init__(self, pattern: str) -> None:
@@ -53,7 +53,7 @@ class RankOutput:
     """
 
     def __init__(self, pattern: str, target: int, heartbeat: Path) -> None:
-        self._lines, self._target, self._heartbeat = StepInLines(pattern), target, heartbeat
+        self._lines, self._target, self._heartbeat = StepFinder(pattern), target, heartbeat
         self.reading, self.writing = os.pipe()
         self._thread: threading.Thread | None = None
 

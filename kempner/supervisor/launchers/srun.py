@@ -198,7 +198,7 @@ class SrunLauncher(BareLauncher):
         before, least = self._allocation, self._least
         known = {node_of(host, self.nodes) for host in (*lost, *stuck, *self._unheard)}
         bad = self._lost_nodes(known, {node_of(h, self.nodes): pids for h, pids in stuck.items()})
-        self._see_it_end(0.0 if bad else ABANDON_AFTER)  # it would wait for a node that is gone
+        self._wait_for_end(0.0 if bad else ABANDON_AFTER)  # it would wait for a node that is gone
         self._allocation = without(before, bad)
         left = len(self._allocation.nodes)
         if bad:
@@ -315,7 +315,7 @@ class SrunLauncher(BareLauncher):
     def _tasks_per_node(self) -> int:
         return self._allocation.tasks_per_node
 
-    def _see_it_end(self, patience: float) -> None:
+    def _wait_for_end(self, patience: float) -> None:
         """Wait for a srun that was told to end its tasks, or leave it behind."""
         if self._srun is None:
             return

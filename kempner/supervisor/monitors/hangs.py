@@ -208,7 +208,7 @@ class HangEvidence:
         """Ask the ranks for their stacks, and look at processes that may be stuck."""
         self.hang, self._began = hang, snapshot.now
         self._tell(DumpStacks())
-        self._look = ProcessLook(worth_a_look(hang, snapshot), self._ask)
+        self._look = ProcessLook(processes_to_look_at(hang, snapshot), self._ask)
 
     def complete(self, now: float) -> bool:
         """Whether the ranks have had their time, and every node that was asked has answered."""
@@ -273,7 +273,7 @@ def _say_places(places: Mapping[int, Place], busy: int | None) -> str:
     return f"{told}; if rank {busy} was at work there, put that into `with steps.evaluation():`"
 
 
-def worth_a_look(hang: Hang, snapshot: Snapshot) -> dict[str, list[int]]:
+def processes_to_look_at(hang: Hang, snapshot: Snapshot) -> dict[str, list[int]]:
     """Processes to look at from outside, by host: all of this one, and elsewhere those of ranks
     that say nothing, or are behind; all of them if that could be anyone.
     """

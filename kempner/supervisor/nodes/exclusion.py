@@ -105,7 +105,7 @@ def suspects(history: RunHistory, now: float, keep_for: float) -> dict[str, Susp
     return found
 
 
-def speaks_of_the_machine(words: str) -> bool:
+def is_machine_error(words: str) -> bool:
     """Whether an error is one that a sound GPU does not have, whatever the program."""
     return bool(_BROKEN.search(words)) and not _MISTAKEN.search(words)
 
@@ -114,7 +114,7 @@ def _evidence(event: NodeSuspected | AttemptFailed) -> str:
     """What this event has against its node; empty if nothing."""
     if isinstance(event, NodeSuspected):
         return event.reason
-    return event.raised if speaks_of_the_machine(event.raised) else ""
+    return event.raised if is_machine_error(event.raised) else ""
 
 
 def _habit(failure: Entry[AttemptFailed], before: Entry[AttemptFailed] | None) -> str:

@@ -131,7 +131,7 @@ def failures(history: RunHistory) -> list[Failure]:
     return found
 
 
-def is_worth_a_mark(failure: Failure, earlier: Sequence[Failure], worked: bool) -> bool:
+def prevents_restart(failure: Failure, earlier: Sequence[Failure], worked: bool) -> bool:
     """Whether `GAVE_UP` is to keep a run from another start.
 
     It saves nodes from what has trained and cannot go on. Who has never made a step, or started

@@ -105,7 +105,7 @@ def decide_stop(
                 return StopOrder(StopReason.DEADLINE, sentence, max(0.0, left - margin))
             return None
         case Event.TIME_LIMIT:
-            return None if left is None else _heed_warning(left, margin)
+            return None if left is None else _decide_on_warning(left, margin)
         case Event.PREEMPTION:
             grace = 0.0 if left is None else max(0.0, left)
             return StopOrder(StopReason.PREEMPTION, PREEMPTED, grace + kill_wait)
@@ -123,7 +123,7 @@ _REASONS = {
 }
 
 
-def _heed_warning(left: float, margin: float) -> StopOrder:
+def _decide_on_warning(left: float, margin: float) -> StopOrder:
     seconds_left = max(0.0, left - margin)
     if left > LONGEST_WARNING:
         sentence = f"a signal came {left / 3600:.1f} h before the end of the job's time"

@@ -138,7 +138,7 @@ def requeue_or_explain(
 STOPPED_FOR_GOOD = "stopped by kempner stop, and so not requeued: start it again to continue"
 
 
-def stay_out_of_queue(job: JobMonitor, ledger: Ledger, history: RunHistory, attempt: int) -> None:
+def end_without_requeue(job: JobMonitor, ledger: Ledger, history: RunHistory, attempt: int) -> None:
     """Leave a job to end after an attempt, because a person has asked for that."""
     job.close()
     ledger.record(NotRequeued(history.last_step, STOPPED_FOR_GOOD), attempt)

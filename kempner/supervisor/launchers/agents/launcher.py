@@ -26,9 +26,9 @@ from kempner.supervisor.control.auth import listen
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.fleet import NO_OTHERS, Fleet, FleetNews
 from kempner.supervisor.launchers.agents.messages import (
+    AgentHello,
     Answer,
     Ended,
-    Here,
     KillRanks,
     Question,
     StartRanks,
@@ -96,7 +96,9 @@ class AgentLauncher(SrunLauncher):
     def start(self, launch: Launch, program: Program, post: Callable[[RankExit], None]) -> None:
         """Tell each agent to start its ranks; `post` hears how they end."""
         self.prepare(program)
-        if not self._by_srun and not self._agents.wait_until(self._all_came, self._time_to_come()):
+        if not self._by_srun and not self._agents.wait_until(
+            self._all_connected, self._time_to_come()
+        ):
             self._do_without()
         if self._by_srun:
             self._start_by_srun(launch, program, post)
@@ -168,13 +170,15 @@ class AgentLauncher(SrunLauncher):
         awaited = [node for node in used if self._is_well(node)]
         done = lambda node: self._has_cleared(node) or not self._is_well(node)  # noqa: E731
         self._agents.wait_until(lambda: all(map(done, awaited)), CLEARED_WITHIN)
-        deaf = [node for node in used if not self._is_gone(node) and not self._has_cleared(node)]
-        if silent := set(deaf) & set(awaited):
+        unresponsive = [
+            node for node in used if not self._is_gone(node) and not self._has_cleared(node)
+        ]
+        if silent := set(unresponsive) & set(awaited):
             logger().warning("agents do not do what they are told", nodes=sorted(silent))
-        unable = super().prepare_again([*lost, *deaf], stuck)
-        for node in set(deaf) & set(self.nodes):
+        unable = super().prepare_again([*lost, *unresponsive], stuck)
+        for node in set(unresponsive) & set(self.nodes):
             if not self._has_cleared(node):
-                self._be_rid_of(node)
+                self._remove_agent(node)
         self._agents.forget_orders()
         return unable
 
@@ -220,16 +224,16 @@ class AgentLauncher(SrunLauncher):
             step.end(END_WITHIN if left else LOST_WITHIN)
         self._fleet, self._steps, self._attempt = None, [], 0
 
-    def _all_came(self) -> bool:
+    def _all_connected(self) -> bool:
         """Whether each node that is used has an agent, or Slurm cannot start one just now."""
-        return self.waits() or not self._not_come()
+        return self.waits() or not self._unconnected()
 
-    def _not_come(self) -> set[str]:
+    def _unconnected(self) -> set[str]:
         """Nodes of the job that are used, and have no agent yet."""
         used = set(self._allocation.nodes) & set(self._own_nodes)
-        return {node for node in used if not self._has_come(node)}
+        return {node for node in used if not self._is_connected(node)}
 
-    def _has_come(self, node: str) -> bool:
+    def _is_connected(self, node: str) -> bool:
         seen = self._agents.seen(node)
         return seen is not None and any(
             step.covers(node) and step.number == seen.step for step in self._steps
@@ -238,7 +242,7 @@ class AgentLauncher(SrunLauncher):
     def _do_without(self) -> None:
         """Have srun start the ranks: this once, if only some agents do not connect, for the first
         time."""
-        missing = self._not_come()
+        missing = self._unconnected()
         logger().warning(
             "agents do not connect, so the ranks are not forked", nodes=sorted(missing)
         )
@@ -297,7 +301,7 @@ class AgentLauncher(SrunLauncher):
             left = [node for node in nodes if node not in answers]
             for node in left:
                 if not self._is_gone(node) and not self._is_well(node):
-                    self._be_rid_of(node)
+                    self._remove_agent(node)
             if not any(map(self._is_gone, left)):
                 break
         return [v for answer in answers.values() if (v := read_result(answer.vitals)) is not None]
@@ -321,10 +325,10 @@ class AgentLauncher(SrunLauncher):
         answers = self._agents.ask(asked, inf if patient else ANSWER_WITHIN, self._is_gone)
         return {node: answer.slots for node, answer in answers.items()}
 
-    def _see_it_end(self, patience: float) -> None:
+    def _wait_for_end(self, patience: float) -> None:
         """Agents that have cleared up stay."""
         if self._by_srun:
-            super()._see_it_end(patience)
+            super()._wait_for_end(patience)
 
     def _is_well(self, node: str) -> bool:
         """Whether a node's agent has been heard of just now."""
@@ -357,7 +361,7 @@ class AgentLauncher(SrunLauncher):
             if one.number <= step:
                 one.gone.add(node)
 
-    def _be_rid_of(self, node: str) -> None:
+    def _remove_agent(self, node: str) -> None:
         """End an agent that does nothing, and expect it no more."""
         if (seen := self._agents.seen(node)) is not None:
             self._give_up(node)
@@ -384,7 +388,7 @@ class AgentLauncher(SrunLauncher):
             how = (news.sent == "kill", news.sentence, news.oom_kills, news.sent == "stop")
             self._ranks.end(RankExit(news.rank, news.status, *how))
 
-    def _refusal(self, here: Here) -> str:
+    def _refusal(self, hello: AgentHello) -> str:
         """Why an agent of another job cannot join."""
         return NO_OTHERS
 

@@ -18,10 +18,10 @@ from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.threads import keep_running
 from kempner.supervisor.launchers.agents.messages import (
     BEAT,
-    Beat,
-    Confirmed,
+    AgentConfirmation,
+    AgentHeartbeat,
+    AgentHello,
     FromAgent,
-    Here,
     Numbered,
     ToAgent,
     decode_to_agent,
@@ -33,16 +33,20 @@ AGAIN = 0.2
 
 
 class AgentLink:
-    """Talks to the supervisor from a thread; `hear` is called from it with each message, `here` for
-    what is said first.
+    """Talks to the supervisor from a thread, which calls `hear` with each message, and `hello` for
+    the first message of each connection.
 
     What is numbered is sent again over each new connection, until it is confirmed.
     """
 
     def __init__(
-        self, launch: Launch, task: int, here: Callable[[], Here], hear: Callable[[ToAgent], None]
+        self,
+        launch: Launch,
+        task: int,
+        hello: Callable[[], AgentHello],
+        hear: Callable[[ToAgent], None],
     ) -> None:
-        self._launch, self._task, self._here, self._hear = launch, task, here, hear
+        self._launch, self._task, self._hello, self._hear = launch, task, hello, hear
         self._lock = threading.Lock()
         self._added = 0
         self._unheard: deque[Numbered] = deque()
@@ -103,7 +107,7 @@ class AgentLink:
         wire.trust()
         with self._lock:
             self._unsent = deque(self._unheard)
-        wire.send_line(encode(self._here()))
+        wire.send_line(encode(self._hello()))
         self._connected = True
         with selectors.DefaultSelector() as selector:
             selector.register(self._alarm, selectors.EVENT_READ)
@@ -113,7 +117,7 @@ class AgentLink:
                 self._send(wire)
                 now = time.monotonic()
                 if now >= beat_at:
-                    wire.send_line(encode(Beat()))
+                    wire.send_line(encode(AgentHeartbeat()))
                     beat_at = now + BEAT
                 writes = selectors.EVENT_WRITE if wire.sending else 0
                 selector.modify(wire, selectors.EVENT_READ | writes)
@@ -132,7 +136,7 @@ class AgentLink:
             wire.send_line(encode(message))
 
     def _take_in(self, message: ToAgent) -> None:
-        if not isinstance(message, Confirmed):
+        if not isinstance(message, AgentConfirmation):
             self._hear(message)
             return
         with self._lock:

@@ -88,7 +88,7 @@ class Question(_Message):
 
 
 @dataclass(frozen=True)
-class Confirmed(_Message):
+class AgentConfirmation(_Message):
     """Supervisor to agent: everything up to this number has arrived."""
 
     number: Natural
@@ -96,7 +96,7 @@ class Confirmed(_Message):
 
 
 @dataclass(frozen=True)
-class Leave(_Message):
+class LeaveOrder(_Message):
     """Supervisor to agent: end, with all that you have started. `refusal` is why it cannot join."""
 
     refusal: Words = ""
@@ -114,7 +114,7 @@ class Joins(_Message):
 
 
 @dataclass(frozen=True)
-class Here(_Message):
+class AgentHello(_Message):
     """Agent to supervisor, first of all: whose agent it is, its process, and what it brings if it
     is not of the supervisor's job."""
 
@@ -125,7 +125,7 @@ class Here(_Message):
 
 
 @dataclass(frozen=True)
-class Beat(_Message):
+class AgentHeartbeat(_Message):
     """Agent to supervisor, every few seconds."""
 
     kind: Literal["beat"] = "beat"
@@ -159,7 +159,7 @@ class Ended(_Message):
 
 
 @dataclass(frozen=True)
-class Cleared(_Message):
+class AttemptCleared(_Message):
     """Agent to supervisor: of this attempt nothing is left here, or only what outlives a kill."""
 
     number: Natural
@@ -169,7 +169,7 @@ class Cleared(_Message):
 
 
 @dataclass(frozen=True)
-class Departs(_Message):
+class DepartureRequest(_Message):
     """Agent of another job to supervisor: it has to leave within `seconds`, and why."""
 
     number: Natural
@@ -178,9 +178,9 @@ class Departs(_Message):
     kind: Literal["departs"] = "departs"
 
 
-ToAgent: TypeAlias = StartRanks | StopRanks | KillRanks | Question | Confirmed | Leave
-Numbered: TypeAlias = Ended | Cleared | Departs
-FromAgent: TypeAlias = Here | Beat | Answer | Numbered
+ToAgent: TypeAlias = StartRanks | StopRanks | KillRanks | Question | AgentConfirmation | LeaveOrder
+Numbered: TypeAlias = Ended | AttemptCleared | DepartureRequest
+FromAgent: TypeAlias = AgentHello | AgentHeartbeat | Answer | Numbered
 
 _TO_AGENT: TypeAdapter[ToAgent] = TypeAdapter(Annotated[ToAgent, Field(discriminator="kind")])
 _FROM_AGENT: TypeAdapter[FromAgent] = TypeAdapter(Annotated[FromAgent, Field(discriminator="kind")])

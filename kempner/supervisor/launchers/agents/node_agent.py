@@ -48,13 +48,13 @@ from kempner.supervisor.launchers.agents.messages import (
     PORT,
     STEP,
     TOKEN,
+    AgentHello,
     Answer,
-    Cleared,
-    Departs,
+    AttemptCleared,
+    DepartureRequest,
     Ended,
-    Here,
     KillRanks,
-    Leave,
+    LeaveOrder,
     Question,
     StartRanks,
     StopRanks,
@@ -98,7 +98,7 @@ class NodeAgent:
         receiver = CopyReceiver(copies, self._secret, launch.control.addresses)
         self._slots = SlotKeeper(SlotHolder(), copies, receiver.listen)
         self._incoming: SimpleQueue[_Event] = SimpleQueue()
-        self._link = AgentLink(launch, task, self._here, self._hear)
+        self._link = AgentLink(launch, task, self._hello, self._hear)
         self._attempt = 0
         self._cleared = 0
 
@@ -117,15 +117,15 @@ class NodeAgent:
                     logger().warning("the supervisor is gone, and no rank is left")
                     return self._leave(ALONE_CODE)
                 continue
-            if isinstance(event, Leave):
+            if isinstance(event, LeaveOrder):
                 if event.refusal:
                     say(f"kempner join: {event.refusal}", sys.stderr)
                 return self._leave(REFUSED_CODE if event.refusal else 0)
             self._act_on(event)
 
-    def _here(self) -> Here:
+    def _hello(self) -> AgentHello:
         joins = None if self._terms is None else self._terms.now
-        return Here(node_name(os.environ), os.getpid(), joins)
+        return AgentHello(node_name(os.environ), os.getpid(), joins)
 
     def _leave(self, code: int) -> int:
         self._children.kill()
@@ -140,7 +140,7 @@ class NodeAgent:
             self._incoming.put(message)
 
     def _hear_departure(self, departure: Departure | None) -> None:
-        self._incoming.put(Leave() if departure is None else departure)
+        self._incoming.put(LeaveOrder() if departure is None else departure)
 
     def _answer(self, question: Question) -> None:
         left = tuple(pid for pid in question.pids if still_runs(pid))
@@ -159,9 +159,9 @@ class NodeAgent:
                 self._attempt = self._cleared = attempt
                 self._clear(attempt)
             case Departure() if self._link.alone_for() and not self._children.alive():
-                self._incoming.put(Leave())  # there is no supervisor to ask
+                self._incoming.put(LeaveOrder())  # there is no supervisor to ask
             case Departure(seconds, reason):
-                self._link.post(lambda number: Departs(number, seconds, shorten(reason)))
+                self._link.post(lambda number: DepartureRequest(number, seconds, shorten(reason)))
             case Received() if self._terms is not None:
                 logger().info("a signal is left to `kempner join`")
             case Received(number) if number == SIGTERM:
@@ -217,7 +217,7 @@ class NodeAgent:
         if not clean:
             logger().warning("a rank cannot be killed")
         self._children.prepare(self._program)  # so that a fork server that has died is back soon
-        self._link.post(lambda number: Cleared(number, attempt, clean))
+        self._link.post(lambda number: AttemptCleared(number, attempt, clean))
 
 
 def _oom_kills() -> int:

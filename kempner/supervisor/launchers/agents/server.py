@@ -26,11 +26,11 @@ from kempner.run.process.threads import helper_thread
 from kempner.supervisor.control.auth import Membership
 from kempner.supervisor.control.peers import Peer, Strangers
 from kempner.supervisor.launchers.agents.messages import (
-    Confirmed,
+    AgentConfirmation,
+    AgentHello,
     FromAgent,
-    Here,
     Joins,
-    Leave,
+    LeaveOrder,
     Numbered,
     ToAgent,
     decode_from_agent,
@@ -40,12 +40,12 @@ from kempner.supervisor.launchers.agents.messages import (
 TICK = 1.0
 """Seconds between two looks at connections that do not say whose they are."""
 
-GOODBYE = 2.0
+DISMISSED_WITHIN = 2.0
 """Seconds that agents get to take in the last message."""
 
 
 @dataclass(frozen=True)
-class Came:
+class AgentConnected:
     """An agent has connected, perhaps again: its step, its task there, its process; what it brings
     if it is of another job."""
 
@@ -56,14 +56,14 @@ class Came:
 
 
 @dataclass(frozen=True)
-class Went:
+class AgentDisconnected:
     """The link of an agent is over; `hung_up` says that its process has ended, as a rule."""
 
     reason: str
     hung_up: bool
 
 
-AgentNews = Came | Went | FromAgent
+AgentNews = AgentConnected | AgentDisconnected | FromAgent
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class _Agent:
 
 
 @dataclass
-class _Heard:
+class _AgentNumbers:
     """The last number heard of an agent's process."""
 
     pid: int
@@ -106,13 +106,13 @@ class AgentServer:
         secret: Secret,
         nodes: int,
         hear: Callable[[str, AgentNews], list[ToAgent]],
-        refusal: Callable[[Here], str],
+        refusal: Callable[[AgentHello], str],
     ) -> None:
         self._listeners, self._secret, self._size = listeners, secret, nodes
         self._hear, self._refusal = hear, refusal
         self._strangers = Strangers(nodes)
         self._agents: dict[str, _Agent] = {}
-        self._numbers: dict[str, _Heard] = {}
+        self._numbers: dict[str, _AgentNumbers] = {}
         self._state = _State()
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
@@ -152,15 +152,15 @@ class AgentServer:
             for key, events in self._selector.select(TICK):
                 key.data(events)
             self._carry_out_orders()
-            for peer in self._strangers.too_slow():
+            for peer in self._strangers.overdue():
                 self._refuse(peer, "it did not authenticate in time")
-        self._say_goodbye()
+        self._dismiss_agents()
 
-    def _say_goodbye(self) -> None:
+    def _dismiss_agents(self) -> None:
         self._carry_out_orders()
         for agent in list(self._agents.values()):
-            self._send(agent, Leave())
-        end = time.monotonic() + GOODBYE
+            self._send(agent, LeaveOrder())
+        end = time.monotonic() + DISMISSED_WITHIN
         for listener in self._listeners:
             self._selector.unregister(listener)
             listener.close()
@@ -192,7 +192,7 @@ class AgentServer:
         except OSError as error:
             logger().warning("cannot accept a connection", error=error.strerror)
             return
-        if (oldest := self._strangers.one_too_many()) is not None:
+        if (oldest := self._strangers.oldest_over_limit()) is not None:
             self._refuse(oldest, "too many connections")
         self._strangers.add(peer)
         self._selector.register(peer.wire, selectors.EVENT_READ, partial(self._open, peer))
@@ -246,7 +246,7 @@ class AgentServer:
         self._watch(agent)
 
     def _take_in(self, agent: _Agent, message: FromAgent) -> None:
-        if isinstance(message, Here):
+        if isinstance(message, AgentHello):
             self._welcome(agent, message)
         elif not agent.node:
             raise MessageError("it did not say whose agent it is")
@@ -255,24 +255,26 @@ class AgentServer:
             if message.number > heard.number:
                 heard.number = message.number
                 self._hear(agent.node, message)
-            self._send(agent, Confirmed(message.number))
+            self._send(agent, AgentConfirmation(message.number))
         else:
             self._hear(agent.node, message)
 
-    def _welcome(self, agent: _Agent, here: Here) -> None:
-        if here.joins is not None and (refusal := self._refusal(here)):
-            self._send(agent, Leave(refusal))
+    def _welcome(self, agent: _Agent, hello: AgentHello) -> None:
+        if hello.joins is not None and (refusal := self._refusal(hello)):
+            self._send(agent, LeaveOrder(refusal))
             return
-        if (older := self._agents.get(here.node)) is not None:
+        if (older := self._agents.get(hello.node)) is not None:
             if older.step > agent.step:  # it was given up, and has a successor
-                self._send(agent, Leave())
+                self._send(agent, LeaveOrder())
                 return
             self._drop(older, "there is a newer connection", hung_up=False)
-        agent.node = here.node
-        self._agents[here.node] = agent
-        if here.node not in self._numbers or self._numbers[here.node].pid != here.pid:
-            self._numbers[here.node] = _Heard(here.pid)
-        for message in self._hear(here.node, Came(agent.step, agent.task, here.pid, here.joins)):
+        agent.node = hello.node
+        self._agents[hello.node] = agent
+        if hello.node not in self._numbers or self._numbers[hello.node].pid != hello.pid:
+            self._numbers[hello.node] = _AgentNumbers(hello.pid)
+        for message in self._hear(
+            hello.node, AgentConnected(agent.step, agent.task, hello.pid, hello.joins)
+        ):
             self._send(agent, message)
 
     def _send(self, agent: _Agent, message: ToAgent) -> None:
@@ -297,4 +299,4 @@ class AgentServer:
         agent.peer.wire.close()
         if self._agents.get(agent.node) is agent:
             del self._agents[agent.node]
-            self._hear(agent.node, Went(reason, hung_up))
+            self._hear(agent.node, AgentDisconnected(reason, hung_up))

@@ -43,8 +43,10 @@ class SlotsAway:
         except OSError as error:
             logger().warning("no copies of steps in memory", reason=error.strerror)
             return {}
-        if deaf := [node for node in nodes if node not in found]:
-            logger().warning("no copies of steps in memory: agents do not answer", nodes=deaf)
+        if unresponsive := [node for node in nodes if node not in found]:
+            logger().warning(
+                "no copies of steps in memory: agents do not answer", nodes=unresponsive
+            )
             return {}
         pairs = buddies(nodes)
         logger().info("nodes keep copies of each other's steps", pairs=pairs)

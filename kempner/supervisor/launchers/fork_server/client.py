@@ -26,8 +26,8 @@ from kempner.supervisor.launchers.fork_server import server
 from kempner.supervisor.launchers.fork_server.messages import (
     LARGEST,
     Ended,
-    ForkedAs,
     Order,
+    ProcessForked,
     Ready,
     Refused,
     arguments_of_python,
@@ -70,7 +70,7 @@ class Started(Protocol):
         """As `wait`, but at once; None while it runs, too."""
 
 
-class Forked:
+class ForkedProcess:
     """A process that the server has forked, and whose end it tells.
 
     `end_server` is called when the process has ended and the server does not say so. An `orphan` is
@@ -135,7 +135,7 @@ class ForkServerClient:
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = tuple(modules)
         self._lock = threading.Lock()
-        self._running: _Running | None = None
+        self._running: _ServerProcess | None = None
 
     @property
     def pid(self) -> int | None:
@@ -151,7 +151,7 @@ class ForkServerClient:
         with self._lock:
             if self._running is None or self._running.over:
                 try:
-                    self._running = _Running.start(self._modules)
+                    self._running = _ServerProcess.start(self._modules)
                 except OSError as error:
                     logger().warning("cannot start a fork server", reason=error.strerror)
 
@@ -162,7 +162,7 @@ class ForkServerClient:
         output: int | None,
         ours: bool,
         cpus: tuple[int, ...] = (),
-    ) -> Forked:
+    ) -> ForkedProcess:
         """A new process of this command, in a session of its own, once the imports are done.
 
         `output` is the descriptor of the file to print to, None for where the server prints.
@@ -191,7 +191,7 @@ class ForkServerClient:
             self._running.kill()
 
 
-class _Running:
+class _ServerProcess:
     """One life of a server."""
 
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
@@ -199,12 +199,12 @@ class _Running:
         self._channel, self._lock = channel, threading.Lock()
         self._numbers = count(1)
         self._ready: Future[None] = Future()
-        self.waited_for: dict[int, Future[Forked]] = {}
-        self._forked: dict[int, Forked] = {}
+        self.waited_for: dict[int, Future[ForkedProcess]] = {}
+        self._forked: dict[int, ForkedProcess] = {}
         threading.Thread(target=self._listen, name="fork-server", daemon=True).start()
 
     @classmethod
-    def start(cls, modules: Sequence[str]) -> _Running:
+    def start(cls, modules: Sequence[str]) -> _ServerProcess:
         """Raises `OSError`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -220,10 +220,10 @@ class _Running:
                 )
         return cls(process, ours)
 
-    def fork(self, make: Callable[[int], Order], output: int | None) -> Forked:
+    def fork(self, make: Callable[[int], Order], output: int | None) -> ForkedProcess:
         """As `ForkServerClient.fork`, what `make` returns for its number."""
         order = make(next(self._numbers))
-        answer: Future[Forked] = Future()
+        answer: Future[ForkedProcess] = Future()
         with self._lock:
             if self.over:
                 raise CannotForkError("the fork server has ended")
@@ -275,8 +275,8 @@ class _Running:
         match decode(packet):
             case Ready():
                 self._ready.set_result(None)
-            case ForkedAs(number, pid, orphan):
-                forked = Forked(pid, self.kill, orphan)
+            case ProcessForked(number, pid, orphan):
+                forked = ForkedProcess(pid, self.kill, orphan)
                 if not orphan:
                     self._forked[pid] = forked
                 if (answer := self.waited_for.get(number)) is not None:

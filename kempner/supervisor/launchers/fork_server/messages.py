@@ -45,7 +45,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class ForkedAs:
+class ProcessForked:
     """From the server: an order was carried out by this process.
 
     An `orphan` has become the child of the server's own parent, which sees for itself how it ends.
@@ -75,9 +75,9 @@ class Ended:
     kind: ClassVar[str] = "ended"
 
 
-Message: TypeAlias = Order | Ready | ForkedAs | Refused | Ended
+Message: TypeAlias = Order | Ready | ProcessForked | Refused | Ended
 
-_KINDS = {kind.kind: kind for kind in (Order, Ready, ForkedAs, Refused, Ended)}
+_KINDS = {kind.kind: kind for kind in (Order, Ready, ProcessForked, Refused, Ended)}
 
 
 def encode(message: Message) -> bytes:

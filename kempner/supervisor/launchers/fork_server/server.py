@@ -34,9 +34,9 @@ from kempner.run.process.signals import STOP_SIGNALS, follow_parent, signal_at_e
 from kempner.supervisor.launchers.fork_server.messages import (
     LARGEST,
     Ended,
-    ForkedAs,
     Message,
     Order,
+    ProcessForked,
     Ready,
     Refused,
     decode,
@@ -94,7 +94,7 @@ class ForkServer:
             ended = os.pidfd_open(pid)
             self._children[ended] = pid
             self._selector.register(ended, selectors.EVENT_READ)
-            self._say(ForkedAs(order.number, pid))
+            self._say(ProcessForked(order.number, pid))
         for output in outputs:
             os.close(output)
         return False
@@ -110,7 +110,7 @@ class ForkServer:
             between = os.getpid()  # the child may ask for its parent when this process is gone
             pid = os.fork()
             if pid:
-                self._say(ForkedAs(order.number, pid, orphan=True))
+                self._say(ProcessForked(order.number, pid, orphan=True))
                 os._exit(0)
             self._become_child(outputs)
             while os.getppid() == between:

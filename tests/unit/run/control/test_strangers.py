@@ -140,7 +140,7 @@ def test_no_bytes_whatsoever_disturb_it(
 def test_half_open_connections_do_not_keep_ranks_out(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "STRANGERS", 4)
+    monkeypatch.setattr(peers, "PENDING_LIMIT", 4)
     idle = [Stranger(supervisor.channel.port) for _ in range(3 * SIZE)]
     rank = supervisor.link(0)
     assert supervisor.expect(Connected).rank == 0

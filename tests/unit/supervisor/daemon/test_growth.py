@@ -227,7 +227,7 @@ class Context:
 
 def stopped(reason: StopReason, late: bool) -> Any:
     roster = SimpleNamespace(lost_hosts=list, stuck_pids=dict)
-    told = {"stop_reason": reason, "roster": roster, "attempt": object(), "of_stranger": False}
+    told = {"stop_reason": reason, "roster": roster, "attempt": object(), "reports_nothing": False}
     return SimpleNamespace(**told, must_stop=lambda: late)
 
 

@@ -24,8 +24,8 @@ from kempner.supervisor.launchers.fork_server import client
 from kempner.supervisor.launchers.fork_server.client import CannotForkError, ForkServerClient
 from kempner.supervisor.launchers.fork_server.messages import (
     Ended,
-    ForkedAs,
     Order,
+    ProcessForked,
     Ready,
     Refused,
     arguments_of_python,
@@ -79,7 +79,7 @@ def sleeper(folder: Path, seconds: float = 100.0) -> list[str]:
     [
         Order(3, ("-m", "kempner"), {"A": "b", "odd": "\udce9"}, True),
         Ready(),
-        ForkedAs(3, 77),
+        ProcessForked(3, 77),
         Refused(3, "no"),
         Ended(77, -9),
     ],

@@ -37,7 +37,7 @@ from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.joined.invitation import Invitation
 from kempner.supervisor.launchers.agents.joined.launcher import PoolLauncher
 from kempner.supervisor.launchers.agents.launcher import AgentLauncher
-from kempner.supervisor.launchers.agents.messages import Departs, Here, Joins
+from kempner.supervisor.launchers.agents.messages import AgentHello, DepartureRequest, Joins
 from kempner.supervisor.launchers.base import Idle, Program
 
 INVITATION = Invitation(("127.0.0.1", "127.0.0.2"), 1, "ab" * 32, "{}", "/")
@@ -60,10 +60,10 @@ class Pool(PoolLauncher):
             self._joined.come(node, 100 + number, Joins("8", 2, 600.0))
 
     def go(self, node: str) -> None:
-        self._joined.depart(node, Departs(1, 30.0, "its time is over"))
+        self._joined.depart(node, DepartureRequest(1, 30.0, "its time is over"))
 
     def refusal(self, node: str, ranks: int = 2) -> str:
-        return self._refusal(Here(node, 1, Joins("8", ranks, None)))
+        return self._refusal(AgentHello(node, 1, Joins("8", ranks, None)))
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_who_begins_to_leave_has_the_time_that_it_has_asked_for() -> None:
     """It begins when that is due, and not before: then nothing would be left of the time."""
     pool = Pool()
     pool._joined.come("node5", 100, Joins("8", 2, 0.0))
-    pool._joined.depart("node5", Departs(1, 30.0, "15 s are left of the job's time"))
+    pool._joined.depart("node5", DepartureRequest(1, 30.0, "15 s are left of the job's time"))
     left = pool.joined["node5"].seconds_left
     assert left is not None
     assert 20.0 < left <= 30.0

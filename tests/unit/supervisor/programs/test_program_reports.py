@@ -20,7 +20,7 @@ from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.program_reports import FileSeen, ProgramReports
 from kempner.supervisor.launchers.base import Program
 from kempner.supervisor.launchers.children import ChildRank, Children
-from kempner.supervisor.launchers.rank_output import StepInLines
+from kempner.supervisor.launchers.rank_output import StepFinder
 from kempner.supervisor.policy.outcome import RankExit
 
 
@@ -150,7 +150,7 @@ def test_of_kempners_own_ranks_no_file_is_looked_at(
     ],
 )
 def test_the_newest_step_in_what_is_printed(chunks: list[bytes], step: int | None) -> None:
-    lines = StepInLines(r"step ([\d,]+|two)?")
+    lines = StepFinder(r"step ([\d,]+|two)?")
     for chunk in chunks:
         lines.feed(chunk)
     assert lines.step == step

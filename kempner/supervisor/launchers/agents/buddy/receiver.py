@@ -23,7 +23,7 @@ from kempner.supervisor.launchers.agents.buddy.wire import (
     receive_image,
 )
 
-STRANGERS = 64
+PENDING_LIMIT = 64
 """Connections that may be opening at once."""
 
 
@@ -33,7 +33,7 @@ class CopyReceiver:
     def __init__(self, copies: CopyHolder, secret: Secret, supervisor: Sequence[str]) -> None:
         self._copies, self._secret, self._supervisor = copies, secret, supervisor
         self._listener: socket.socket | None = None
-        self._opening = threading.Semaphore(STRANGERS)
+        self._opening = threading.Semaphore(PENDING_LIMIT)
         self._lock = threading.Lock()
         self._streams: dict[int, socket.socket] = {}
         self._turns: dict[int, threading.Lock] = {}

@@ -16,8 +16,8 @@ from kempner.supervisor.launchers.agents.fleet import FleetNews
 from kempner.supervisor.launchers.agents.joined.invitation import Invitation
 from kempner.supervisor.launchers.agents.joined.roster import JoinedNodes
 from kempner.supervisor.launchers.agents.launcher import AgentLauncher
-from kempner.supervisor.launchers.agents.messages import Departs, Here
-from kempner.supervisor.launchers.agents.server import Came
+from kempner.supervisor.launchers.agents.messages import AgentHello, DepartureRequest
+from kempner.supervisor.launchers.agents.server import AgentConnected
 from kempner.supervisor.launchers.base import CannotRestart, Idle, JoinedNode, Program
 from kempner.supervisor.launchers.surroundings import Surroundings
 from kempner.supervisor.policy.outcome import RankExit
@@ -152,22 +152,22 @@ class PoolLauncher(AgentLauncher):
         known = {*self._allocation.nodes, *self._allocation.spare}
         return [node for node in self._there() if node not in known]
 
-    def _refusal(self, here: Here) -> str:
-        allocation, joins = self._allocation, here.joins
-        if here.node in self._own_nodes:
-            return f"{here.node} belongs to job {allocation.job}, which trains there already"
+    def _refusal(self, hello: AgentHello) -> str:
+        allocation, joins = self._allocation, hello.joins
+        if hello.node in self._own_nodes:
+            return f"{hello.node} belongs to job {allocation.job}, which trains there already"
         if allocation.uneven:
             return f"the nodes of job {allocation.job} have different numbers of GPUs"
         if joins is not None and joins.ranks < allocation.tasks_per_node:
             needed, room = allocation.tasks_per_node, joins.ranks
-            return f"a node needs room for {needed} ranks, and {here.node} has it for {room}"
+            return f"a node needs room for {needed} ranks, and {hello.node} has it for {room}"
         return ""
 
     def _hear(self, node: str, news: FleetNews) -> None:
-        if isinstance(news, Came) and news.joins is not None:
+        if isinstance(news, AgentConnected) and news.joins is not None:
             if self._joined.come(node, news.pid, news.joins):
                 self._ranks.lose(node, None, self._was_killed())  # with the agent before
-        elif isinstance(news, Departs):
+        elif isinstance(news, DepartureRequest):
             self._joined.depart(node, news)
             if node not in self._allocation.nodes:
                 self._agents.dismiss(node)
@@ -207,9 +207,9 @@ class PoolLauncher(AgentLauncher):
             return seen is None
         return time.monotonic() - seen.went_at > (HUNG_UP if seen.hung_up else AWAY)
 
-    def _be_rid_of(self, node: str) -> None:
+    def _remove_agent(self, node: str) -> None:
         if node not in self._joined:
-            super()._be_rid_of(node)
+            super()._remove_agent(node)
 
     def _give_up(self, node: str) -> None:
         """An agent of another job is sent away, and not waited for; whatever it still runs has no

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kempner.supervisor.launchers.agents.messages import Departs, Joins
+from kempner.supervisor.launchers.agents.messages import DepartureRequest, Joins
 from kempner.supervisor.launchers.base import JoinedNode
 
 
@@ -36,7 +36,7 @@ class JoinedNodes:
                 self._nodes[node] = JoinedNode(joins.job, pid, until)
             return another
 
-    def depart(self, node: str, departs: Departs) -> None:
+    def depart(self, node: str, departs: DepartureRequest) -> None:
         """It wants to leave."""
         by = time.monotonic() + departs.seconds
         with self._lock:

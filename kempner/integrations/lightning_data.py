@@ -18,7 +18,7 @@ from kempner.data.serve.places import Mapped, refills
 from kempner.data.serve.plans import plan_of
 from kempner.data.serve.sampler import ResumableDataLoader
 from kempner.run.process.exit_codes import UsageError
-from kempner.run.process.worker_process import born_deaf
+from kempner.run.process.worker_process import signals_blocked_in_children
 
 
 class HeldLoader:
@@ -36,7 +36,11 @@ class HeldLoader:
         self._mapped.close()
         for number in range(self.left()):
             # Workers are started with the first batch.
-            with born_deaf() if self._loader.num_workers and not number else nullcontext():
+            with (
+                signals_blocked_in_children()
+                if self._loader.num_workers and not number
+                else nullcontext()
+            ):
                 batch, _ = self._mapped.take()
             yield batch
 

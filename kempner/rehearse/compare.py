@@ -23,7 +23,7 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Began:
+class StepStart:
     """What was there as a step began."""
 
     variables: Mapping[str, Variable]
@@ -32,7 +32,7 @@ class Began:
 
 
 @dataclass(frozen=True)
-class Done:
+class StepResult:
     """What came of a step."""
 
     samples: tuple[str, ...]
@@ -48,8 +48,8 @@ class Done:
 class Record:
     """What one rank has seen in one start of the program."""
 
-    began: dict[int, Began] = field(default_factory=dict)
-    done: dict[int, Done] = field(default_factory=dict)
+    began: dict[int, StepStart] = field(default_factory=dict)
+    done: dict[int, StepResult] = field(default_factory=dict)
     evaluations: dict[int, list[str]] = field(default_factory=dict)
     """Digests of what was evaluated, by the last step that had begun."""
     saved: list[int] = field(default_factory=list)
@@ -91,14 +91,14 @@ def parse(lines: Iterable[str]) -> Record:
 def _take(record: Record, line: dict[str, Any]) -> None:
     if "began" in line:
         variables = {name: Variable(*seen) for name, seen in line["variables"].items()}
-        began = Began(variables, line["globals"], tuple(line["iterators"]))
+        began = StepStart(variables, line["globals"], tuple(line["iterators"]))
         record.began[line["began"]] = began
         record.sources |= set(line["files"])
     elif "ended" in line:
         step = line["ended"]
         names = ("rates", "gradients", "weights", "torch_generator", "batches")
         same = {name: line[name] for name in names}
-        record.done[step] = Done(tuple(line["samples"]), tuple(line["losses"]), **same)
+        record.done[step] = StepResult(tuple(line["samples"]), tuple(line["losses"]), **same)
         record.evaluations.setdefault(step, []).extend(line["evaluation"])
     elif "after" in line:
         record.evaluations.setdefault(line["after"], []).extend(line["evaluation"])
@@ -109,7 +109,7 @@ def _take(record: Record, line: dict[str, Any]) -> None:
         record.called = tuple(line["called"])
 
 
-COMPARED: dict[str, Callable[[Done], object]] = {
+COMPARED: dict[str, Callable[[StepResult], object]] = {
     "samples": lambda done: done.samples,
     "generators": lambda done: done.torch_generator,
     "losses": lambda done: done.losses,
@@ -213,7 +213,7 @@ def _generators(undisturbed: Record, other: Record, step: int) -> list[Changed]:
     return found
 
 
-def _drawn_from(began: Mapping[int, Began], key: str) -> bool:
+def _drawn_from(began: Mapping[int, StepStart], key: str) -> bool:
     """Whether steps move a global generator."""
     return len({seen.generators[key] for seen in began.values()}) > 1
 

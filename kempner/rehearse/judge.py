@@ -23,7 +23,7 @@ from kempner.rehearse.compare import (
     lost_evaluations,
     samples_elsewhere,
 )
-from kempner.rehearse.rehearsal import Played, Seen
+from kempner.rehearse.rehearsal import ObservedStart, Seen
 
 _TELLS = {
     *("print", "debug", "info", "warning", "error", "exception", "log", "write", "writelines"),
@@ -406,13 +406,13 @@ def _compare_files(seen: Seen, findings: Findings) -> None:
         findings.sentences.append(f"{shown(path)} holds something else than undisturbed")
 
 
-def _failure(who: str, played: Played) -> Findings:
+def _failure(who: str, played: ObservedStart) -> Findings:
     codes = ", ".join(str(code) for code in sorted(set(played.codes)))
     sentence = f"{who} ended with code {codes}: {last_words(played)}"
     return Findings(Verdict.FAILED, sentences=[sentence])
 
 
-def last_words(played: Played) -> str:
+def last_words(played: ObservedStart) -> str:
     """The last line that it has printed, or the last of kempner's."""
     lines = [line for line in played.said() if line.strip()]
     ours = [line for line in lines if "kempner" in line or "Error" in line]

@@ -169,7 +169,7 @@ def _spread(chosen: list[Disturbance]) -> list[Disturbance]:
 
 
 @dataclass(frozen=True)
-class Played:
+class ObservedStart:
     """One start of the program, and what its ranks have seen."""
 
     part: Part
@@ -205,13 +205,13 @@ class Played:
 class Seen:
     """Everything that a rehearsal has seen."""
 
-    undisturbed: Played
+    undisturbed: ObservedStart
     disturbances: list[Disturbance] = field(default_factory=list)
-    starts: list[Played] = field(default_factory=list)
+    starts: list[ObservedStart] = field(default_factory=list)
     """One for each disturbance, which ends it, and the last, which goes on to the end."""
-    again: Played | None = None
+    again: ObservedStart | None = None
     """A second undisturbed run, if the first was not repeated before any disturbance."""
-    elsewhere: Played | None = None
+    elsewhere: ObservedStart | None = None
     """The start on another number of ranks, after the first stop."""
     contents: tuple[Contents, Contents] = (Contents(), Contents())
     """The files of tensors that the program wrote elsewhere: undisturbed, and at the end."""
@@ -231,7 +231,7 @@ class Rehearsal:
     def run(self) -> Seen:
         """Play all parts. Raises `UsageError` if the program makes no steps that can be seen."""
         before = listing(Path.cwd(), self.scratch)
-        first = self._play("undisturbed", self.steps)
+        first = self._run_start("undisturbed", self.steps)
         seen = Seen(first)
         if first.failed:
             return seen
@@ -244,7 +244,7 @@ class Rehearsal:
         seen.contents = written, contents_of(first.records, before, self.scratch)
         if self._differs_by_itself(seen):
             self.tell("it differs before any disturbance: once more undisturbed")
-            seen.again = self._play("again", self.steps)
+            seen.again = self._run_start("again", self.steps)
         return seen
 
     def _disturb(self, seen: Seen) -> None:
@@ -253,24 +253,24 @@ class Rehearsal:
             at = self.steps if disturbance is None else disturbance.step
             kills = disturbance is not None and disturbance.kills
             self.tell(f"start {number}: {disturbance.words if disturbance else 'to the end'}")
-            start = self._play(f"start-{number}", at, kills=kills, run="disturbed", other=True)
+            start = self._run_start(f"start-{number}", at, kills=kills, run="disturbed", other=True)
             seen.starts.append(start)
             if start.failed:
                 return
             if number == 1 and self.size > 1:
-                self._go_elsewhere(seen)
+                self._resume_on_half_the_ranks(seen)
 
-    def _go_elsewhere(self, seen: Seen) -> None:
+    def _resume_on_half_the_ranks(self, seen: Seen) -> None:
         """After the first stop, from a copy of its run, on half as many ranks."""
         shutil.copytree(self.scratch / "disturbed", self.scratch / "elsewhere", symlinks=True)
         size = self.size // 2
         self.tell(f"start 2, as well on {size} of {self.size} ranks")
         smaller = replace(self, size=size)
-        seen.elsewhere = smaller._play("elsewhere-2", self.steps, run="elsewhere")
+        seen.elsewhere = smaller._run_start("elsewhere-2", self.steps, run="elsewhere")
 
-    def _play(
+    def _run_start(
         self, name: str, at: int, kills: bool = False, run: str = "", other: bool = False
-    ) -> Played:
+    ) -> ObservedStart:
         """Start the program until it is disturbed in step `at`, or is complete."""
         folder = self.scratch / f"part-{name}"
         folder.mkdir()
@@ -279,9 +279,9 @@ class Rehearsal:
         variables = {**part.environment(), "MLFLOW_TRACKING_URI": f"file:{self.scratch}/mlflow"}
         codes = self.stage.run(self.command, variables, outputs, other)
         records = [read_record(folder / f"rank-{rank}.jsonl") for rank in range(self.size)]
-        return Played(part, tuple(records), tuple(codes), folder)
+        return ObservedStart(part, tuple(records), tuple(codes), folder)
 
-    def _check(self, first: Played) -> None:
+    def _check(self, first: ObservedStart) -> None:
         if not first.records[0].done:
             raise UsageError(
                 "rehearse: the program ended without a step that can be seen: it needs "

@@ -233,7 +233,7 @@ class CheckpointManager:
             with self._session.progress.during(Phase.SAVE):
                 self._engine.settle()
             failed = bool(self._engine.failures.count) and self._loop is not None
-            self._let_go()
+            self._release()
             self._engine.close()
             if failed and self._loop is not None:
                 raise unwritten(self._loop)
@@ -255,14 +255,14 @@ class CheckpointManager:
             if self._trained:
                 self._give_up_unsaved(loop)
             code = loop.leave(VoteResult(stop=stop))
-        self._let_go()
+        self._release()
         return code
 
     def _break_off(self) -> None:
         """An exception leaves the loop: the newest checkpoint stays as it is."""
         if self._loop is not None:
             self._loop.wait_for_save()
-        self._let_go()
+        self._release()
 
     def _end(self) -> None:
         """The process ends, and no block of a handler has closed this."""
@@ -271,7 +271,7 @@ class CheckpointManager:
         raised = hasattr(sys, "last_value")  # what has ended the program
         if self._saved is not None and not raised:
             self._session.record(Completed(self._saved))
-        self._let_go()
+        self._release()
 
     def _begin(self, found: TrainState | None) -> OwnLoop:
         loop = self._loop = OwnLoop(self._session, self._engine, found)
@@ -323,7 +323,7 @@ class CheckpointManager:
                 "ShutdownHandler: save inside of it, or make another CheckpointManager"
             )
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._closed = True
         self._hook.remove()
         self._engine.release_staging()  # nothing waits for that once the hook is gone

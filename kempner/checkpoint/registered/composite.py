@@ -36,7 +36,7 @@ _WRAPPERS = {
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module within all that wraps it, or the module itself."""
-    kinds = _imported()
+    kinds = _imported_classes()
     while (attribute := _attribute(module, kinds)) is not None:
         module = module._modules[attribute]  # type: ignore[assignment]
     return module
@@ -44,7 +44,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def has_wrappers(module: nn.Module) -> bool:
     """Whether any part of it is wrapped."""
-    kinds = tuple(_imported())
+    kinds = tuple(_imported_classes())
     return any(issubclass(kind, kinds) for kind in {type(part) for part in module.modules()})
 
 
@@ -53,7 +53,7 @@ def plain_name(module: nn.Module, name: str) -> str:
 
     A state dict may have left out some of them by itself.
     """
-    kinds, kept, at = _imported(), [], module
+    kinds, kept, at = _imported_classes(), [], module
     for part in name.split("."):
         while (attribute := _attribute(at, kinds)) is not None:
             at = at._modules[attribute]  # type: ignore[assignment]
@@ -74,7 +74,7 @@ _USUAL = re.compile(rf"(?<![^./])(?:{'|'.join(sorted(set(_WRAPPERS.values())))})
 _NOTHING = nn.Module()
 
 
-def _imported() -> Mapping[type, str]:
+def _imported_classes() -> Mapping[type, str]:
     """Those of the classes that anything has imported: torch's compiler takes seconds."""
     found = {}
     for (home, name), attribute in _WRAPPERS.items():

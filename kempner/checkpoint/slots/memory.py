@@ -245,7 +245,7 @@ class SlotHolder:
         """Tell a rank by its environment where its slots are. It gets a board of its own."""
         name, before = f"kempner-{rank}", self._lent.get(rank)
         if before is not None and len(before.slots) != _slots(with_buddy):
-            self._let_go(rank)
+            self._close_slots(rank)
             before = None
         if before is None:
             slots = tuple(os.memfd_create(f"{name}-{n}") for n in range(_slots(with_buddy)))
@@ -263,7 +263,7 @@ class SlotHolder:
     def keep_only(self, ranks: Sequence[int]) -> None:
         """Let go of the slots of all other ranks."""
         for rank in self._lent.keys() - set(ranks):
-            self._let_go(rank)
+            self._close_slots(rank)
 
     def slots(self) -> dict[int, list[SlotMemory]]:
         """Those that were ever filled, by rank. Raises as `SlotMemory`."""
@@ -281,7 +281,7 @@ class SlotHolder:
         """Descriptors of the boards."""
         return [lent.board for lent in self._lent.values() if lent.board is not None]
 
-    def _let_go(self, rank: int) -> None:
+    def _close_slots(self, rank: int) -> None:
         for descriptor in self._lent.pop(rank).all:
             os.close(descriptor)
 

@@ -129,7 +129,7 @@ def named(interfaces: Sequence[Interface], wanted: str, source: str) -> Interfac
     raise ValueError(f"{source}={wanted} {trouble} on this node; it has {there}")
 
 
-def odd_ones(bound: Mapping[str, Interface | None]) -> list[str]:
+def nodes_off_network(bound: Mapping[str, Interface | None]) -> list[str]:
     """The nodes that are not on the network that most of them are on; none if all agree.
 
     `bound` maps a node's name to what its ranks are bound to. Names may differ between nodes.
@@ -144,12 +144,12 @@ def odd_ones(bound: Mapping[str, Interface | None]) -> list[str]:
 def common_address(bound: Mapping[str, Interface | None], nodes: Sequence[str]) -> str:
     """Where all `nodes` reach the first of them, on the network that their ranks use.
 
-    `bound` is as for `odd_ones`, as far as it is known. Empty, which leaves it to the node's name,
-    if the first is not known, some use another network, or there are no others.
+    `bound` is as for `nodes_off_network`, as far as it is known. Empty, so that the node's name is
+    used, if the first is not known, some use another network, or there are no others.
     """
     known = {node: bound[node] for node in nodes if node in bound}
     first = known.get(nodes[0])
-    if first is None or len(nodes) == 1 or odd_ones(known):
+    if first is None or len(nodes) == 1 or nodes_off_network(known):
         return ""
     return first.address.partition("/")[0]
 
@@ -157,9 +157,9 @@ def common_address(bound: Mapping[str, Interface | None], nodes: Sequence[str]) 
 def disagreement(bound: Mapping[str, Interface | None]) -> str:
     """One sentence if some nodes are on the fabric and others are not, else nothing.
 
-    `bound` is as for `odd_ones`.
+    `bound` is as for `nodes_off_network`.
     """
-    odd = odd_ones(bound)
+    odd = nodes_off_network(bound)
     if not odd:
         return ""
     listed = "; ".join(f"{node}: {_described(interface)}" for node, interface in bound.items())

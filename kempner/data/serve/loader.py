@@ -38,7 +38,12 @@ from kempner.data.order.global_batches import PADDING, MicroSlice, Slicing
 from kempner.data.order.shuffle import Order
 from kempner.run.process.exit_codes import DataError, RunError, UsageError
 from kempner.run.process.retry import WaitStoppedError
-from kempner.run.process.worker_process import born_deaf, kill, killed_on_error, stay_deaf
+from kempner.run.process.worker_process import (
+    ignore_stop_signals,
+    kill,
+    killed_on_error,
+    signals_blocked_in_children,
+)
 
 REAPED_WITHIN = 1.0
 """Seconds for a worker that has closed all its files to have ended."""
@@ -114,7 +119,7 @@ class TokenReader:
             batch_sampler=slices,  # type: ignore[arg-type]  # the dataset takes them as they are
             num_workers=workers,
             collate_fn=_as_it_is,
-            worker_init_fn=partial(stay_deaf, os.getpid()),
+            worker_init_fn=partial(ignore_stop_signals, os.getpid()),
             multiprocessing_context="spawn" if workers else None,
             # Without a generator of its own the iterator would draw from the global one.
             generator=Generator(),
@@ -123,7 +128,7 @@ class TokenReader:
             self._iterator, self._pool = iter(loader), None
             return
         with killed_on_error():
-            with born_deaf():
+            with signals_blocked_in_children():
                 iterator = cast(_MultiProcessingDataLoaderIter, iter(loader))
             # When a worker dies, torch would raise in the main thread, whatever that is doing: the
             # thread that iterates is to get the error.

@@ -215,7 +215,7 @@ def plan_of(loader: DataLoader[Any], seed: int, place: tuple[int, int]) -> Plan:
     `seed` is that of shuffles without a generator of their own. Raises `UsageError`, in one
     sentence, for a sampler whose order cannot be drawn again.
     """
-    reads = _how_it_reads(loader)
+    reads = _reading_order(loader)
     sampler, size = reads.sampler, reads.size
     if isinstance(sampler, ResumableBatchSampler):
         return _resumable(sampler, sampler.batches)
@@ -236,7 +236,7 @@ def plan_of(loader: DataLoader[Any], seed: int, place: tuple[int, int]) -> Plan:
     return Dealt(_cut(samples, size, ranks, reads.drop_last), rank, seed, _at(draw, samples))
 
 
-def _how_it_reads(loader: DataLoader[Any]) -> _Reads:
+def _reading_order(loader: DataLoader[Any]) -> _Reads:
     cutter: Any = loader.batch_sampler
     place, prepared = None, type(cutter).__name__ == "BatchSamplerShard"
     if cutter is None and isinstance(loader.sampler, BatchSampler):

@@ -166,7 +166,7 @@ def _in_attempt(facts: RunFacts, last: AttemptFacts) -> Doing:
         return Doing(Activity.UNKNOWN)
     stuck = [place for place in facts.live.ranks if place.storage]
     if stuck:
-        return Doing(Activity.WAITING_FOR_STORAGE, _who(stuck, facts.live.ranks))
+        return Doing(Activity.WAITING_FOR_STORAGE, _describe_ranks(stuck, facts.live.ranks))
     return _by_phase(facts, last)
 
 
@@ -179,7 +179,7 @@ def _by_phase(facts: RunFacts, last: AttemptFacts) -> Doing:
     for phase, activity in ((Phase.SAVE, Activity.SAVING), (Phase.EVAL, Activity.EVALUATING)):
         if phase in phases:
             there = [place for place in facts.live.ranks if place.phase == phase]
-            return Doing(activity, _who(there, facts.live.ranks))
+            return Doing(activity, _describe_ranks(there, facts.live.ranks))
     if phases and phases <= {Phase.COMPILE}:
         return Doing(Activity.STARTING, "the first step")
     return Doing(Activity.TRAINING)
@@ -202,7 +202,7 @@ def _on_the_way(facts: RunFacts, last: AttemptFacts, phases: Collection[str]) ->
     for phase, activity, words in _FIRST_PHASES:
         there = [place for place in facts.live.ranks if place.phase == phase]
         if there:
-            return Doing(activity, f"{_who(there, facts.live.ranks)}{words}")
+            return Doing(activity, f"{_describe_ranks(there, facts.live.ranks)}{words}")
     return Doing(Activity.RUNNING)
 
 
@@ -215,7 +215,7 @@ _FIRST_PHASES = (
 """What a rank goes through before it trains; the run is where its last rank is."""
 
 
-def _who(some: Sequence[RankPlace], ranks: Sequence[RankPlace]) -> str:
+def _describe_ranks(some: Sequence[RankPlace], ranks: Sequence[RankPlace]) -> str:
     """Those ranks, or how many they are."""
     if len(some) == len(ranks):
         return "all ranks"

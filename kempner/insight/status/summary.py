@@ -109,7 +109,7 @@ def _straggler(attempt: AttemptFacts) -> StragglerFound | None:
     return found
 
 
-def who_waits(places: Sequence[RankPlace]) -> str:
+def describe_waiting(places: Sequence[RankPlace]) -> str:
     """What most ranks wait for others in, and for whom, while nothing moves; empty if none does."""
     waiting = [place for place in places if place.waiting]
     if not waiting:
@@ -386,7 +386,7 @@ def summarise(facts: RunFacts) -> Status:
     last = attempts[-1] if attempts else None
     progress = measure(facts.metrics.lines, facts.metrics.total_steps)
     if progress.step is None:
-        progress = replace(progress, step=_told_step(facts, attempts))
+        progress = replace(progress, step=_reported_step(facts, attempts))
     doing = decide(facts, attempts)
     still = _stands_still(facts, progress, last) if doing.activity in _BETWEEN_STEPS else ""
     if still:
@@ -418,7 +418,7 @@ def _attempt(last: AttemptFacts) -> AttemptStatus:
     )
 
 
-def _told_step(facts: RunFacts, attempts: Sequence[AttemptFacts]) -> int | None:
+def _reported_step(facts: RunFacts, attempts: Sequence[AttemptFacts]) -> int | None:
     """How far a program is that writes no metrics, if it says so."""
     told = [place.step for place in facts.live.ranks] + [a.known_step for a in attempts]
     return max(told, default=0) or None
@@ -483,7 +483,7 @@ def _waits_for(facts: RunFacts, activity: Activity, still: str) -> str:
         case Activity.WAITING_FOR_STORAGE:
             return next(place.storage for place in facts.live.ranks if place.storage)
         case Activity.TRAINING:
-            return who_waits(facts.live.ranks) if still else ""
+            return describe_waiting(facts.live.ranks) if still else ""
         case Activity.SAVING:
             return _slow_storage(facts) if still else ""
         case Activity.STARTING | Activity.LOADING | Activity.STOPPING:

@@ -37,7 +37,7 @@ def in_order(finding: Finding, among: Iterable[Finding], by_time: bool) -> tuple
     return 0.0, finding.order
 
 
-def who_failed(
+def find_failure(
     scan: Scan, fatal: Sequence[Finding], first: Finding, same: Sequence[Finding]
 ) -> tuple[int | None, str | None, tuple[str, ...]]:
     """The rank and node that failed first, and how that was told."""
@@ -52,7 +52,7 @@ def who_failed(
     ended = [f for f in fatal if f.status is not None and f.ranks and f.level < Level.CASCADE]
     rank = first.ranks[0] if first.ranks else _rank_of_end(first, same, ended)
     if rank is None and first.cause.name == "host_out_of_memory":
-        rank = _whose_worker_died(fatal)
+        rank = _rank_of_dead_worker(fatal)
     node = first.node
     if node is None and rank is not None:
         node = scan.places.nodes.get(rank)
@@ -113,7 +113,7 @@ def _rank_of_end(first: Finding, same: Sequence[Finding], ended: Sequence[Findin
     return min(roots, key=lambda f: in_order(f, roots, by_time=True)).ranks[0]
 
 
-def _whose_worker_died(fatal: Sequence[Finding]) -> int | None:
+def _rank_of_dead_worker(fatal: Sequence[Finding]) -> int | None:
     """The only rank that lost a process of its data loader, if one did: the kernel took that."""
     ranks = {rank for f in fatal if f.cause.name == "loader_worker_died" for rank in f.ranks}
     return ranks.pop() if len(ranks) == 1 else None
@@ -239,7 +239,7 @@ def decide(scan: Scan) -> Verdict:
 
 def _behind(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Finding:
     """What made the first failure happen, if something else in the log does explain it."""
-    lonely = scan.places.lonely_interface
+    lonely = scan.places.isolated_interface
     if first.cause.name in _NETWORK and scan.steps.made < SURVIVED and lonely is not None:
         failed = [f for f in fatal if f.cause.name in _NETWORK - WAITS]
         nodes = {f.node or f.line.node for f in failed} - {None}
@@ -350,7 +350,7 @@ def _first(found: Sequence[Finding], by_time: bool) -> Finding | None:
 
 def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
     same = [finding for finding in fatal if finding.cause is first.cause]
-    rank, node, notes = who_failed(scan, fatal, first, same)
+    rank, node, notes = find_failure(scan, fatal, first, same)
     ranks = sorted({number for finding in same for number in finding.ranks})
     nodes = list(dict.fromkeys(finding.node for finding in same if finding.node is not None))
     notes += _only_there(scan, nodes)

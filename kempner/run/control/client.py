@@ -128,7 +128,7 @@ class ControlClient:
         way to a supervisor that still holds the connection are not.
         """
         self.say_how_it_ends(code, sentence)
-        return self.fall_silent()
+        return self.close_link()
 
     def say_how_it_ends(self, code: int, sentence: str) -> None:
         """The first half of `leave`: the line stays up. Nothing waits for one that has died."""
@@ -162,7 +162,7 @@ class ControlClient:
         self._outbox.drop(unheard)
         return [message for message in unheard if isinstance(message, Event)]
 
-    def fall_silent(self) -> list[Event]:
+    def close_link(self) -> list[Event]:
         """The second half of `leave`."""
         unheard = self._outbox.wait_until_heard(0.0)
         held = self._alone_since is None  # asked first: the thread hangs up once it is over
@@ -210,7 +210,7 @@ class ControlClient:
                     self._look_at_clocks()
                     writing = selectors.EVENT_WRITE if wire.sending else 0
                     selector.modify(wire, selectors.EVENT_READ | writing)
-                    self._nap(selector, self._reports.next_at)
+                    self._wait_for_work(selector, self._reports.next_at)
             except (OSError, MessageError) as error:
                 logger().info("lost the connection to the supervisor", reason=str(error))
             finally:
@@ -231,7 +231,7 @@ class ControlClient:
         """Wait until it is time to try again; talk by file if that takes long."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._alarm, selectors.EVENT_READ)
-            self._nap(selector, time.monotonic() + seconds)
+            self._wait_for_work(selector, time.monotonic() + seconds)
         self._look_at_clocks()
         if self._alone_since is not None and time.monotonic() - self._alone_since >= ALONE:
             try:
@@ -294,9 +294,9 @@ class ControlClient:
         logger().error(sentence)
         leave(code)
 
-    def _nap(self, selector: selectors.BaseSelector, until: float) -> None:
+    def _wait_for_work(self, selector: selectors.BaseSelector, until: float) -> None:
         """Wait until something happens, or until it is time for something."""
-        until = self._deadlines.nap_until(until)
+        until = self._deadlines.wake_at(until)
         selector.select(max(0.0, until - time.monotonic()))
         with suppress(BlockingIOError):
             os.eventfd_read(self._alarm)

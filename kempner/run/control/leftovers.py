@@ -23,12 +23,12 @@ from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.run_dir import RunDirectory
 
 
-def whom_to_ask(process: psutil.Process) -> list[tuple[psutil.Process, bool]]:
+def processes_to_signal(process: psutil.Process) -> list[tuple[psutil.Process, bool]]:
     """A process, each with whether it traps the signal, and those below one that does not."""
     with suppress(psutil.Error):
         if _traps(process.pid, signal.SIGTERM):
             return [(process, True)]
-        below = (found for child in process.children() for found in whom_to_ask(child))
+        below = (found for child in process.children() for found in processes_to_signal(child))
         return [(process, False), *below]
     return []
 
@@ -64,7 +64,7 @@ def end_leftovers(run: RunDirectory, grace: float, hurry: Callable[[], bool] = b
         f"ending what an earlier supervisor of this run has left behind: process {pids}"
     )
     heads = [process for process in left if _parent(process) not in {p.pid for p in left}]
-    for process, _ in (asked for head in heads for asked in whom_to_ask(head)):
+    for process, _ in (asked for head in heads for asked in processes_to_signal(head)):
         with suppress(psutil.Error):
             process.terminate()
     end = monotonic() + grace

@@ -50,6 +50,6 @@ class RankDeadlines:
             found.append(Overdue.EXIT)
         return found
 
-    def nap_until(self, until: float) -> float:
+    def wake_at(self, until: float) -> float:
         """`until`, or the exit if that comes first; seconds of `time.monotonic`."""
         return until if self._exit_at is None else min(until, self._exit_at)

@@ -99,7 +99,7 @@ def _standing(path: Path, now: RunIdentity) -> RunIdentity | None:
     now = replace(now, facts=now.only_command().facts, claimed_by=asdict(Holder.here(0.0)))
     try:
         before = read_identity(run)
-        if before is not None and (_is_claimed(run, before) or not _let_go(run, before)):
+        if before is not None and (_is_claimed(run, before) or not _remove_unused(run, before)):
             return before
         claim_identity(run, now)
     except FileExistsError:
@@ -125,7 +125,7 @@ def _is_claimed(run: RunDirectory, identity: RunIdentity) -> bool:
     )
 
 
-def _let_go(run: RunDirectory, identity: RunIdentity) -> bool:
+def _remove_unused(run: RunDirectory, identity: RunIdentity) -> bool:
     """Remove an identity that claims nothing; whether it was still there."""
     taken = run.path / f".{run.identity.name}.{secrets.token_hex(4)}"
     run.identity.rename(taken)

@@ -11,7 +11,7 @@ from contextlib import suppress
 import psutil
 
 from kempner.run.control.launch_env import FORK_SERVER, Launch
-from kempner.run.control.leftovers import whom_to_ask
+from kempner.run.control.leftovers import processes_to_signal
 from kempner.run.output.logs import logger
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -52,7 +52,7 @@ class Family:
         its last step would fail. Who does not, a shell that runs a script, dies of it and leaves
         its children: they are asked as well.
         """
-        asked = [found for head in self._heads() for found in whom_to_ask(head)]
+        asked = [found for head in self._heads() for found in processes_to_signal(head)]
         # First, since another thread looks at `stops` as soon as a wrapper has ended.
         self._stopping += [process for process, traps in asked if traps]
         for process, _ in asked:

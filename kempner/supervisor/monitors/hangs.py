@@ -96,7 +96,7 @@ class HangDetector:
         if absent and places:
             who = f"; {_listed(absent)} never connected"
         where = ", ".join(sorted({f"step {step} ({phase})" for step, phase, _ in places.values()}))
-        longer, shorter = _told_apart(still, limit)
+        longer, shorter = _distinct_digits(still, limit)
         sentence = (
             f"no rank has moved for {longer} s, longer than the {shorter} s that this run "
             f"ever needs: {where or 'none has reported yet'}{who}"
@@ -140,7 +140,7 @@ class HangDetector:
         return patience(section.hang_timeout_min, ceiling, long)
 
 
-def _told_apart(longer: float, shorter: float) -> tuple[str, str]:
+def _distinct_digits(longer: float, shorter: float) -> tuple[str, str]:
     """Two numbers with as few digits as show that they differ."""
     for digits in range(3):
         if f"{longer:.{digits}f}" != f"{shorter:.{digits}f}":

@@ -12,7 +12,7 @@ from kempner.cluster.machine.limits import (
     clock_skew,
     open_files_needed,
 )
-from kempner.cluster.network.interfaces import odd_ones
+from kempner.cluster.network.interfaces import nodes_off_network
 from kempner.supervisor.nodes.code_identity import other_code
 from kempner.supervisor.nodes.probe import SITE_CHECK, ProbeResult
 
@@ -47,7 +47,7 @@ def diagnose(
     found = {vitals.node: ailments(vitals, during, ranks) for vitals in told}
     for node, reason in unseen.items():
         found.setdefault(node, {}).setdefault("shared", reason)
-    for node in odd_ones({vitals.node: vitals.interface for vitals in told}):
+    for node in nodes_off_network({vitals.node: vitals.interface for vitals in told}):
         found[node].setdefault("interface", "it has no interface on the network of the other nodes")
     code = {vitals.node: vitals.code for vitals in told if vitals.code is not None}
     for node, reason in other_code(code, nodes[0]).items():

@@ -160,9 +160,9 @@ class Ranks:
         if self.store is None or self.world.size == 1:
             return
         if self.world.rank > 0:
-            self.store.set(_goodbye(self.world.rank), "")
+            self.store.set(_leave_key(self.world.rank), "")
         else:
-            self.store.wait([_goodbye(rank) for rank in range(1, self.world.size)], _FAREWELL)
+            self.store.wait([_leave_key(rank) for rank in range(1, self.world.size)], _FAREWELL)
 
 
 def describe_disagreement(told: Sequence[Mapping[str, object]]) -> str:
@@ -384,5 +384,5 @@ def _bind(world: World, section: DistributedSection, address: str) -> Choice:
     return choice
 
 
-def _goodbye(rank: int) -> str:
+def _leave_key(rank: int) -> str:
     return f"kempner/goodbye/{rank}"

@@ -60,7 +60,7 @@ def advise(config: Config, mesh: MeshDegrees, choice: Choice, memory: Memory, li
     )
 
 
-def quicken(config: Config, choice: Choice, time: StepTime) -> str:
+def communication_advice(config: Config, choice: Choice, time: StepTime) -> str:
     """What to change where ranks wait for each other more than they compute; else empty."""
     if time.bound not in ("within_node", "between_nodes"):
         return ""
@@ -331,7 +331,7 @@ def _speed(config: Config, shape: Shape, found: Traced, job: Job) -> Speed:
     tokens = config.train.global_batch_size * config.train.seq_len
     needed = flops_per_token(shape, config.train.seq_len) * tokens
     mfu = needed / (time.total * job.world * job.gpu.flops)
-    return Speed(time, tokens / time.total, mfu, quicken(config, job.choice, time))
+    return Speed(time, tokens / time.total, mfu, communication_advice(config, job.choice, time))
 
 
 def _load(phase: Phase, job: Job) -> Load:

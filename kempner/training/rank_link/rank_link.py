@@ -138,7 +138,7 @@ class RankLink:
         orphaned = resumable and self.link.outlives_supervisor()
         if code is ExitCode.STOPPED and (orphaned or self.link.supervisor_has_died()):
             self._tell_places(attempt)
-        self._write(self.link.fall_silent(), attempt)
+        self._write(self.link.close_link(), attempt)
         if job is not None and orphaned:
             hand_back(job, self.run, attempt, self.world.rank)
 

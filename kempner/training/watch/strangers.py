@@ -94,7 +94,7 @@ def _parts(thing: object) -> Iterator[object]:
         yield from getattr(thing, "__dict__", {}).values()
 
 
-def loses_its_place(iterator: Any) -> bool:
+def restarts_order(iterator: Any) -> bool:
     """Whether a resumed run would begin it anew, at the first sample of its order."""
     sampler = iterator._index_sampler
     while type(sampler) in _IN_TORCH:
@@ -232,7 +232,7 @@ class Strangers:
     def _is_watched(self, iterator: Any) -> bool:
         if not self._given.watches_data:
             return False
-        return loses_its_place(iterator) and id(iterator._index_sampler) not in self._held
+        return restarts_order(iterator) and id(iterator._index_sampler) not in self._held
 
     def _read_on(self) -> str | None:
         """Whether an iterator of a loader goes on from one step to the next."""

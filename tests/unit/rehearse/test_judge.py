@@ -10,7 +10,7 @@ from typing import Any
 from rank_lines import STEPS, lines
 
 from kempner.rehearse.compare import parse
-from kempner.rehearse.rehearsal import Disturbance, Played, Seen
+from kempner.rehearse.rehearsal import Disturbance, ObservedStart, Seen
 from kempner.rehearse.report import report
 from kempner.run.control.rehearsal import Part
 from kempner.run.process.exit_codes import ExitCode
@@ -19,8 +19,8 @@ TELLS = "for step in survive(model, optimizer):\n    best = min(best, 1)\n    pr
 USES = "for step in survive(model, optimizer):\n    if best < 1:\n        break\n"
 
 
-def played(folder: Path, told: list[str], code: int = 75, kills: bool = False) -> Played:
-    return Played(Part(str(folder), "", 0, kills), (parse(told),), (code,), folder)
+def played(folder: Path, told: list[str], code: int = 75, kills: bool = False) -> ObservedStart:
+    return ObservedStart(Part(str(folder), "", 0, kills), (parse(told),), (code,), folder)
 
 
 def seen(folder: Path, second: list[str], third: list[str], source: str = USES) -> Seen:

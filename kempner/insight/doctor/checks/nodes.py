@@ -224,7 +224,7 @@ def check_gpus(answers: Sequence[NodeAnswer], ours: bool, busy: bool) -> list[Fi
 
 def _judge(answer: NodeAnswer, ours: bool, busy: bool) -> Outcome:
     gpus = answer.gpus.gpus
-    ailing = [(gpu, each) for gpu in gpus for each in _ailments(gpu, ours, busy)]
+    ailing = [(gpu, each) for gpu in gpus for each in _health_problems(gpu, ours, busy)]
     if not ailing:
         return passed(f"{len(gpus)} x {gpus[0].name}: nothing wrong" if gpus else "no GPU")
     level = worst(Finding("", level, "") for _, (level, _) in ailing)
@@ -232,7 +232,7 @@ def _judge(answer: NodeAnswer, ours: bool, busy: bool) -> Outcome:
     return Outcome(level, "; ".join(clauses))
 
 
-def _ailments(gpu: Gpu, ours: bool, busy: bool) -> Iterator[tuple[Level, str]]:
+def _health_problems(gpu: Gpu, ours: bool, busy: bool) -> Iterator[tuple[Level, str]]:
     if gpu.ecc:
         yield (
             Level.FAIL,

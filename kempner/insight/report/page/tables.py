@@ -103,7 +103,7 @@ def _interruption(one: Interruption, report: RunReport, unit: Unit) -> tuple[str
     spent = [
         f"{words} {duration(seconds)}{more}"
         for words, seconds, more in (
-            ("hung", one.cost.hung_seconds, _hung(one.cost)),
+            ("hung", one.cost.hung_seconds, _hang_parts(one.cost)),
             ("ending", one.cost.stop_seconds, ""),
             ("restart and load", one.cost.restart_seconds, ""),
             ("made again", one.cost.made_again_seconds, ""),
@@ -125,7 +125,7 @@ def _interruption(one: Interruption, report: RunReport, unit: Unit) -> tuple[str
     )
 
 
-def _hung(cost: Cost) -> str:
+def _hang_parts(cost: Cost) -> str:
     """What the time of a hang is made of: the cause tells only of what the supervisor watched."""
     if cost.still_seconds is None:
         return ""

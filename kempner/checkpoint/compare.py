@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kempner.checkpoint.convert.export import MODEL
-from kempner.checkpoint.convert.import_dcp import Foreign
+from kempner.checkpoint.convert.import_dcp import StockCheckpoint
 from kempner.checkpoint.convert.import_safetensors import find_tensors
 from kempner.checkpoint.convert.tensor_copy import Source, dtype_of, length
 from kempner.checkpoint.format.contents import Saved
@@ -176,7 +176,7 @@ def own(checkpoint: Path) -> Side:
 
 def stock(path: Path) -> Side:
     """A checkpoint that `torch.distributed.checkpoint` wrote, under kempner's names."""
-    foreign = Foreign.open(path)
+    foreign = StockCheckpoint.open(path)
     tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in foreign.specs()}
     return Side(path, "torch.distributed.checkpoint", tensors, foreign.read)
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.registered.composite import plainly_named
-from kempner.checkpoint.registered.objects import NOTHING, Registered
+from kempner.checkpoint.registered.objects import NOTHING, RegisteredObjects
 from kempner.checkpoint.store import retention
 from kempner.checkpoint.store.commit import SaveFailures
 from kempner.checkpoint.store.selection import choose, choose_to_go_back
@@ -52,7 +52,7 @@ class CheckpointEngine:
         keep: retention.Keep,
         background: bool = True,
         durations: Durations = Durations(),  # noqa: B008 - frozen
-        registered: Registered = NOTHING,
+        registered: RegisteredObjects = NOTHING,
         memory: StepMemory | None = None,
     ) -> None:
         self._context, self._folder, self._background = context, context.folder, background

@@ -17,7 +17,7 @@ from typing import Self
 
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError
-from kempner.insight.status.activity import Activity, Doing
+from kempner.insight.status.activity import Activity, ActivityNote
 from kempner.insight.status.job import JobStatus
 from kempner.insight.status.read import JobWatch
 from kempner.insight.status.runs import RunFollower
@@ -279,7 +279,7 @@ class Job:
         watch = JobWatch(job or None, wait=True)
         self._follower = RunFollower(self._run, watch, patient=True)
 
-    def _look(self) -> tuple[Status, Doing, bool | None]:
+    def _look(self) -> tuple[Status, ActivityNote, bool | None]:
         """Its status, what it does, and whether a process works on it, or a job will."""
         works = self._process_lives()  # first: what it did before its end is written then
         status = self._follower.read()
@@ -292,7 +292,7 @@ class Job:
         works = job_goes_on(status.job)
         return status, self._doing(status, works), works
 
-    def _doing(self, status: Status, works: bool | None) -> Doing:
+    def _doing(self, status: Status, works: bool | None) -> ActivityNote:
         submission = self._submission
         if submission is None:
             return status.doing
@@ -331,16 +331,16 @@ def job_goes_on(job: JobStatus | None) -> bool | None:
     return not job.over
 
 
-def decide(found: Doing, works: bool | None, began: bool, cancelled: bool) -> Doing:
+def decide(found: ActivityNote, works: bool | None, began: bool, cancelled: bool) -> ActivityNote:
     """What a submitted run does. What is `found` tells of an earlier submission until this one
     `began` with an attempt.
     """
     if began or found.activity.is_live or found.activity is Activity.QUEUED:
         return found
     if works:
-        return Doing(Activity.STARTING, "the supervisor begins")
+        return ActivityNote(Activity.STARTING, "the supervisor begins")
     if works is False and not found.activity.is_over:
         if cancelled:
-            return Doing(Activity.STOPPED, "cancelled before it began")
-        return Doing(Activity.FAILED, "it ended before an attempt began; its log says why")
+            return ActivityNote(Activity.STOPPED, "cancelled before it began")
+        return ActivityNote(Activity.FAILED, "it ended before an attempt began; its log says why")
     return found

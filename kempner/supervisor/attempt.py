@@ -17,7 +17,7 @@ from kempner.config.sections import Config
 from kempner.run.control.protocol import Event, Outcome, PeerLost, Phase, Stop, shorten
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.signals import Received
+from kempner.run.process.signals import ReceivedSignal
 from kempner.run.process.stop_reason import LEFT_EARLY, StopReason, reason_of_signal
 from kempner.run.record.attempts import Attempt
 from kempner.run.record.events import (
@@ -35,7 +35,7 @@ from kempner.run.record.events import (
 )
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.vocabulary import parse_event
-from kempner.supervisor.control.events import Connected, Disconnected, Heard, News
+from kempner.supervisor.control.events import Connected, Disconnected, News, RankMessage
 from kempner.supervisor.control.rank_roster import RankRoster
 from kempner.supervisor.control.server import ControlServer
 from kempner.supervisor.launchers.base import Launcher
@@ -82,13 +82,13 @@ ranks are told at once."""
 class UserStopSignal:
     """A signal by which this process told itself that a person has asked for a stop."""
 
-    received: Received
+    received: ReceivedSignal
 
 
 _UNEXPLAINED = (StopReason.SIGNAL, StopReason.PEER_STOPPED)
 """Of these Slurm may know the reason."""
 
-AttemptEvent: TypeAlias = Received | UserStopSignal | RankExit | News | JobSeen
+AttemptEvent: TypeAlias = ReceivedSignal | UserStopSignal | RankExit | News | JobSeen
 
 
 class AttemptFollower:
@@ -134,7 +134,7 @@ class AttemptFollower:
         return self._evidence.hang
 
     @property
-    def signals(self) -> list[Received]:
+    def signals(self) -> list[ReceivedSignal]:
         """The signals that asked for a stop, in their order."""
         return self._stop.signals
 
@@ -312,7 +312,7 @@ class AttemptFollower:
 
     def _act_on(self, attempt_event: AttemptEvent) -> None:
         match attempt_event:
-            case Received():
+            case ReceivedSignal():
                 self._pass_on(attempt_event)
             case UserStopSignal(received):
                 self._stop_for_user(received)
@@ -325,9 +325,9 @@ class AttemptFollower:
             case Disconnected() as gone:
                 self.roster.disconnected(gone, self.times.now())
                 logger().info("rank disconnected", rank=gone.rank, reason=gone.reason)
-            case Heard(rank, Event() as said):
+            case RankMessage(rank, Event() as said):
                 self._hear(rank, parse_event(said.name, said.fields))
-            case Heard(rank, Outcome() as outcome):
+            case RankMessage(rank, Outcome() as outcome):
                 self._note_end(RankExit(rank, outcome.code, sentence=outcome.sentence))
 
     def _note_connection(self, there: Connected) -> None:
@@ -368,7 +368,7 @@ class AttemptFollower:
     def _record(self, event: LedgerEvent) -> None:
         self._ledger.record(event, self.attempt.number)
 
-    def _pass_on(self, received: Received) -> None:
+    def _pass_on(self, received: ReceivedSignal) -> None:
         self._stop.signals.append(received)
         self.job.look()  # it knows why, and until when
         reason, sentence = reason_of_signal(received.signal), received.signal.name
@@ -376,7 +376,7 @@ class AttemptFollower:
         within = grace if left is None else min(grace, max(0.0, left))
         self.ask_to_stop(StopOrder(reason, sentence, within))
 
-    def _stop_for_user(self, received: Received) -> None:
+    def _stop_for_user(self, received: ReceivedSignal) -> None:
         """A person has asked for a stop with `kempner stop`: no signal is Slurm's warning then."""
         self._stop.signals.append(received)
         self._stop.by_user = True

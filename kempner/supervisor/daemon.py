@@ -18,11 +18,11 @@ from kempner.run.output.logs import logger, open_log
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.retry import (
     StorageUnavailableError,
-    Waited,
+    StorageWait,
     WaitStoppedError,
     storage_waits,
 )
-from kempner.run.process.signals import LEFT_AT_ONCE, Received, SignalInbox, insists
+from kempner.run.process.signals import LEFT_AT_ONCE, ReceivedSignal, SignalInbox, insists
 from kempner.run.process.threads import unless
 from kempner.run.record.attempts import Attempt, begin_attempt, prune_attempts
 from kempner.run.record.events import AttemptEnded, AttemptStarted, ProgramAdvanced, StorageWaited
@@ -192,7 +192,7 @@ def _leave(
     return end.code
 
 
-def _tell_of_wait(ledger: Ledger, attempt: Attempt, waited: Waited) -> None:
+def _tell_of_wait(ledger: Ledger, attempt: Attempt, waited: StorageWait) -> None:
     ledger.record(StorageWaited(**asdict(waited)), attempt.number)
 
 
@@ -201,7 +201,7 @@ def _follow_attempt(context: SupervisorContext) -> tuple[AttemptFollower, Decisi
     launcher, signals = context.launcher, context.signals
     incoming: SimpleQueue[AttemptEvent] = SimpleQueue()
 
-    def pass_on(came: Received) -> None:
+    def pass_on(came: ReceivedSignal) -> None:
         incoming.put(UserStopSignal(came) if context.lease.stop_asked else came)
 
     signals.react_with(pass_on)  # from here on a stop is passed on to the ranks

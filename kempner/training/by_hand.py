@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kempner.checkpoint.format.manifest import TrainState
-from kempner.checkpoint.registered.groups import Everything, gather, is_optimizer_of
+from kempner.checkpoint.registered.groups import RegisteredState, gather, is_optimizer_of
 from kempner.config.sections import CheckpointSection
 from kempner.run.control.protocol import Phase
 from kempner.run.output import logs
@@ -52,7 +52,7 @@ from kempner.training.survive import check_whole, device_of, open_checkpoints, p
 from kempner.training.vote.final_save import commit_last_step, unwritten
 from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 from kempner.training.watch import watch
-from kempner.training.watch.strangers import Given, Strangers, find_living
+from kempner.training.watch.strangers import HeldObjects, Strangers, find_living
 from kempner.training.watch.watch import LOOKS
 
 
@@ -95,7 +95,7 @@ _PROCESS = _Process()
 
 
 @dataclass
-class _Unheld:
+class _UnheldObjects:
     """What the loop changes and no checkpoint holds, as far as the first saves show it."""
 
     strangers: Strangers
@@ -151,9 +151,9 @@ class CheckpointManager:
             check_whole(name, "keep_last", keep_last, 2)
             device = device_of(name, model, optimizer)
             _refuse_second(Path(run_dir))
-            given = Given(model, optimizer, state or {}, per_rank or {}, watches_data=False)
+            given = HeldObjects(model, optimizer, state or {}, per_rank or {}, watches_data=False)
             everything = gather(model, optimizer, given.state, given.per_rank)
-            self._unheld = _Unheld(Strangers(given))
+            self._unheld = _UnheldObjects(Strangers(given))
             self._generators = watch.GlobalGenerators(torchs=True)
             session = entry.meet(
                 device,
@@ -434,7 +434,7 @@ def _leave_now(reason: StopReason) -> NoReturn:
     raise SystemExit(int(ExitCode.STOPPED))
 
 
-def _with_generators(everything: Everything, held: watch.GlobalGenerators) -> Everything:
+def _with_generators(everything: RegisteredState, held: watch.GlobalGenerators) -> RegisteredState:
     per_rank = {**everything.registered.per_rank, watch.GENERATORS: held.held()}
     return replace(everything, registered=replace(everything.registered, per_rank=per_rank))
 

@@ -168,7 +168,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Supervised:
+class SupervisedProcess:
     """The connection of this process, with what depends on it; it outlives a loop."""
 
     rank_link: RankLink
@@ -185,7 +185,7 @@ class Loops:
     """Those that named no run directory."""
     chosen: Path | None = None
     """The run of those, without a supervisor."""
-    supervised: Supervised | None = None
+    supervised: SupervisedProcess | None = None
     _claims: dict[Path, Claim] = field(default_factory=dict)
     _completed: dict[Path, object] = field(default_factory=dict)
 

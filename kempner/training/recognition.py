@@ -41,7 +41,7 @@ _ANOTHER_RUN = "give it another run_dir"
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunComparison:
     """What the run in `folder` was at its start before (None: it is new, or older than this is
     kept), what it is now, and the differences; the same on all ranks.
     """
@@ -88,24 +88,24 @@ def recognise(
     program: RunIdentity,
     accepted: Collection[str],
     launched_as_before: bool,
-) -> Standing:
+) -> RunComparison:
     """Compare this program with the one whose run it is, and say what differs, in a line each.
 
     `launched_as_before` says that a supervisor has looked at its command. Raises `DataError`, on
     all ranks alike, where the result would be another program's.
     """
-    standing = Standing(folder, None, program)
+    standing = RunComparison(folder, None, program)
     if ranks.world.rank == 0:
         before = storage_waits().retry(partial(read_identity, folder), path=folder.identity)
         if before is not None and launched_as_before:
             program = replace(program, launched=before.launched)
-            standing = Standing(folder, None, program)
+            standing = RunComparison(folder, None, program)
         # Without a checkpoint it begins anew, whatever was tried before.
         if before is not None and any(folder.checkpoints.glob("step-*")):
             found = compare(before, program, accepted)
-            standing = Standing(folder, before, program, tuple(found))
+            standing = RunComparison(folder, before, program, tuple(found))
     told = ranks.broadcast(standing)
-    assert isinstance(told, Standing)  # rank 0 made one
+    assert isinstance(told, RunComparison)  # rank 0 made one
     if refusal := describe_refusal(told.differences, folder.path, _ANOTHER_RUN):
         raise DataError(refusal)
     for each in told.differences:

@@ -40,26 +40,26 @@ from kempner.run.record.save_times import Durations
 from kempner.training.build import host_facts, read_history, versions
 from kempner.training.compute.seeds import set_rng
 from kempner.training.groups.process_groups import Ranks, adopt
-from kempner.training.homes import LOOPS, Claim, Home, LastWords, Supervised
+from kempner.training.homes import LOOPS, Claim, Home, LastWords, SupervisedProcess
 from kempner.training.rank_link.rank_link import RankLink, join
 from kempner.training.rank_link.shutdown import StopListener
-from kempner.training.recognition import Standing, recognise, this_program
+from kempner.training.recognition import RunComparison, recognise, this_program
 
 
 @dataclass(frozen=True)
-class Beside:
+class RunBeside:
     """The run of a trainer whose results are in `output_dir`; made by `run_beside`."""
 
     output_dir: Path
 
 
-def run_beside(output_dir: str | Path) -> Beside:
+def run_beside(output_dir: str | Path) -> RunBeside:
     """What to give to `Entry` as `run_dir` for a run that belongs to a folder of results.
 
     It is where the run of a loop without `run_dir` would be; a start of the same program with
     another folder is another run.
     """
-    return Beside(Path(output_dir))
+    return RunBeside(Path(output_dir))
 
 
 class Entry:
@@ -76,15 +76,15 @@ class Entry:
     def __init__(
         self,
         name: str,
-        run_dir: str | Path | Beside | None,
+        run_dir: str | Path | RunBeside | None,
         accept_changes: Collection[str] = (),
         listener: StopListener | None = None,
     ) -> None:
         protect()
         logs.configure()
         self._accepted = accepted_names(accept_changes, os.environ)
-        self._beside = run_dir if isinstance(run_dir, Beside) else None
-        self._named = place_of(run_dir) if run_dir and not isinstance(run_dir, Beside) else None
+        self._beside = run_dir if isinstance(run_dir, RunBeside) else None
+        self._named = place_of(run_dir) if run_dir and not isinstance(run_dir, RunBeside) else None
         self._session: Session | None = None
         entered = LOOPS.supervised
         self._shutdown = entered.shutdown if entered else listener or StopListener(at_prompt())
@@ -96,7 +96,7 @@ class Entry:
             self._entered = entered or self._enter(name)
             self.rank_link = self._entered.rank_link
 
-    def _enter(self, name: str) -> Supervised:
+    def _enter(self, name: str) -> SupervisedProcess:
         """Call the supervisor, if there is one."""
         launch = Launch.from_environment(os.environ)
         terms = launch.terms if launch is not None else None
@@ -104,7 +104,7 @@ class Entry:
             terms.run if terms is not None else self._named or place_of(_usual(name, sys.argv[0]))
         )
         link = join(RunDirectory(usual), _as_told(terms), self._shutdown)
-        entered = Supervised(link, self._shutdown, LastWords(link), terms)
+        entered = SupervisedProcess(link, self._shutdown, LastWords(link), terms)
         if launch is not None:
             LOOPS.supervised = entered
         return entered
@@ -193,7 +193,7 @@ class Session:
         self.fence = Fence(home.run.attempts, claim.attempt)
         self._last_words, self._released = last_words, False
         self.ranks, self.shutdown = ranks, shutdown
-        self.standing = Standing(home.folder, None, RunIdentity())
+        self.standing = RunComparison(home.folder, None, RunIdentity())
         """What the run was before, and is now."""
         self.accepted: Collection[str] = ()
         """Names of differences that the user accepts, for `CheckpointEngine.restore` as well."""

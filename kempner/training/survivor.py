@@ -40,7 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.manager import CheckpointEngine
-from kempner.checkpoint.registered.groups import Everything
+from kempner.checkpoint.registered.groups import RegisteredState
 from kempner.checkpoint.registered.objects import Held
 from kempner.data.serve.draws import kept
 from kempner.data.serve.places import Supply
@@ -86,7 +86,7 @@ class Batches:
         """Let go of what reads."""
         self._supply.close()
 
-    def held_with(self, everything: Everything) -> Everything:
+    def held_with(self, everything: RegisteredState) -> RegisteredState:
         """With the place as part of each checkpoint."""
         objects = everything.registered
         held = {NAME: Held(self._place, self._go_to)}
@@ -115,7 +115,7 @@ _DROPPING = {
 
 
 @dataclass
-class Leaving:
+class StepsEnd:
     """How the steps come to be closed before their end."""
 
     by_hand: bool = False
@@ -125,8 +125,8 @@ class Leaving:
 class Steps:
     """The iterator over the steps of `make`, which it closes as soon as it is dropped."""
 
-    def __init__(self, make: Callable[[Leaving], Generator[object, None, None]]) -> None:
-        self._leaving, self._process = Leaving(), os.getpid()
+    def __init__(self, make: Callable[[StepsEnd], Generator[object, None, None]]) -> None:
+        self._leaving, self._process = StepsEnd(), os.getpid()
         self._steps = make(self._leaving)
         self._users: frozenset[int] = frozenset()
         self._abandoned = False
@@ -283,7 +283,7 @@ class Survivor(Generic[Step]):
         self._begun = True
         return cast("Iterator[Step]", Steps(self.run))
 
-    def run(self, leaving: Leaving) -> Generator[object, None, None]:
+    def run(self, leaving: StepsEnd) -> Generator[object, None, None]:
         """Make the steps, and part from the run however they end."""
         if at_prompt():
             self._session.trap_signals()

@@ -181,7 +181,7 @@ class Daemon:
         hangs = self._hangs.check(seen)
         if world.engine.now - self._asked_at >= ASK_EVERY:
             self._ask_slurm()
-        self._heed_the_job()
+        self._stop_for_job_end()
         for hang in hangs:
             if self._advance(Trigger.HANG_FOUND):
                 self._hang = hang
@@ -205,7 +205,7 @@ class Daemon:
             left = None if end is None else end - self._world.engine.now
             self._job_ends = None if left is None else self._awake() + left
 
-    def _heed_the_job(self) -> None:
+    def _stop_for_job_end(self) -> None:
         if self._first is None or self._seen is None:
             return
         self._durations = self.ranks.saves.learned if self.ranks else self._durations

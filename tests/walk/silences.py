@@ -70,7 +70,7 @@ DIFFERS = {"kempner checkpoint compare runs/train runs/alone": 1}
 
 
 @dataclass(frozen=True)
-class Heard:
+class RankMessage:
     """A command: seconds from Enter to its end, the longest silence, and the line before that."""
 
     typed: str
@@ -80,7 +80,7 @@ class Heard:
     code: int
 
 
-def listen(typed: str, folder: Path) -> Heard:
+def listen(typed: str, folder: Path) -> RankMessage:
     """Type a command, and watch the screen."""
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     terminal = Terminal.open(typed, folder, {"PATH": path, "HF_HUB_OFFLINE": "1"})
@@ -101,7 +101,7 @@ def listen(typed: str, folder: Path) -> Heard:
         terminal.end()
     if terminal.shell.returncode != DIFFERS.get(typed, 0):
         print("\n".join(lines_of(shown)[-30:]))
-    return Heard(typed, last - began, silence, after, terminal.shell.returncode)
+    return RankMessage(typed, last - began, silence, after, terminal.shell.returncode)
 
 
 def set_up(folder: Path) -> None:

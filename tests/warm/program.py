@@ -61,17 +61,17 @@ def fork_spare() -> None:
         server.main(theirs.detach(), ())
         sys.exit()
     theirs.close()
-    start = client._Running.start
+    start = client._ServerProcess.start
 
-    def adopt(modules: Sequence[str]) -> client._Running:
-        client._Running.start = start  # type: ignore[method-assign]
+    def adopt(modules: Sequence[str]) -> client._ServerProcess:
+        client._ServerProcess.start = start  # type: ignore[method-assign]
         if sys.modules.keys() >= set(modules):
-            return client._Running(Spare(pid), ours)  # type: ignore[arg-type]
+            return client._ServerProcess(Spare(pid), ours)  # type: ignore[arg-type]
         ours.close()  # which ends it
         os.waitpid(pid, 0)
         return start(modules)
 
-    client._Running.start = adopt  # type: ignore[method-assign]
+    client._ServerProcess.start = adopt  # type: ignore[method-assign]
 
 
 def main(kind: str, folder: str, stdout: str, *arguments: str) -> None:

@@ -51,7 +51,7 @@ NO_ATTEMPT = 0
 
 
 @dataclass(frozen=True)
-class _Unclaimed:
+class _FirstCommitFence:
     """Stands where an attempt's fence stands in a save: nothing else may have been committed."""
 
     folder: CheckpointFolder
@@ -73,7 +73,7 @@ def commit_first(into: Path, step: int, write: Callable[[Path], Manifest]) -> Pa
     """
     folder = CheckpointFolder(into)
     attempt = Attempt(NO_ATTEMPT, secrets.token_hex(4))
-    guard = _Unclaimed(folder, step, attempt)
+    guard = _FirstCommitFence(folder, step, attempt)
     guard.check()
     path = into / in_progress_name(step, attempt.number, attempt.nonce)
     path.mkdir(parents=True)

@@ -205,7 +205,7 @@ _ADAMW = {"step", "exp_avg", "exp_avg_sq"}
 
 
 @dataclass(frozen=True)
-class Foreign:
+class StockCheckpoint:
     """A stock checkpoint whose keys fit."""
 
     path: Path
@@ -213,7 +213,7 @@ class Foreign:
     fit: Fit
 
     @classmethod
-    def open(cls, path: Path) -> Foreign:
+    def open(cls, path: Path) -> StockCheckpoint:
         """Raises `DataError` if there is no stock checkpoint, or its keys do not fit."""
         try:
             metadata = RestrictedReader(path).read_metadata()
@@ -266,7 +266,9 @@ class Foreign:
         return entry
 
 
-def import_dcp(foreign: Foreign, into: Path, train_state: TrainState, on_bytes: OnBytes) -> Path:
+def import_dcp(
+    foreign: StockCheckpoint, into: Path, train_state: TrainState, on_bytes: OnBytes
+) -> Path:
     """Commit a stock checkpoint as the first one of the folder `into`; return its path.
 
     Raises `DataError` if something in it is not a plain tensor, and as `commit_first`.
@@ -281,7 +283,7 @@ def import_dcp(foreign: Foreign, into: Path, train_state: TrainState, on_bytes: 
     return commit_first(into, train_state.step, write)
 
 
-def _what_is_known(foreign: Foreign, world: int) -> Identity:
+def _what_is_known(foreign: StockCheckpoint, world: int) -> Identity:
     names = (name for name in foreign.fit.names.values() if name.startswith("optimizer."))
     entries = {name.rpartition(".")[2] for name in names}
     return Identity(
@@ -294,7 +296,7 @@ def _what_is_known(foreign: Foreign, world: int) -> Identity:
     )
 
 
-def _write(foreign: Foreign, path: Path, on_bytes: OnBytes) -> dict[str, FileEntry]:
+def _write(foreign: StockCheckpoint, path: Path, on_bytes: OnBytes) -> dict[str, FileEntry]:
     found = [*foreign.files().items()]
 
     def read(number: int, placed: Sequence[Placed]) -> Iterator[Tensor]:

@@ -41,7 +41,7 @@ _DTYPES = {theirs: ours for ours, theirs in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Located:
+class TensorLocation:
     """A tensor in a file: `start` is its first byte, `dtype` torch's name."""
 
     path: Path
@@ -67,7 +67,7 @@ class Located:
         return tensor
 
 
-def find_tensors(folder: Path) -> dict[str, Located]:
+def find_tensors(folder: Path) -> dict[str, TensorLocation]:
     """Every tensor of a model in a folder, by name.
 
     That are those of `model.safetensors.index.json`, or of `model.safetensors`. Raises `DataError`
@@ -87,7 +87,7 @@ def find_tensors(folder: Path) -> dict[str, Located]:
     return {name: files[file][name] for name, file in placed.items()}
 
 
-def _header(path: Path) -> dict[str, Located]:
+def _header(path: Path) -> dict[str, TensorLocation]:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -110,7 +110,7 @@ def _header(path: Path) -> dict[str, Located]:
 
 def _located(
     path: Path, begin: int, size: int, dtype: str, shape: Any, data_offsets: Any
-) -> Located:
+) -> TensorLocation:
     """A tensor as the header says; raises `ValueError`, `TypeError` or `KeyError` for nonsense."""
     first, end = data_offsets
     ours = _DTYPES[dtype]
@@ -119,7 +119,7 @@ def _located(
         raise ValueError("a tensor without its bytes")
     if begin + end > size:
         raise ValueError("a tensor beyond the end")
-    return Located(path, begin + first, ours, tuple(shape))
+    return TensorLocation(path, begin + first, ours, tuple(shape))
 
 
 def _json(path: Path, content: bytes) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Weights:
     Those beyond the stored ones are 0. `model` is what the checkpoint says of the model.
     """
 
-    located: Mapping[str, Located]
+    located: Mapping[str, TensorLocation]
     rows: Mapping[str, int]
     model: Mapping[str, Any]
 
@@ -163,7 +163,7 @@ def import_weights(
 ) -> Path:
     """Commit the weights as the first checkpoint of the folder `into`; return its path.
 
-    Each safetensors file becomes one of the checkpoint. Raises as `Located.read` and
+    Each safetensors file becomes one of the checkpoint. Raises as `TensorLocation.read` and
     `commit_first`.
     """
     saved = weights.saved

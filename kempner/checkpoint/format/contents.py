@@ -54,7 +54,7 @@ class Contents(Protocol):
 
 
 @dataclass(frozen=True)
-class Renamed:
+class RenamedContents:
     """The same tensors under other keys; `before` has what each of them is saved as."""
 
     contents: Contents
@@ -99,7 +99,7 @@ Extents = Callable[[str, tuple[int, ...]], Extent]
 """The extent of the container for a tensor of this dtype and these sizes."""
 
 
-class _Known(NamedTuple):
+class _SharedContents(NamedTuple):
     data: int
     length: int
 
@@ -120,12 +120,12 @@ def read_extents(listed: Any) -> Extents:
 
     What is returned raises `DataError` for a kind of piece that is not listed.
     """
-    known: dict[tuple[str, tuple[int, ...]], _Known] = {}
+    known: dict[tuple[str, tuple[int, ...]], _SharedContents] = {}
     for dtype, sizes, data, length in listed:
         numbers = [*sizes, data, length]
         if not are_numbers(numbers) or length < data:
             raise ValueError(f"a container of {dtype} {sizes} makes no sense")
-        known[dtype, tuple(sizes)] = _Known(data, length)
+        known[dtype, tuple(sizes)] = _SharedContents(data, length)
 
     def extent(dtype: str, sizes: tuple[int, ...]) -> Extent:
         if (dtype, sizes) not in known:

@@ -82,7 +82,7 @@ def parse_step(name: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Aside:
+class SetAside:
     """What a checkpoint that was set aside tells by its name; `why` is "abandoned" or "damaged"."""
 
     step: int
@@ -90,11 +90,11 @@ class Aside:
     attempt: int
 
 
-def parse_aside(name: str) -> Aside | None:
+def parse_aside(name: str) -> SetAside | None:
     """The meaning of a name that `CheckpointFolder.set_aside` gave, or None for any other name."""
     match = _ASIDE.fullmatch(name)
     step = parse_step(match[1]) if match else None
-    return Aside(step, match[2], int(match[3])) if match and step is not None else None
+    return SetAside(step, match[2], int(match[3])) if match and step is not None else None
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def write_stream(path: Path, content: memoryview) -> FileSums:
 def _pour(descriptor: int, content: memoryview) -> FileSums:
     reserve(descriptor, len(content))
     blocks: list[str] = []
-    write = _Direct(descriptor) if _begins_on_a_page(content) else _Cached(descriptor)
+    write = _DirectWriter(descriptor) if _begins_on_a_page(content) else _CachedWriter(descriptor)
     with ThreadPoolExecutor(1, "checksums", initializer=yield_to_training) as beside:
         for start in range(0, len(content), SLAB_BYTES):
             slab = content[start : start + SLAB_BYTES]
@@ -103,7 +103,7 @@ def _begins_on_a_page(content: memoryview) -> bool:
     return ctypes.addressof(ctypes.c_byte.from_buffer(content)) % DIRECT_ALIGNMENT == 0
 
 
-class _Cached:
+class _CachedWriter:
     """Writes slabs, in order, through the page cache, and keeps it small."""
 
     def __init__(self, descriptor: int) -> None:
@@ -116,7 +116,7 @@ class _Cached:
             _drop_behind(self._descriptor, start - WRITE_BEHIND * SLAB_BYTES)
 
 
-class _Direct(_Cached):
+class _DirectWriter(_CachedWriter):
     """Writes slabs, in order, past the page cache as long as the file system takes them so."""
 
     def __init__(self, descriptor: int) -> None:

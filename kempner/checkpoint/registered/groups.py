@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kempner.checkpoint.registered.composite import Modules, Optimizers, plainly_named
-from kempner.checkpoint.registered.objects import GROUPS, NOTHING, Held, Registered, held
+from kempner.checkpoint.registered.objects import GROUPS, NOTHING, Held, RegisteredObjects, held
 from kempner.run.process.exit_codes import MismatchError, UsageError
 
 _PARAMETERS = "params"
@@ -281,12 +281,12 @@ def _partition(groups: Iterable[Iterable[str]]) -> str:
 
 
 @dataclass(frozen=True)
-class Everything:
+class RegisteredState:
     """All of it, as a `CheckpointEngine` takes it."""
 
     model: nn.Module
     optimizer: Optimizer
-    registered: Registered = NOTHING
+    registered: RegisteredObjects = NOTHING
 
 
 def gather(
@@ -294,7 +294,7 @@ def gather(
     optimizer: Optimizer,
     state: Mapping[str, object],
     per_rank: Mapping[str, object],
-) -> Everything:
+) -> RegisteredState:
     """What a program has given. Raises `UsageError` for what no checkpoint can hold."""
     _check_names(state, per_rank)
     modules = {name: thing for name, thing in state.items() if isinstance(thing, nn.Module)}
@@ -314,7 +314,9 @@ def gather(
     for name, thing in others.items():
         shared[name] = in_their_order(name, thing, held(name, thing), groups.values())
     own = {name: held(name, thing) for name, thing in per_rank.items()}
-    return Everything(model if alone else all_modules, all_optimizers, Registered(shared, own))
+    return RegisteredState(
+        model if alone else all_modules, all_optimizers, RegisteredObjects(shared, own)
+    )
 
 
 def _check_names(state: Mapping[str, object], per_rank: Mapping[str, object]) -> None:

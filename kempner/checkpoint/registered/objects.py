@@ -134,7 +134,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredObjects:
     """Objects by their names: one state for all ranks (rank 0's), and one for each rank.
 
     `look` raises `UsageError` where a program changes what is not among them.
@@ -155,14 +155,14 @@ class Registered:
                 encode(held.give(), f"{argument}[{name!r}]")
 
 
-NOTHING = Registered({}, {})
+NOTHING = RegisteredObjects({}, {})
 
 GROUPS = ".param_groups"
 """How the names end under which the groups of optimizers are held."""
 
 
 def pack(objects: Mapping[str, Held], argument: str) -> bytes:
-    """The states of these objects at this moment. Raises `UsageError` as `Registered.check`."""
+    """The current states of these objects. Raises `UsageError` as `RegisteredObjects.check`."""
     states = {name: held.give() for name, held in objects.items()}
     return encode(states, argument)
 

@@ -66,7 +66,7 @@ class _Piece:
 
 
 @dataclass
-class Loaded:
+class LoadedBytes:
     """How many bytes were read, and how many of them from memory."""
 
     bytes: int = 0
@@ -79,7 +79,7 @@ def fill(
     manifest: Manifest,
     contents: Contents,
     memory: Mapping[str, MemoryCopy] = NO_MEMORY,
-) -> Loaded:
+) -> LoadedBytes:
     """Read the local part of every tensor of `table`, in place; of files that are in `memory`, by
     name, from there.
 
@@ -97,7 +97,7 @@ def fill(
         files[name] = VerifiedFile(checkpoint / name, entry, manifest.files, known)
     with ThreadPoolExecutor(READERS, "reader") as pool:
         parts = list(pool.map(lambda run: _read_run(run, table, files), _runs(pieces)))
-    return Loaded(sum(part.bytes for part in parts), sum(part.from_memory for part in parts))
+    return LoadedBytes(sum(part.bytes for part in parts), sum(part.from_memory for part in parts))
 
 
 class _Box(NamedTuple):
@@ -181,7 +181,7 @@ def _runs(pieces: Sequence[_Piece]) -> Iterable[Sequence[_Piece]]:
 
 def _read_run(
     run: Sequence[_Piece], table: Mapping[str, Tensor], files: Mapping[str, VerifiedFile]
-) -> Loaded:
+) -> LoadedBytes:
     """Read pieces of one file."""
     file, checked = files[run[0].stored.file], -1
     with Cursor(file) as cursor:
@@ -195,7 +195,7 @@ def _read_run(
         end = run[-1].stored.start + run[-1].stored.length
         if end == file.sums.bytes:
             cursor.read(end - 1, end)  # the file's last block may hold no data
-        return Loaded(cursor.bytes_read, cursor.bytes_from_memory)
+        return LoadedBytes(cursor.bytes_read, cursor.bytes_from_memory)
 
 
 def _copy(piece: _Piece, target: Tensor, before: int, cursor: Cursor) -> None:

@@ -19,7 +19,7 @@ from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import Manifest, TrainState, read
 from kempner.checkpoint.format.names import MANIFEST, SHARED_OBJECTS, objects_file
 from kempner.checkpoint.io.verify import Damage, read_checked
-from kempner.checkpoint.registered.objects import GROUPS, NOTHING, Registered, take, unpack
+from kempner.checkpoint.registered.objects import GROUPS, NOTHING, RegisteredObjects, take, unpack
 from kempner.checkpoint.slots.memory import LentSlots, images_of
 from kempner.checkpoint.store import retention
 from kempner.checkpoint.store.retention import reading
@@ -171,7 +171,7 @@ class StateRestorer(Restorer):
         context: CheckpointContext,
         model: nn.Module,
         optimizer: Optimizer,
-        registered: Registered = NOTHING,
+        registered: RegisteredObjects = NOTHING,
         memory: LentSlots | None = None,
     ) -> None:
         """`memory` may still hold what this rank wrote."""

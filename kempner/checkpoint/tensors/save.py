@@ -38,7 +38,7 @@ from kempner.checkpoint.format.names import SHARED_OBJECTS, in_progress_name, ob
 from kempner.checkpoint.format.shard_plan import base_file, data_file
 from kempner.checkpoint.io.file_writer import BaseFiles, write_stream, yield_to_training
 from kempner.checkpoint.registered.composite import plainly_named
-from kempner.checkpoint.registered.objects import NOTHING, Registered, pack
+from kempner.checkpoint.registered.objects import NOTHING, RegisteredObjects, pack
 from kempner.checkpoint.store import commit
 from kempner.checkpoint.tensors.file_buffer import FileBuffer, tensor_specs
 from kempner.checkpoint.tensors.route import (
@@ -337,7 +337,7 @@ class BackgroundSaver:
         context: CheckpointContext,
         model: nn.Module,
         optimizer: Optimizer,
-        registered: Registered = NOTHING,
+        registered: RegisteredObjects = NOTHING,
         memory: StepMemory | None = None,
     ) -> None:
         self._context, self._shared = context, SharedBuffers(model)

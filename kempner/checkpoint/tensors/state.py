@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kempner.checkpoint.format.contents import Contents, Renamed, Saved
+from kempner.checkpoint.format.contents import Contents, RenamedContents, Saved
 from kempner.checkpoint.registered.composite import without_wrappers
 from kempner.run.process.exit_codes import MismatchError, UsageError
 
@@ -303,7 +303,7 @@ def by_plain_names(contents: Contents, model: nn.Module) -> Contents:
     renamed = len(before) == len(contents.tensors) and any(
         new != old for new, old in before.items()
     )
-    return Renamed(contents, before) if renamed else contents
+    return RenamedContents(contents, before) if renamed else contents
 
 
 def saved_optimizer_tensors(contents: Contents) -> dict[str, Saved]:

@@ -231,12 +231,12 @@ def _import_own(checkpoint: Path, folder: Path, step: int | None, cursor: int | 
 
 def _import_stock(source: Path, folder: Path, step: int | None, cursor: int | None) -> None:
     with busy("importing torch"):
-        from kempner.checkpoint.convert.import_dcp import Foreign, import_dcp, listed
+        from kempner.checkpoint.convert.import_dcp import StockCheckpoint, import_dcp, listed
         from kempner.checkpoint.convert.tensor_copy import total
     from kempner.checkpoint.format.contents import Saved
     from kempner.checkpoint.format.manifest import TrainState
 
-    foreign = Foreign.open(source)
+    foreign = StockCheckpoint.open(source)
     tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in foreign.specs()}
     state = TrainState(step or 0, cursor or 0)
     with _into(folder), counter("importing", total(tensors)) as on_bytes:

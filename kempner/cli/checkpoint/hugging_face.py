@@ -27,7 +27,7 @@ from kempner.run.process.exit_codes import DataError, UsageError, cannot_read
 
 if TYPE_CHECKING:
     from kempner.checkpoint.convert.export import Form
-    from kempner.checkpoint.convert.import_safetensors import Located, Weights
+    from kempner.checkpoint.convert.import_safetensors import TensorLocation, Weights
     from kempner.checkpoint.convert.tensor_copy import Source
 
 CONFIG = "config.json"
@@ -207,11 +207,13 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def _pick(folder: Path, shape: Shape, found: Mapping[str, Located]) -> dict[str, Located]:
+def _pick(
+    folder: Path, shape: Shape, found: Mapping[str, TensorLocation]
+) -> dict[str, TensorLocation]:
     """The tensors of a model of this shape, by our names; refuses what is missing or too much."""
     from kempner.checkpoint.convert.import_safetensors import EXACT
 
-    picked: dict[str, Located] = {}
+    picked: dict[str, TensorLocation] = {}
     for name, size in weight_shapes(shape).items():
         theirs = str(weight_name(name))
         tensor = found.get(theirs)

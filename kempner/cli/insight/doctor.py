@@ -24,7 +24,7 @@ from kempner.config.errors import ConfigError
 from kempner.config.loading import load
 from kempner.config.sections import Config
 from kempner.insight.doctor.checks.fit import World
-from kempner.insight.doctor.examine import Patient, Supervisor, examine
+from kempner.insight.doctor.examine import Examination, Supervisor, examine
 from kempner.insight.doctor.facts.plan import Plan, read_plan
 from kempner.insight.doctor.facts.slurm import job_plan, there_is_slurm
 from kempner.insight.doctor.finding import Finding, Level, fail, finding, worst
@@ -102,12 +102,12 @@ def _tidy_when_ended() -> Iterator[None]:
 
 def _in_allocation(
     config: Config, run: RunDirectory, script: Path | None, jobid: str | None
-) -> Patient:
+) -> Examination:
     job = find_job(os.environ, jobid)
     plan = job_plan(job) if script is None else _plan(script)
     torchrun = config.slurm.launcher == "torchrun" or (plan is not None and plan.nodes.torchrun)
     allocation, _ = enter(job, os.environ, config, given=jobid is not None, per_task=not torchrun)
-    return Patient(config, run, _world_of(allocation), plan, allocation)
+    return Examination(config, run, _world_of(allocation), plan, allocation)
 
 
 def _world_of(allocation: Allocation) -> World:
@@ -122,13 +122,13 @@ def _world_of(allocation: Allocation) -> World:
 
 def _before_launch(
     config: Config, run: RunDirectory, script: Path | None, nproc: int | None
-) -> Patient:
+) -> Examination:
     if script is None and nproc is None and shutil.which("sbatch") and USUAL_SCRIPT.is_file():
         with busy("asking Slurm"):
             script = USUAL_SCRIPT if there_is_slurm() else None
     plan = None if script is None else _plan(script)
     if plan is None:
-        return Patient(
+        return Examination(
             config, run, World(1, nproc or 1, None, "--nproc" if nproc else "one process")
         )
     section, asked = config.slurm, plan.nodes
@@ -136,7 +136,7 @@ def _before_launch(
     asked = replace(asked, gpus=gpus, torchrun=asked.torchrun or section.launcher == "torchrun")
     per_node = section.procs or asked.ranks or gpus or 1
     world = World(section.hosts or asked.count or 1, per_node, gpus, plan.source)
-    return Patient(config, run, world, plan)
+    return Examination(config, run, world, plan)
 
 
 def _plan(script: Path) -> Plan:

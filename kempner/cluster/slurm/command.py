@@ -205,7 +205,7 @@ class Answer:
         return (self.err.strip() or self.out.strip()).replace("\n", "; ")
 
 
-class Worth(Enum):
+class AnswerKind(Enum):
     """What an answer is worth that is not what was asked for."""
 
     SILENCE = "no answer yet"
@@ -213,14 +213,14 @@ class Worth(Enum):
     UNCLEAR = "words that are not known here"
 
 
-def judge(answer: Answer) -> Worth:
+def judge(answer: Answer) -> AnswerKind:
     """What an answer is worth in which something is missing, or that ended with an error."""
     if any(words in answer.complaint for words in _REFUSALS):
-        return Worth.REFUSAL
+        return AnswerKind.REFUSAL
     passing = any(words in answer.complaint for words in _PASSING)
     if passing or not answer.err.strip() or answer.status is None or answer.status <= 0:
-        return Worth.SILENCE
-    return Worth.UNCLEAR
+        return AnswerKind.SILENCE
+    return AnswerKind.UNCLEAR
 
 
 def ask(
@@ -251,9 +251,9 @@ def tell(
 def _failure(command: Sequence[str], answer: Answer) -> SlurmError:
     shown = " ".join(command)
     match judge(answer):
-        case Worth.REFUSAL:
+        case AnswerKind.REFUSAL:
             return SlurmRefusedError(shown, answer.complaint)
-        case Worth.UNCLEAR:
+        case AnswerKind.UNCLEAR:
             return SlurmUnclearError(f"`{shown}` failed: {answer.complaint}")
     if answer.status is None:
         return SlurmSilentError(f"`{shown}` had no answer within {COMMAND_WITHIN:g} s")

@@ -412,7 +412,7 @@ class PutBack:
 
 
 @dataclass(frozen=True)
-class Means:
+class SlurmAccess:
     """How to ask Slurm and to wait; tests have their own. `clock` is in seconds."""
 
     look: Callable[[str], JobState] = lambda job: job_state(job, within=0.0)
@@ -431,13 +431,13 @@ def put_back(
     decide: Callable[[JobState], RequeueDecision],
     until: float,
     on_failure: Callable[[SlurmError], None] = lambda error: None,
-    means: Means | None = None,
+    means: SlurmAccess | None = None,
 ) -> PutBack:
     """Requeue `job` if `decide` is for it, given the job as it is at that moment.
 
     Tries until `until` (seconds of `time.monotonic`). `on_failure` hears of each try that failed.
     """
-    return _Attempt(job, decide, until, on_failure, means or Means()).carry_out()
+    return _Attempt(job, decide, until, on_failure, means or SlurmAccess()).carry_out()
 
 
 class _Attempt:
@@ -449,7 +449,7 @@ class _Attempt:
         decide: Callable[[JobState], RequeueDecision],
         until: float,
         on_failure: Callable[[SlurmError], None],
-        means: Means,
+        means: SlurmAccess,
     ) -> None:
         self._job, self._decide, self._until = job, decide, until
         self._on_failure, self._means = on_failure, means

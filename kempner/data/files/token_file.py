@@ -51,7 +51,7 @@ def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """A finished token file."""
 
     tokens: int
@@ -79,7 +79,7 @@ class TokenWriter:
         self._tokens += tokens.size
         self._file.write(content)
 
-    def finish(self) -> Written:
+    def finish(self) -> WrittenFile:
         """Write the header and fsync the file."""
         digest = self._checksum.digest()
         self._file.seek(0)
@@ -87,7 +87,7 @@ class TokenWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         size = _HEADER.size + self._tokens * self._item_size
-        return Written(self._tokens, size, digest.hex())
+        return WrittenFile(self._tokens, size, digest.hex())
 
     def __enter__(self) -> Self:
         return self

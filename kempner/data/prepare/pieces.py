@@ -44,7 +44,7 @@ class Origin:
         self._digest.update(json.dumps(identity).encode())
         try:
             with open(path, "rb", buffering=0) as file:
-                raw = io.BufferedReader(_Watched(file, piece, self._digest, on_bytes), _BUFFER)
+                raw = io.BufferedReader(_SummedPiece(file, piece, self._digest, on_bytes), _BUFFER)
                 with open_packed(cast(BinaryIO, raw), piece.file.packing, path) as stream:
                     yield stream
                 while raw.read(_BUFFER):
@@ -58,7 +58,7 @@ class Origin:
         return Source(first=first, files=len(self._files), digest=self._digest.hexdigest())
 
 
-class _Watched(io.RawIOBase):
+class _SummedPiece(io.RawIOBase):
     """The bytes of one piece, summed as they are read."""
 
     def __init__(

@@ -48,7 +48,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltShard:
     """A shard that is in place; `kept` if it was before."""
 
     shard: Shard
@@ -75,7 +75,7 @@ class UnitRecord(Record):
     first_bad: BadLineRecord | None
 
 
-def build(recipe: Recipe, unit: Unit, report: Report) -> Built:
+def build(recipe: Recipe, unit: Unit, report: Report) -> BuiltShard:
     """Make the token file of a unit, unless it is there already and intact.
 
     Raises DataError if text cannot be read or the file cannot be written.
@@ -91,7 +91,7 @@ def build(recipe: Recipe, unit: Unit, report: Report) -> Built:
     return built
 
 
-def confirm(recipe: Recipe, index: Index, unit: Unit, report: Report) -> Built:
+def confirm(recipe: Recipe, index: Index, unit: Unit, report: Report) -> BuiltShard:
     """A shard of a finished directory, verified.
 
     Raises UsageError if it was made from other text, DataError if it is damaged.
@@ -101,7 +101,7 @@ def confirm(recipe: Recipe, index: Index, unit: Unit, report: Report) -> Built:
         raise prepared_differently(recipe.out, f"from other text (see {shard.source.first})")
     verify_shard(recipe.out, shard, index.dtype)
     report(unit.size)
-    return Built(shard, kept=True, lines=BadLines(0, shard.bad_lines, None))
+    return BuiltShard(shard, kept=True, lines=BadLines(0, shard.bad_lines, None))
 
 
 def prepared_differently(out: Path, how: str) -> UsageError:
@@ -128,7 +128,7 @@ def _record_path(recipe: Recipe, unit: Unit) -> Path:
     return (recipe.progress / unit.shard_file).with_suffix(".json")
 
 
-def _in_place(recipe: Recipe, unit: Unit) -> Built | None:
+def _in_place(recipe: Recipe, unit: Unit) -> BuiltShard | None:
     """The unit's shard, if an earlier run made exactly this one and it is intact."""
     try:
         record = UnitRecord.model_validate_json(_record_path(recipe, unit).read_bytes())
@@ -145,10 +145,10 @@ def _in_place(recipe: Recipe, unit: Unit) -> Built | None:
         return None
     bad = record.first_bad
     first = BadLine(unit.pieces[bad.piece], bad.offset, bad.reason) if bad else None
-    return Built(shard, kept=True, lines=BadLines(record.lines, shard.bad_lines, first))
+    return BuiltShard(shard, kept=True, lines=BadLines(record.lines, shard.bad_lines, first))
 
 
-def _make(recipe: Recipe, unit: Unit, report: Report) -> Built:
+def _make(recipe: Recipe, unit: Unit, report: Report) -> BuiltShard:
     temporary = temporary_path(recipe, unit.shard_file)
     origin, tally = Origin(recipe.text_key), Tally()
     with TokenWriter(temporary, recipe.tokenizer.dtype) as writer:
@@ -172,7 +172,7 @@ def _make(recipe: Recipe, unit: Unit, report: Report) -> Built:
     )
     lines = BadLines(tally.lines, tally.bad, tally.first)
     _write_record(recipe, unit, shard, lines)
-    return Built(shard, kept=False, lines=lines)
+    return BuiltShard(shard, kept=False, lines=lines)
 
 
 class _Progress:

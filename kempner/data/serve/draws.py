@@ -69,7 +69,7 @@ class Item(NamedTuple):
     seed: int
 
 
-class Drawn(Dataset[Any]):
+class DrawnDataset(Dataset[Any]):
     """A map-style data set that draws for each sample what its place says; see above."""
 
     def __init__(self, dataset: Any) -> None:
@@ -103,7 +103,7 @@ class Drawn(Dataset[Any]):
 def show_own_dataset() -> None:
     """In a worker: its `worker_init_fn` sees the data set of the user."""
     info = get_worker_info()
-    if info is not None and isinstance(info.dataset, Drawn):
+    if info is not None and isinstance(info.dataset, DrawnDataset):
         object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
 
 

@@ -57,7 +57,7 @@ class MicroTokens(NamedTuple):
     """[k, seq_len + 1] for the k positions of `part`, as on disk; zeros for PADDING."""
 
 
-class Unread(NamedTuple):
+class UnreadBatch(NamedTuple):
     """A micro batch that could not be read; `worked` is whether its file was read before."""
 
     part: MicroSlice
@@ -79,7 +79,7 @@ class TokenDataset(Dataset[NDArray[Any]]):
         first = self._order.locate(position)[1] * self._seq_len
         return self._corpus.read_now(first, self._seq_len + 1)
 
-    def __getitems__(self, part: MicroSlice) -> MicroTokens | Unread | DataError:
+    def __getitems__(self, part: MicroSlice) -> MicroTokens | UnreadBatch | DataError:
         """What is asked for, with its tokens; an error is handed over as a value.
 
         A DataLoader would hand on an exception as text, its sentence lost in a worker's traceback.
@@ -89,9 +89,9 @@ class TokenDataset(Dataset[NDArray[Any]]):
         except DataError as error:
             return error
         except OSError:
-            return Unread(part, self._corpus.worked_before())
+            return UnreadBatch(part, self._corpus.worked_before())
 
-    def wait_for(self, unread: Unread, stop: Callable[[], bool]) -> MicroTokens:
+    def wait_for(self, unread: UnreadBatch, stop: Callable[[], bool]) -> MicroTokens:
         """Read again what could not be read, as long as it takes; see `Corpus.read`."""
         rows = unread.part.positions
         tokens = [self._wait_for(row, unread.worked, stop) for row in rows]
@@ -142,8 +142,8 @@ class TokenReader:
 
     def read(self) -> MicroTokens:
         """The next slice and its tokens. Raises as `Corpus.read`."""
-        read: MicroTokens | Unread | DataError = next(self._iterator)
-        if isinstance(read, Unread):
+        read: MicroTokens | UnreadBatch | DataError = next(self._iterator)
+        if isinstance(read, UnreadBatch):
             return self._dataset.wait_for(read, stop=lambda: self._stopped)
         if isinstance(read, DataError):
             raise read

@@ -1,8 +1,9 @@
 """Which samples a map-style loader reads next, from any place on.
 
 The order of an epoch is drawn again from the seed and the epoch's number, so that a place is one or
-two integers. `Dealt` is one order for all ranks, dealt out batch by batch (`global_batches.py`); it
-goes on with any number of ranks. `Own` is the order of a sampler that only its rank knows.
+two integers. `SharedOrder` is one order for all ranks, divided batch by batch
+(`global_batches.py`); it goes on with any number of ranks. `RankOrder` is the order of a sampler
+that only its rank knows.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Plan(Protocol):
         """Go to a place. Raises `MismatchError` for one in other data."""
 
 
-class Dealt:
+class SharedOrder:
     """One order for all ranks; `place` is the position in it, all epochs together."""
 
     shared = True
@@ -143,7 +144,7 @@ class Dealt:
         self.place = state["position"]
 
 
-class Own:
+class RankOrder:
     """The order of a sampler on this rank; `place` is the epoch and how many batches are done."""
 
     shared = False
@@ -220,20 +221,20 @@ def plan_of(loader: DataLoader[Any], seed: int, place: tuple[int, int]) -> Plan:
     if isinstance(sampler, ResumableBatchSampler):
         return _resumable(sampler, sampler.batches)
     if size is None:
-        return Own(_redrawn(sampler, seed), None, False, seed)
+        return RankOrder(_redrawn(sampler, seed), None, False, seed)
     if isinstance(sampler, ResumableSampler):
         of_all = sampler.batches
         cut = _cut(of_all.samples, size, of_all.world, reads.drop_last, of_all.infinite)
         return _resumable(sampler, cut)
     if reads.place is None and not any(_is_a(sampler, kind) for kind in _OF_TORCH):
-        return Own(_redrawn(sampler, seed), size, reads.drop_last, seed)
+        return RankOrder(_redrawn(sampler, seed), size, reads.drop_last, seed)
     known = isinstance(sampler, (*_OF_TORCH, DistributedSampler))
     generator = None if reads.prepared else getattr(sampler, "generator", None)
     base = seed if generator is None else generator.initial_seed()
     draw = _drawn_by_torch(sampler, base) if known else _redrawn(sampler, seed)
     samples = len(draw(0))
     rank, ranks = reads.place or place
-    return Dealt(_cut(samples, size, ranks, reads.drop_last), rank, seed, _at(draw, samples))
+    return SharedOrder(_cut(samples, size, ranks, reads.drop_last), rank, seed, _at(draw, samples))
 
 
 def _reading_order(loader: DataLoader[Any]) -> _Reads:
@@ -270,11 +271,13 @@ def _is_a(thing: object, kind: type) -> bool:
     return type(thing) is kind or (stands_in and type(thing).__name__ == kind.__name__)
 
 
-def _resumable(sampler: ResumableBatchSampler | ResumableSampler, batches: GlobalBatches) -> Dealt:
+def _resumable(
+    sampler: ResumableBatchSampler | ResumableSampler, batches: GlobalBatches
+) -> SharedOrder:
     def look_up(positions: range) -> list[int]:
         return samples_at(positions, batches.samples, sampler.seed)
 
-    plan = Dealt(batches, sampler.rank, sampler.seed or 0, look_up)
+    plan = SharedOrder(batches, sampler.rank, sampler.seed or 0, look_up)
     plan.place = sampler.position
     return plan
 

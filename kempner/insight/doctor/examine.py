@@ -41,7 +41,7 @@ class Supervisor:
 
 
 @dataclass(frozen=True)
-class Patient:
+class Examination:
     """Whom to examine: a configuration, its ranks, and in which `allocation` (None before a
     launch); `plan` is the batch script's."""
 
@@ -97,7 +97,7 @@ Looking = Callable[[str], AbstractContextManager[None]]
 
 
 def examine(
-    patient: Patient,
+    patient: Examination,
     supervisor: Supervisor,
     environ: Mapping[str, str] = os.environ,
     looking: Looking = lambda _: nullcontext(),
@@ -118,7 +118,7 @@ def examine(
     yield finding("Slurm", slurm_checks.check_slurm(facts.slurm, patient.uses_slurm))
 
 
-def _look_at_folders(patient: Patient) -> _Folders:
+def _look_at_folders(patient: Examination) -> _Folders:
     config, run = patient.config, patient.run
     checkpoints = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
     state, disk = look_at_run(run), look_at_disk(checkpoints)
@@ -130,7 +130,7 @@ def _look_at_folders(patient: Patient) -> _Folders:
 
 
 def _ask(
-    patient: Patient, folders: _Folders, environ: Mapping[str, str], looking: Looking
+    patient: Examination, folders: _Folders, environ: Mapping[str, str], looking: Looking
 ) -> _Facts:
     """Ask the nodes and Slurm, at the same time."""
     wanted, allocation = _wanted(patient, folders, environ), patient.allocation
@@ -152,7 +152,7 @@ def _ask(
     return _Facts(**vars(folders), survey=survey, slurm=asked, job=job)
 
 
-def _wanted(patient: Patient, folders: _Folders, environ: Mapping[str, str]) -> Wanted:
+def _wanted(patient: Examination, folders: _Folders, environ: Mapping[str, str]) -> Wanted:
     """What to ask the nodes. Where a run is going on its storage is left in peace."""
     config, data = patient.config, (folders.data, folders.held_out)
     shared = dict.fromkeys((folders.disk.existing, str(nearest(patient.run.path))))
@@ -178,7 +178,7 @@ def _cache(environ: Mapping[str, str]) -> str:
     return environ.get("HF_HUB_CACHE") or str(Path(base) / "hub")
 
 
-def _ask_slurm(patient: Patient) -> tuple[slurm_facts.SlurmFacts | None, slurm_checks.JobFacts]:
+def _ask_slurm(patient: Examination) -> tuple[slurm_facts.SlurmFacts | None, slurm_checks.JobFacts]:
     plan, allocation = patient.plan, patient.allocation
     job = slurm_checks.JobFacts(
         None if plan is None else plan.requeue, None if plan is None else plan.limit
@@ -198,7 +198,7 @@ def _ask_slurm(patient: Patient) -> tuple[slurm_facts.SlurmFacts | None, slurm_c
     return slurm_facts.look_at_slurm(partition, within), job
 
 
-def _about_ranks(patient: Patient, facts: _Facts) -> Iterator[Finding]:
+def _about_ranks(patient: Examination, facts: _Facts) -> Iterator[Finding]:
     config, world = patient.config, patient.world
     answers = () if patient.elsewhere else facts.survey.answers
     yield from fit.check_ranks(world, answers, facts.survey.gpus_hidden)
@@ -209,7 +209,7 @@ def _about_ranks(patient: Patient, facts: _Facts) -> Iterator[Finding]:
 
 
 def _about_data(
-    patient: Patient, folders: _Folders, supervisor: Supervisor, looking: Looking
+    patient: Examination, folders: _Folders, supervisor: Supervisor, looking: Looking
 ) -> Iterator[Finding]:
     found = data_checks.check_data(patient.config, folders.data, folders.held_out)
     yield from found
@@ -226,7 +226,7 @@ def _about_data(
 
 
 def _about_storage(
-    patient: Patient, facts: _Facts, environ: Mapping[str, str]
+    patient: Examination, facts: _Facts, environ: Mapping[str, str]
 ) -> Iterator[Finding]:
     config, answers = patient.config, facts.survey.answers
     keep = config.checkpoint.keep_last
@@ -242,7 +242,7 @@ def _about_storage(
     )
 
 
-def _about_time(patient: Patient, facts: _Facts, supervisor: Supervisor) -> Iterator[Finding]:
+def _about_time(patient: Examination, facts: _Facts, supervisor: Supervisor) -> Iterator[Finding]:
     world, answers = patient.world, facts.survey.answers
     save = fit.predict_save(_size(patient, facts), answers, world.nodes, world.in_job)
     yield finding("save time", fit.check_write(answers, save))
@@ -255,7 +255,7 @@ def _about_time(patient: Patient, facts: _Facts, supervisor: Supervisor) -> Iter
         yield finding("partition", slurm_checks.check_time(facts.slurm, facts.job.limit))
 
 
-def _about_nodes(patient: Patient, facts: _Facts) -> Iterator[Finding]:
+def _about_nodes(patient: Examination, facts: _Facts) -> Iterator[Finding]:
     config, survey = patient.config, facts.survey
     ahead = None if facts.slurm is None else facts.slurm.ahead
     if len(survey.asked) > 1 or not survey.answers:
@@ -276,7 +276,7 @@ def _about_nodes(patient: Patient, facts: _Facts) -> Iterator[Finding]:
     yield from nodes.check_memory(survey.answers, (size or 0) / patient.world.nodes)
 
 
-def _size(patient: Patient, facts: _Facts) -> int | None:
+def _size(patient: Examination, facts: _Facts) -> int | None:
     """By the model's sizes; of a model of the user's own, as large as the newest one there."""
     vocab_size = facts.vocab_size(patient.config)
     size = None if vocab_size is None else checkpoint_bytes(patient.config, vocab_size)

@@ -50,7 +50,7 @@ _WARNED = (StopReason.TIME_LIMIT, StopReason.PREEMPTION, StopReason.DEADLINE, St
 
 
 @dataclass(frozen=True)
-class Took:
+class SaveDuration:
     """Seconds from the call of a save to a durable checkpoint; None without a single one."""
 
     median: float | None
@@ -69,7 +69,7 @@ class Saves:
 
     committed: int
     failed: int
-    took: Took
+    took: SaveDuration
     largest_bytes: int
     interval_steps: int | None
     held_up_seconds: float | None
@@ -121,7 +121,7 @@ def saves_of(attempts: Sequence[AttemptFacts], timeline: Timeline) -> Saves:
     return Saves(
         committed=len(commits),
         failed=sum(len(a.all(CheckpointFailed)) for a in attempts),
-        took=Took(nearest_rank(took, 0.5), nearest_rank(took, 0.95), worst),
+        took=SaveDuration(nearest_rank(took, 0.5), nearest_rank(took, 0.95), worst),
         largest_bytes=max((c.bytes for c in commits), default=0),
         interval_steps=round(statistics.median(steps)) if steps else None,
         held_up_seconds=held_up / len(commits) if commits and held_up else None,

@@ -190,7 +190,7 @@ standstill. The same of a save: its storage stood still."""
 
 
 @dataclass(frozen=True)
-class _Usual:
+class _Medians:
     """The medians of the whole run, in seconds: of a step, and of a save until it is durable; NaN
     if there is none."""
 
@@ -246,7 +246,7 @@ def account(attempts: Sequence[AttemptFacts], series: StepSeries) -> Timeline:
     if not attempts:
         return Timeline(0.0, 0.0, ())
     took = [c.took.total for c in _commits(attempts) if c.took is not None]
-    usual = _Usual(
+    usual = _Medians(
         step=_unit(series.time, series.step, series.save_seconds),
         save=nearest_rank(took, 0.5) or float("nan"),
     )
@@ -269,7 +269,7 @@ def _account_attempt(
     series: StepSeries,
     following: AttemptFacts | None,
     front: int,
-    usual: _Usual,
+    usual: _Medians,
     unready: Category,
 ) -> AttemptTime:
     """`unready` is what the time is of an attempt that does not say when its steps begin."""
@@ -330,7 +330,12 @@ def _never_ready(
 
 
 def _steps(
-    facts: AttemptFacts, times: Numbers, steps: Numbers, saving: Numbers, front: int, usual: _Usual
+    facts: AttemptFacts,
+    times: Numbers,
+    steps: Numbers,
+    saving: Numbers,
+    front: int,
+    usual: _Medians,
 ) -> tuple[Pieces, int, float]:
     """The time between two logged steps, how many steps were made again, and what one takes."""
     if len(times) < 2:

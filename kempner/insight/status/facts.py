@@ -42,7 +42,7 @@ class CheckpointFacts:
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveState:
     """Whether a run has an owner (`alive`, None if that cannot be seen), the number of the live
     `attempt`, the last one that was begun, and where its ranks are.
     """
@@ -70,7 +70,7 @@ class RunFacts:
 
     now: float
     history: RunHistory = field(default_factory=RunHistory)
-    live: Live = Live()
+    live: LiveState = LiveState()
     metrics: Metrics = Metrics()
     checkpoint: CheckpointFacts | None = None
     job: JobStatus | None = None

@@ -24,7 +24,7 @@ from kempner.checkpoint.format.manifest import digest, read
 from kempner.checkpoint.format.names import MANIFEST, CheckpointFolder
 from kempner.checkpoint.io.verify import read_findings
 from kempner.insight.owner import OwnerWatch
-from kempner.insight.status.facts import CheckpointFacts, Live, Metrics, RankPlace, RunFacts
+from kempner.insight.status.facts import CheckpointFacts, LiveState, Metrics, RankPlace, RunFacts
 from kempner.insight.status.job import JobStatus, job_of, read_job
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record import gave_up
@@ -169,7 +169,7 @@ class RunReader:
         return RunFacts(
             now=time.time(),
             history=self.history,
-            live=Live(alive, None if attempt is None else attempt.number, places),
+            live=LiveState(alive, None if attempt is None else attempt.number, places),
             metrics=Metrics(tuple(self._lines), self._try(lambda: total_steps(self.run), None)),
             checkpoint=None if folder is None else self._checkpoint(folder),
             gave_up=self._try(lambda: gave_up.read(self.run), None),

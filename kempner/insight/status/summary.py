@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from kempner.insight.report.attempts import AttemptFacts, Kind, attempts_of, cause_of
 from kempner.insight.report.page.words import duration
-from kempner.insight.status.activity import Activity, Doing, decide
+from kempner.insight.status.activity import Activity, ActivityNote, decide
 from kempner.insight.status.facts import CheckpointFacts, RankPlace, RunFacts
 from kempner.insight.status.job import JobStatus
 from kempner.insight.words import name_or_count, name_ranks
@@ -299,7 +299,7 @@ class Status:
     """A run by its facts. `ends` are the last interruptions, oldest first."""
 
     facts: RunFacts
-    doing: Doing
+    doing: ActivityNote
     progress: Progress
     attempt: AttemptStatus | None
     ends: tuple[EndOfAttempt, ...]
@@ -390,7 +390,7 @@ def summarise(facts: RunFacts) -> Status:
     doing = decide(facts, attempts)
     still = _stands_still(facts, progress, last) if doing.activity in _BETWEEN_STEPS else ""
     if still:
-        doing = Doing(doing.activity, f"{doing.reason}: {still}" if doing.reason else still)
+        doing = ActivityNote(doing.activity, f"{doing.reason}: {still}" if doing.reason else still)
     live = doing.activity.is_live and facts.live.alive is not False
     return Status(
         facts=facts,

@@ -20,7 +20,7 @@ from kempner.insight.triage.table.run import (
     STOPPED,
     UNEXPLAINED,
 )
-from kempner.insight.triage.verdict import UNKNOWN, Evidence, Told, Verdict, Where, decide
+from kempner.insight.triage.verdict import UNKNOWN, Evidence, FailureLocation, Told, Verdict, decide
 from kempner.insight.words import spans
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
@@ -138,7 +138,9 @@ def _judge(run: RunDirectory, history: RunHistory, attempt: _Attempt) -> Verdict
         cause.says,
         cause.do,
         sure,
-        Where(rank, node, () if rank is None else (rank,), () if node is None else (node,)),
+        FailureLocation(
+            rank, node, () if rank is None else (rank,), () if node is None else (node,)
+        ),
         Told(
             raised or attempt.ended.reason,
             told.told.frame if told.rank in (rank, None) else "",

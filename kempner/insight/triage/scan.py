@@ -20,7 +20,7 @@ from kempner.insight.triage.ends import End, EndReader, spread_out
 from kempner.insight.triage.log.lines import SAMPLE, LogLine, LogParser
 from kempner.insight.triage.log.reading import Losses, Steps
 from kempner.insight.triage.log.tracebacks import (
-    Raised,
+    FoundException,
     Tracebacks,
     announces,
     is_handled,
@@ -42,7 +42,7 @@ _LIST = re.compile(r"^\s*-\s*\[([\d, ]+)\]")
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingRanks:
     """The ranks that others waited for, and how that can be told."""
 
     ranks: tuple[int, ...]
@@ -79,15 +79,15 @@ class Collectives:
             self.stuck.setdefault(rank, int(at_work[1]))
             self.begun[rank] = int(at_work[2])
 
-    def missing(self, world: int | None) -> Missing | None:
+    def missing(self, world: int | None) -> MissingRanks | None:
         """Whom the others waited for; None if that cannot be told."""
         if self.named:
-            return Missing(self.named, "torch's own report names it as the one behind")
+            return MissingRanks(self.named, "torch's own report names it as the one behind")
         if silent := self._silent(world):
-            return Missing(silent, "all others report the time-out")
+            return MissingRanks(silent, "all others report the time-out")
         if behind := self._behind():
             furthest, at = max(self.stuck.values()), self._reached(behind[0])
-            return Missing(behind, f"it had got to collective {at}, others wait in {furthest}")
+            return MissingRanks(behind, f"it had got to collective {at}, others wait in {furthest}")
         return None
 
     def _silent(self, world: int | None) -> tuple[int, ...]:
@@ -440,7 +440,7 @@ class Scan:
         about = About(end.ranks, end.node, end.line.pid, status=end.status, first=end.first)
         self.findings.add(self._found(CAUSES[end.cause], end.level, end.sure, end.line, about))
 
-    def _raised(self, raised: Raised) -> None:
+    def _raised(self, raised: FoundException) -> None:
         line, frame = raised.line, raised.frame
         if "terminated with" in raised.text and (end := self._ends.feed(line)) is not None:
             self._ended(end)
@@ -494,10 +494,10 @@ def match(text: str, warning: bool = False) -> tuple[Sign, Cause, re.Match[str]]
     return None
 
 
-def _of_kempner(line: LogLine) -> Raised | None:
+def _of_kempner(line: LogLine) -> FoundException | None:
     """What a rank raised, as its supervisor repeats it."""
     found = _OWN.search(line.text)
     if found is None:
         return None
     said = found["said"] or f"exited with code {found['code']}"
-    return Raised(replace(line, rank=int(found["rank"]), text=said), said)
+    return FoundException(replace(line, rank=int(found["rank"]), text=said), said)

@@ -162,7 +162,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Where:
+class FailureLocation:
     """The rank that failed first, and its node; all ranks and nodes that failed with that cause."""
 
     rank: int | None = None
@@ -192,7 +192,7 @@ class Verdict:
     says: str
     do: str
     sure: Sure
-    where: Where = Where()
+    where: FailureLocation = FailureLocation()
     told: Told = Told()
     consequences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -360,7 +360,7 @@ def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
         first.cause.says,
         first.cause.do,
         min(first.sure, Sure.LIKELY) if _is_thin(fatal, first, rank) else first.sure,
-        Where(rank, node, tuple(ranks), tuple(nodes)),
+        FailureLocation(rank, node, tuple(ranks), tuple(nodes)),
         Told(
             first.line.text.strip(),
             next((f.about.frame for f in [first, *same] if f.about.frame), ""),
@@ -471,7 +471,7 @@ def _unknown(scan: Scan, fatal: Sequence[Finding], first: Finding | None) -> Ver
         says,
         do,
         Sure.UNKNOWN,
-        Where(rank, node or (scan.places.only_node if rank is not None else None)),
+        FailureLocation(rank, node or (scan.places.only_node if rank is not None else None)),
         Told(evidence=tuple(_most_likely(scan))),
         consequences=tuple(_consequences(fatal, () if rank is None else (rank,))),
         notes=(*_loss(scan), *_network(scan)),

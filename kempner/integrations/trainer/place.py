@@ -32,7 +32,7 @@ from kempner.run.process.exit_codes import UsageError
 
 
 @dataclass(frozen=True)
-class _Ahead:
+class _FetchedBatch:
     """The micro batch that had been fetched ahead."""
 
     number: int
@@ -40,14 +40,14 @@ class _Ahead:
     resume: Callable[[], None]
 
 
-class Draws:
+class FetchObserver:
     """Told of each micro batch that is about to be fetched, and the end, counted from 1."""
 
     def __init__(self) -> None:
         self.before_fetch: dict[str, Any] | None = None
         """The generators before the last one was fetched."""
-        self._continued: _Ahead | None = None
-        self._ahead: _Ahead | None = None
+        self._continued: _FetchedBatch | None = None
+        self._ahead: _FetchedBatch | None = None
 
     def continue_after(
         self, micro_batches: int, before_fetch: dict[str, Any], resume: Callable[[], None]
@@ -55,7 +55,7 @@ class Draws:
         """The next epoch trains on `micro_batches`; the one after them was fetched ahead, and
         `resume` follows that.
         """
-        self._continued = _Ahead(micro_batches + 1, before_fetch, resume)
+        self._continued = _FetchedBatch(micro_batches + 1, before_fetch, resume)
 
     def begin(self) -> None:
         """An epoch begins, or is continued."""
@@ -221,7 +221,7 @@ class PlacedSampler(Sampler[int]):
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.draws = Draws()
+        self.draws = FetchObserver()
         self.batch = 0
         """The samples of a micro batch of the world, where this process fetches them; else 0."""
         self._drawn_from: torch.Tensor | None = None

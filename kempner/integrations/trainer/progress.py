@@ -32,7 +32,7 @@ HELD = (
 
 
 @dataclass(frozen=True)
-class Due:
+class DueWork:
     """What the Trainer had yet to do after the step of a checkpoint, in its order; `ends` is
     whether a callback had ended the training, and `grad_norm` and `learning_rate` are for the log.
     """
@@ -61,7 +61,7 @@ class Progress:
     """
 
     place: Place | None = None
-    due: Due = Due()
+    due: DueWork = DueWork()
     loss: torch.Tensor | None = None
     total_loss: float = 0.0
     logged: int = 0
@@ -96,7 +96,7 @@ class Progress:
     @classmethod
     def _read(cls, folder: Path, rank: int) -> Progress:
         fields = torch.load(_file(folder, rank), map_location="cpu", weights_only=True)
-        place, due = Place(**fields["place"]), Due(**fields["due"])
+        place, due = Place(**fields["place"]), DueWork(**fields["due"])
         return cls(**fields | {"place": place, "due": due})
 
 

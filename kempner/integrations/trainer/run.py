@@ -34,7 +34,13 @@ from kempner.checkpoint.format.manifest import decode
 from kempner.checkpoint.format.names import MANIFEST
 from kempner.checkpoint.store.retention import Keep
 from kempner.integrations.trainer.place import DataPlace, Grid, Place, steps_to_go
-from kempner.integrations.trainer.progress import Due, Progress, callback_states, give_back, held_by
+from kempner.integrations.trainer.progress import (
+    DueWork,
+    Progress,
+    callback_states,
+    give_back,
+    held_by,
+)
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.training.own_loop import OwnLoop
@@ -96,7 +102,7 @@ class Outputs:
 
 
 @dataclass(frozen=True)
-class Before:
+class PreviousRun:
     """The checkpoint that a run goes on from: `source` is what the Trainer wrote, on `ranks` ranks,
     of which there are `ranks_now`; `progress` stands beside it, but in a run of before there was
     any.
@@ -109,7 +115,7 @@ class Before:
     progress: Progress | None
 
     @classmethod
-    def read(cls, folder: Path, step: int, trainer: Any) -> Before:
+    def read(cls, folder: Path, step: int, trainer: Any) -> PreviousRun:
         """Of a committed folder, as this rank needs it."""
         manifest = folder / MANIFEST
         ranks = decode(manifest.read_bytes(), manifest).identity.world
@@ -145,7 +151,7 @@ class Generators:
     Those of another number of ranks are seeded anew, by the step.
     """
 
-    def __init__(self, trainer: Any, before: Before) -> None:
+    def __init__(self, trainer: Any, before: PreviousRun) -> None:
         self._trainer, self._before = trainer, before
         self._kept: TemporaryDirectory[str] | None = None
         self._resumed = False
@@ -173,7 +179,7 @@ class Generators:
             self._resumed = True
 
 
-def bring_back(trainer: Any, before: Before, generators: Generators) -> None:
+def bring_back(trainer: Any, before: PreviousRun, generators: Generators) -> None:
     """When the Trainer is about to train: make up what it had yet to do at the checkpoint."""
     progress = before.progress or Progress(logged=before.step, first_step=before.step)
     if progress.loss is not None:
@@ -264,12 +270,12 @@ class TrainerRun:
         """
         found = self._checkpoints.restore()
         self.loop = OwnLoop(self.session, self._checkpoints, found[0] if found else None)
-        self.before: Before | None = None
+        self.before: PreviousRun | None = None
         self.generators: Generators | None = None
         if found is None:
             return None
         step = found[0].step
-        self.before = Before.read(found[1], step, self._trainer)
+        self.before = PreviousRun.read(found[1], step, self._trainer)
         self.generators = Generators(self._trainer, self.before)
         if self.before.progress is not None:
             self._outputs.kept = set(self.before.progress.kept)
@@ -375,11 +381,11 @@ class TrainerRun:
             held=held_by(trainer),
         )
 
-    def _due(self) -> Due:
+    def _due(self) -> DueWork:
         """What the Trainer has yet to do after this step."""
         control, state, end = self._trainer.control, self._trainer.state, self.step_end
         left = control.should_training_stop or control.should_epoch_stop
-        return Due(
+        return DueWork(
             evaluate=end.evaluate,
             save=end.save,
             epoch_end=not end.ends_epoch and (left or self.data.epoch_is_over),

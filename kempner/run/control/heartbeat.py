@@ -43,15 +43,17 @@ def describe_places(reports: Mapping[int, Report]) -> str:
 
 
 @dataclass(frozen=True)
-class HeldUp:
+class StepDelays:
     """Seconds in which steps did not go on: for saves, for data, and for other ranks."""
 
     saves: float = 0.0
     data: float = 0.0
     ranks: float = 0.0
 
-    def __add__(self, other: HeldUp) -> HeldUp:
-        return HeldUp(self.saves + other.saves, self.data + other.data, self.ranks + other.ranks)
+    def __add__(self, other: StepDelays) -> StepDelays:
+        return StepDelays(
+            self.saves + other.saves, self.data + other.data, self.ranks + other.ranks
+        )
 
 
 class Progress:
@@ -116,9 +118,9 @@ class Progress:
         self._saving += took if phase is Phase.SAVE else 0.0
         self.phase = before
 
-    def take_held_up(self) -> HeldUp:
+    def take_held_up(self) -> StepDelays:
         """What held up the steps since this was asked for, evaluations left out."""
-        held_up = HeldUp(self._saving, self._reading, self._waited - self._told)
+        held_up = StepDelays(self._saving, self._reading, self._waited - self._told)
         self._saving, self._reading, self._told = 0.0, 0.0, self._waited
         return held_up
 

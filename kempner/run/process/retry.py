@@ -140,7 +140,7 @@ def decide_retry(
 
 
 @dataclass(frozen=True)
-class Waited:
+class StorageWait:
     """Waits for storage that are over: for what, for how many seconds in all, in how many tries."""
 
     what: str
@@ -161,17 +161,17 @@ class StorageWaits:
         self.tries = 0
         """How often anything was tried again: it moves as long as this process does."""
         self._stop: Callable[[], bool] = lambda: False
-        self._tell: Callable[[Waited], None] = lambda waited: None
+        self._tell: Callable[[StorageWait], None] = lambda waited: None
         self._lock = threading.Lock()
         self._waiting: dict[int, str] = {}
         self._announced = False
-        self._untold, self._told_at = Waited("", 0.0, 0), -TELL_EVERY
+        self._untold, self._told_at = StorageWait("", 0.0, 0), -TELL_EVERY
 
     def configure(self, patience: float, stop: Callable[[], bool] = lambda: False) -> None:
         """From now on wait for `patience` seconds, and no longer once `stop` says so."""
         self.patience, self._stop = patience, stop
 
-    def tell_to(self, tell: Callable[[Waited], None]) -> None:
+    def tell_to(self, tell: Callable[[StorageWait], None]) -> None:
         """Call `tell`, from the thread that has waited, when storage works again."""
         self._tell = tell
 
@@ -215,7 +215,7 @@ class StorageWaits:
                 except OSError as error:
                     failure = _named(error, path)
                     continue
-                self._note_end(Waited(describe(failure), clock.now(), tries))
+                self._note_end(StorageWait(describe(failure), clock.now(), tries))
                 return result
         finally:
             with self._lock:
@@ -243,17 +243,17 @@ class StorageWaits:
                 )
             time.sleep(min(left, _POLL))
 
-    def _note_end(self, waited: Waited) -> None:
+    def _note_end(self, waited: StorageWait) -> None:
         """Tell of a wait that is over, with those before it that were too short to be told."""
         now = time.monotonic()
         with self._lock:
             before = self._untold
-            self._untold = Waited(
+            self._untold = StorageWait(
                 waited.what, before.seconds + waited.seconds, before.tries + waited.tries
             )
             if now - self._told_at < TELL_EVERY:
                 return
-            told, self._untold, self._told_at = self._untold, Waited("", 0.0, 0), now
+            told, self._untold, self._told_at = self._untold, StorageWait("", 0.0, 0), now
         seconds = round(told.seconds, 1)
         logger().warning(f"storage works again: {told.what}", waited=seconds, tries=told.tries)
         self._tell(told)

@@ -71,7 +71,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedSignal:
     """A signal that came, and when (`time.monotonic`, seconds)."""
 
     signal: signal.Signals
@@ -79,7 +79,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class _Before:
+class _ReplacedHandlers:
     """What an inbox has replaced: handlers (None: not one of Python's) and the wakeup descriptor.
 
     `writer` is the descriptor to which the signals are written meanwhile.
@@ -98,11 +98,11 @@ class SignalInbox:
     """
 
     def __init__(self) -> None:
-        self._received: list[Received] = []
+        self._received: list[ReceivedSignal] = []
         self._lock = threading.Lock()
-        self._react: Callable[[Received], None] | None = None
+        self._react: Callable[[ReceivedSignal], None] | None = None
         self._around_pause: Callable[[], AbstractContextManager[bool]] | None = None
-        self._before: _Before | None = None
+        self._before: _ReplacedHandlers | None = None
         """What `uninstall` brings back; None while the inbox is not installed."""
         self._reader: int | None = None
         self._pressed = -math.inf
@@ -132,7 +132,7 @@ class SignalInbox:
         handlers = {number: signal.signal(number, _ignore_here) for number in _not_to_be_ignored()}
         if at_prompt and signal.SIGINT in handlers:
             signal.signal(signal.SIGINT, self._raise_if_insisted)
-        self._before = _Before(handlers, wakeup, writer)
+        self._before = _ReplacedHandlers(handlers, wakeup, writer)
         if sys.__stderr__ is not None:
             faulthandler.register(signal.SIGQUIT, file=sys.__stderr__, all_threads=True)
         make_room_for_signals()
@@ -177,11 +177,11 @@ class SignalInbox:
             self._react, self._reader, self._lock = None, None, threading.Lock()
 
     @property
-    def received(self) -> tuple[Received, ...]:
+    def received(self) -> tuple[ReceivedSignal, ...]:
         """All stop signals so far, oldest first."""
         return tuple(self._received)
 
-    def react_with(self, reaction: Callable[[Received], None]) -> None:
+    def react_with(self, reaction: Callable[[ReceivedSignal], None]) -> None:
         """Call `reaction` from the listening thread for every signal, those that came included.
 
         It runs even while the main thread sits in native code.
@@ -200,7 +200,7 @@ class SignalInbox:
     def _listen(self, reader: int) -> None:
         while number := os.read(reader, 1):
             if number[0] in STOP_SIGNALS:
-                self._note(Received(signal.Signals(number[0]), time.monotonic()), reader)
+                self._note(ReceivedSignal(signal.Signals(number[0]), time.monotonic()), reader)
             elif number[0] == signal.SIGTSTP and self._around_pause is not None:
                 with self._around_pause() as may_pause:
                     if may_pause:
@@ -208,7 +208,7 @@ class SignalInbox:
                         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         os.close(reader)
 
-    def _note(self, received: Received, reader: int) -> None:
+    def _note(self, received: ReceivedSignal, reader: int) -> None:
         with self._lock:
             if reader != self._reader:
                 return  # it came before an `uninstall`, and is not meant for a later `install`
@@ -238,7 +238,7 @@ def signal_at_end_of(parent: int, with_signal: signal.Signals | None) -> bool:
     return os.getppid() == parent
 
 
-def exit_immediately(received: Received) -> None:
+def exit_immediately(received: ReceivedSignal) -> None:
     """The reaction while nothing was done yet and no other process depends on this one: end it."""
     exit_before_training(received.signal.name)
 
@@ -249,7 +249,7 @@ def exit_before_training(why: str) -> NoReturn:
     leave(ExitCode.STOPPED)
 
 
-def insists(received: Sequence[Received]) -> bool:
+def insists(received: Sequence[ReceivedSignal]) -> bool:
     """Whether the user pressed Ctrl-C twice within `INSIST_WITHIN` seconds."""
     times = [r.at for r in received if r.signal == signal.SIGINT]
     return any(later - earlier <= INSIST_WITHIN for earlier, later in pairwise(times))

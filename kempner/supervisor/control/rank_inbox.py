@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from kempner.run.control.protocol import FromRank, Hello, MessageError, Report, Usage
-from kempner.supervisor.control.events import Heard, LastReport, News
+from kempner.supervisor.control.events import LastReport, News, RankMessage
 
 
 class RankInbox:
@@ -43,4 +43,4 @@ class RankInbox:
             raise MessageError("it says hello twice")
         elif message.number > self.noted(rank):  # not one that is sent again
             self._noted[rank] = message.number
-            self.post(Heard(rank, message))
+            self.post(RankMessage(rank, message))

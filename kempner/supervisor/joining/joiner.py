@@ -13,7 +13,7 @@ from kempner.cluster.slurm.scontrol import RequeueDecision, put_back
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.signals import Received, SignalInbox, insists
+from kempner.run.process.signals import ReceivedSignal, SignalInbox, insists
 from kempner.run.process.stop_reason import reason_of_signal
 from kempner.run.record.events import AttemptEnded
 from kempner.run.record.gave_up import refuse_if_given_up
@@ -51,7 +51,7 @@ WORKED = 2 * node_agent.ALONE
 OVER = "the run is complete"
 
 
-_Event: TypeAlias = Received | JobSeen | InvitationSeen | AgentEnded
+_Event: TypeAlias = ReceivedSignal | JobSeen | InvitationSeen | AgentEnded
 
 
 class Joiner:
@@ -119,7 +119,7 @@ class Joiner:
     def _take_in(self, event: _Event) -> ExitCode | None:
         """Act on what has happened; how this ends, if it does."""
         match event:
-            case Received():
+            case ReceivedSignal():
                 if self._job is not None:
                     self._job.look()  # it knows why
             case JobSeen():

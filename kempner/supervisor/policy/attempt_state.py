@@ -13,7 +13,7 @@ from enum import StrEnum
 from math import inf
 from typing import Final
 
-from kempner.run.process.signals import Received
+from kempner.run.process.signals import ReceivedSignal
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events import StopRequested
 from kempner.supervisor.policy.outcome import OwnLoop
@@ -192,7 +192,7 @@ class StopSoFar:
     `by_user` is whether a person asked for it: then no signal is a warning of Slurm's.
     """
 
-    signals: list[Received] = field(default_factory=list)
+    signals: list[ReceivedSignal] = field(default_factory=list)
     standing: StandingStop | None = None
     said: StopReason = StopReason.NONE
     unrecorded: tuple[StopRequested, float] | None = None

@@ -17,7 +17,7 @@ from kempner.cluster.slurm.command import SHORTLY, SlurmError, next_pause, patie
 from kempner.cluster.slurm.job import JobState
 from kempner.cluster.slurm.scontrol import ClusterSettings
 from kempner.run.output.logs import logger
-from kempner.run.process.signals import Received
+from kempner.run.process.signals import ReceivedSignal
 from kempner.run.process.threads import keep_running
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.policy.stop import (
@@ -299,7 +299,7 @@ class JobView:
             return None
         return self._ends_at - now
 
-    def stop_order(self, times: RunTimes, signals: Sequence[Received]) -> StopOrder | None:
+    def stop_order(self, times: RunTimes, signals: Sequence[ReceivedSignal]) -> StopOrder | None:
         """Whether the ranks have to stop: the job's end is near, or Slurm is about to end it.
 
         `signals` are those that came: any may be Slurm's warning, but for a Ctrl-C at a terminal,
@@ -350,6 +350,6 @@ class JobView:
         margin = exit_margin(times.leaves, limit)
         return stop_lead(times.saves, times.phases.quantile(0.95), limit, margin), margin
 
-    def _may_warn(self, received: Received) -> bool:
+    def _may_warn(self, received: ReceivedSignal) -> bool:
         batch = self._monitor is not None and self._monitor.batch
         return batch or received.signal is not signal.SIGINT

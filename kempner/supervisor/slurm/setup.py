@@ -20,8 +20,8 @@ from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.allocation import Allocation, allocate
 from kempner.cluster.slurm.command import (
     Answer,
+    AnswerKind,
     SlurmError,
-    Worth,
     client_environment,
     judge,
     patiently,
@@ -343,7 +343,7 @@ def _run(
             told = run_on_nodes(nodes, outside, command, WITHIN, options)
         except OSError as error:
             told = Told("", f"srun: {error.strerror}")
-        silent = judge(Answer(1, "", told.complaints)) is Worth.SILENCE
+        silent = judge(Answer(1, "", told.complaints)) is AnswerKind.SILENCE
         if _answers(told) or not silent or time.monotonic() > end:
             return told
         time.sleep(PAUSE)

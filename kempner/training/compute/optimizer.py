@@ -43,14 +43,14 @@ from kempner.run.control.heartbeat import Waiting, untimed
 from kempner.run.process.exit_codes import UsageError
 
 
-class Uncompiled(Optimizer):
+class UncompiledOptimizer(Optimizer):
     """To be inherited before an optimizer of torch."""
 
     add_param_group = unwrap(Optimizer.add_param_group)
     zero_grad = unwrap(Optimizer.zero_grad)
 
 
-class GuardedAdamW(Uncompiled, AdamW):
+class GuardedAdamW(UncompiledOptimizer, AdamW):
     """`torch.optim.AdamW` with its fused kernel, bit for bit; where `found_inf` is 1, a step
     changes nothing.
 
@@ -97,7 +97,7 @@ class GuardedAdamW(Uncompiled, AdamW):
         return state
 
 
-class MuonAndAdamW(Uncompiled):
+class MuonAndAdamW(UncompiledOptimizer):
     """Two optimizers as one: their groups in one list, their state in one table."""
 
     found_inf: Tensor | None = None
@@ -116,7 +116,7 @@ class MuonAndAdamW(Uncompiled):
             part.step()
 
 
-class GuardedMuon(Uncompiled, Muon):
+class GuardedMuon(UncompiledOptimizer, Muon):
     """`torch.optim.Muon`, bit for bit, for matrices that are whole, or sharded by rows over one
     mesh dimension, and the same along others; where `found_inf` is 1, parameters and momentum stay
     what they are.
@@ -236,7 +236,7 @@ def _lengths(shape: torch.Size, world: int) -> list[int]:
     return [height * shape[1] for height, _ in cut]
 
 
-class GuardedSGD(Uncompiled, SGD):
+class GuardedSGD(UncompiledOptimizer, SGD):
     """`torch.optim.SGD` with its fused kernel; where `found_inf` is 1, a step changes nothing.
 
     Elements are updated one by one, so each rank updates the shards that it has: the kernel itself

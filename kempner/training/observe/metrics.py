@@ -17,7 +17,7 @@ from torch import Tensor
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.config.sections import Config
 from kempner.model.spec.step_time import peak_flops_of
-from kempner.run.control.heartbeat import HeldUp
+from kempner.run.control.heartbeat import StepDelays
 from kempner.run.record.ledger import JsonlWriter
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.observe.progress_bar import Display
@@ -99,7 +99,7 @@ class StepMetrics:
         self._peak, self._flops_per_token = flops_per_second_at_peak, flops_per_token
         self._display, self._echo = display, AsyncMetrics()
         self._logged = time.monotonic(), 0
-        self._held_up = HeldUp()
+        self._held_up = StepDelays()
         self._losses: dict[str, float] = {}
 
     def start(self, train_state: TrainState) -> None:
@@ -114,7 +114,7 @@ class StepMetrics:
         norm: Tensor,
         rate: float,
         positions: Sequence[int],
-        held_up: HeldUp,
+        held_up: StepDelays,
     ) -> None:
         """Take note of a step that was asked for, and of the positions that this rank took.
 
@@ -171,7 +171,7 @@ class StepMetrics:
         speed = (train_state.tokens - tokens) / max(now - before, 1e-9)
         self._logged = now, train_state.tokens
         mfu = speed * self._flops_per_token / self._peak if self._peak else None
-        held_up, self._held_up = self._held_up, HeldUp()
+        held_up, self._held_up = self._held_up, StepDelays()
         self._write(
             train_state.step,
             loss=_finite(made.loss),

@@ -39,7 +39,7 @@ from kempner.run.output.units import size_text
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.save_times import young_interval
 from kempner.training.compute.communication import situation_of
-from kempner.training.plan.timeline import KINDS, Collective, Memory, Phase, Traced
+from kempner.training.plan.timeline import KINDS, Collective, Memory, Phase, TracedStep
 from kempner.training.plan.trace import Step, traced
 
 
@@ -326,7 +326,7 @@ def _buffers_by_formula(config: Config, shape: Shape, situation: Situation, choi
     return total + of_groups.sequence + of_groups.all_reduce
 
 
-def _speed(config: Config, shape: Shape, found: Traced, job: Job) -> Speed:
+def _speed(config: Config, shape: Shape, found: TracedStep, job: Job) -> Speed:
     time = step_time([_load(phase, job) for phase in found.phases], job.gpu, job.assumptions)
     tokens = config.train.global_batch_size * config.train.seq_len
     needed = flops_per_token(shape, config.train.seq_len) * tokens
@@ -347,7 +347,7 @@ def _load(phase: Phase, job: Job) -> Load:
     return Load(phase.times, operations, within, between, waited)
 
 
-def _exchanges(found: Traced, job: Job) -> list[Exchange]:
+def _exchanges(found: TracedStep, job: Job) -> list[Exchange]:
     given, listed = job.assumptions, []
     for collective, size in found.sent.items():
         traffic = _traffic(collective, size, job)
@@ -362,7 +362,7 @@ def _traffic(collective: Collective, size: int, job: Job) -> Traffic:
     return ring_traffic(passes * size, collective.dimension, job.mesh, job.ranks_per_node)
 
 
-def _saves(config: Config, found: Traced, job: Job, step_seconds: float) -> Saves:
+def _saves(config: Config, found: TracedStep, job: Job, step_seconds: float) -> Saves:
     given = job.assumptions
     seconds = found.state / given.storage
     copied = found.state / job.world / given.to_host

@@ -129,7 +129,7 @@ def phases(trace: Trace) -> dict[tuple[Stage, int], tuple[Work, Counter[Collecti
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedStep:
     """A whole step of a model of any depth."""
 
     memory: Memory
@@ -151,12 +151,12 @@ class Traced:
         return total
 
 
-def whole(trace: Trace, micro_steps: int) -> Traced:
+def whole(trace: Trace, micro_steps: int) -> TracedStep:
     """The step that was traced, with `micro_steps` micro steps."""
-    return Traced(peak(trace), _repeated(phases(trace), micro_steps), trace.state)
+    return TracedStep(peak(trace), _repeated(phases(trace), micro_steps), trace.state)
 
 
-def extrapolate(shorter: Trace, longer: Trace, layers: int, micro_steps: int) -> Traced:
+def extrapolate(shorter: Trace, longer: Trace, layers: int, micro_steps: int) -> TracedStep:
     """The same step with `layers` layers.
 
     Args:
@@ -181,7 +181,7 @@ def extrapolate(shorter: Trace, longer: Trace, layers: int, micro_steps: int) ->
         for key, (work, sent) in fewer.items()
     }
     state = shorter.state + times * (longer.state - shorter.state)
-    return Traced(_most(rows), _repeated(grown, micro_steps), state)
+    return TracedStep(_most(rows), _repeated(grown, micro_steps), state)
 
 
 def _by_key(trace: Trace, front: int) -> dict[tuple[Any, ...], Segment]:

@@ -53,7 +53,7 @@ from kempner.training.plan.timeline import (
     Place,
     Segment,
     Trace,
-    Traced,
+    TracedStep,
     Work,
     extrapolate,
     whole,
@@ -327,7 +327,7 @@ class Step:
     fused_norms: bool
 
 
-def traced(step: Step) -> Traced:
+def traced(step: Step) -> TracedStep:
     """Memory, operations and communication of the first rank, which has the largest shards.
 
     Of a deep model two shallow ones are traced, and the rest follows; but not with Muon.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.job import JobState, restart_count
-from kempner.cluster.slurm.scontrol import Means, Outcome, RequeueDecision, put_back
+from kempner.cluster.slurm.scontrol import Outcome, RequeueDecision, SlurmAccess, put_back
 from kempner.run.output.logs import logger
 from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import ExitCode
@@ -88,7 +88,7 @@ def decide_orphan_requeue(
 
 
 def hand_back(
-    job: str, run: RunDirectory, attempt: Attempt, rank: int, means: Means | None = None
+    job: str, run: RunDirectory, attempt: Attempt, rank: int, means: SlurmAccess | None = None
 ) -> None:
     """Requeue `job`, once, if no other rank of this attempt does; lower ranks first.
 

@@ -33,7 +33,7 @@ from kempner.run.output.background_files import LatestContent
 from kempner.run.output.console import leave
 from kempner.run.output.logs import logger, warn
 from kempner.run.process.exit_codes import ExitCode, RunError, UnfitNodeError, UsageError
-from kempner.run.process.retry import Waited
+from kempner.run.process.retry import StorageWait
 from kempner.run.process.signals import signal_at_end_of
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.process.worker_process import call_at_end_of
@@ -99,7 +99,7 @@ class RankLink:
         else:
             Ledger(self.run.ledger).record(event, attempt.number)
 
-    def tell_of_wait(self, attempt: Attempt, waited: Waited) -> None:
+    def tell_of_wait(self, attempt: Attempt, waited: StorageWait) -> None:
         """A line for the ledger, from any rank, when storage works again."""
         event = StorageWaited(**asdict(waited), rank=self.world.rank)
         if self.link is not None:

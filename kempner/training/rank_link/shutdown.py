@@ -22,7 +22,7 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import (
     LEFT_AT_ONCE,
-    Received,
+    ReceivedSignal,
     exit_before_training,
     inbox,
     insists,
@@ -228,7 +228,7 @@ class StopListener:
         """Since this process was first asked to stop; 0 if it was not."""
         return 0.0 if self._request is None else time.monotonic() - self._request.asked_at
 
-    def _signalled(self, received: Received) -> None:
+    def _signalled(self, received: ReceivedSignal) -> None:
         gone = self._supervisor_gone()
         reason = reason_of_signal(received.signal, gone)
         sentence = "the supervisor has ended" if gone else received.signal.name

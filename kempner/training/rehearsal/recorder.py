@@ -53,7 +53,7 @@ from kempner.training.rehearsal.digest import of_rows, of_state, of_tensor, tens
 
 
 @dataclass
-class Computed:
+class ComputedStep:
     """What was computed since the step began."""
 
     samples: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class TorchHooks:
     """Notes in `now` what is computed. `name_of` says what the program calls an object."""
 
     def __init__(self, name_of: Callable[[object], str]) -> None:
-        self.now = Computed()
+        self.now = ComputedStep()
         self.optimizers: dict[int, Optimizer] = {}
         """Those that have stepped, by `id`."""
         self.on_optimizer: Callable[[], None] = lambda: None
@@ -147,7 +147,7 @@ MOST_FILES = 500
 """Names that are kept of each kind."""
 
 
-class Outside:
+class ExternalAccess:
     """Keeps the names of files and hosts, from when `watch` is called to the end of the process."""
 
     def __init__(self, inside: Path) -> None:
@@ -423,7 +423,7 @@ class Recorder:
         self._disturbs = rank == 0
         self._file = open(Path(part.folder) / f"rank-{rank}.jsonl", "a", buffering=1)  # noqa: SIM115
         self._names: dict[int, str] = {}
-        self._outside = Outside(Path(part.run).parent)
+        self._outside = ExternalAccess(Path(part.run).parent)
         self._outside.watch()
         self._watch_saves()
         self._hooks = TorchHooks(self._name_of)
@@ -437,14 +437,14 @@ class Recorder:
         self._names = seen.names
         for optimizer in self._hooks.optimizers.values():
             self._names.setdefault(id(optimizer), type(optimizer).__name__)
-        self._step, self._hooks.now = step, Computed()
+        self._step, self._hooks.now = step, ComputedStep()
         self._write({"began": step, **_facts_of(seen), "globals": _global_generators()})
         if self._disturbs and not self._part.kills and step == self._part.at:
             self._stop(asked_to_stop)
 
     def end_step(self, step: int) -> None:
         """A step is done."""
-        now, self._hooks.now = self._hooks.now, Computed()
+        now, self._hooks.now = self._hooks.now, ComputedStep()
         self._write({"ended": step, **asdict(now), "weights": self._hooks.weights()})
         self._kill()
 
@@ -460,7 +460,7 @@ class Recorder:
         """What was computed since the last step ended."""
         if self._hooks.now.evaluation:
             self._write({"after": self._step, "evaluation": self._hooks.now.evaluation})
-            self._hooks.now = Computed()
+            self._hooks.now = ComputedStep()
         outside = self._outside
         told = {"wrote": outside.written, "read": outside.read, "called": outside.called}
         self._write({name: list(names) for name, names in told.items()})

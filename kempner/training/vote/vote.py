@@ -38,7 +38,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Parting:
+class LoopExit:
     """Ranks have left the loop, the first of them after step `first` and the last after `last`.
 
     `left` is one of them, `stayed` one that has not, if there is any.
@@ -127,7 +127,7 @@ class VoteResult(Vote):
 
     all_void: bool = False
     idle: int = 0
-    parting: Parting | None = None
+    parting: LoopExit | None = None
 
     @classmethod
     def decode(cls, votes: list[int]) -> Self:
@@ -145,7 +145,7 @@ class VoteResult(Vote):
             superseded=bool(superseded),
             all_void=not loaded,
             idle=-active,
-            parting=Parting.decode(*leaving),
+            parting=LoopExit.decode(*leaving),
         )
 
 

@@ -37,7 +37,7 @@ _SAMPLES = 1000
 
 
 @dataclass
-class Living:
+class LiveObjects:
     """What there is of each kind."""
 
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -47,9 +47,9 @@ class Living:
     iterators: list[Any] = field(default_factory=list)
 
 
-def find_living() -> Living:
+def find_living() -> LiveObjects:
     """Look at all objects once: tens of milliseconds."""
-    found, kinds = Living(), dict[type, list[Any] | None]()
+    found, kinds = LiveObjects(), dict[type, list[Any] | None]()
     for thing in gc.get_objects():
         kind = type(thing)
         if kind not in kinds:
@@ -59,7 +59,7 @@ def find_living() -> Living:
     return found
 
 
-def _place_of(kind: type, found: Living) -> list[Any] | None:
+def _place_of(kind: type, found: LiveObjects) -> list[Any] | None:
     if issubclass(kind, Optimizer):
         return found.optimizers
     if issubclass(kind, torch.amp.GradScaler):
@@ -123,7 +123,7 @@ def _key_of(thing: object, scope: dict[str, Any]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Given:
+class HeldObjects:
     """What the program has given to be held, with all that is within it.
 
     `watches_data` is whether a loader that is read from step to step counts, of which the program
@@ -146,7 +146,7 @@ class Given:
 class Strangers:
     """Objects that are not held, and whether the loop changes them."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: HeldObjects) -> None:
         self._given = given
         things = [given.model, *given.state.values(), *given.per_rank.values(), given.data]
         held = within([*things, given.optimizer])
@@ -163,7 +163,7 @@ class Strangers:
         self._weights: list[tuple[weakref.ref[Tensor], int, weakref.ref[nn.Module]]] = []
         self._scanned: str | None = None
 
-    def begin(self, living: Living) -> None:
+    def begin(self, living: LiveObjects) -> None:
         """These are there before the first step."""
         self._before.update(living.optimizers)
         for module in living.modules:
@@ -177,7 +177,7 @@ class Strangers:
                 self._weights.append(entry)
         self._add(living, begun=True)
 
-    def end_step(self, living: Living | None) -> None:
+    def end_step(self, living: LiveObjects | None) -> None:
         """A step has ended, after which there are these."""
         if self._scanned is None:
             self._scanned = self._read_on()
@@ -213,7 +213,7 @@ class Strangers:
             if tensor is not None and module is not None and tensor._version != version:
                 yield _unregistered(_largest_with(module, self._held), "changes")
 
-    def _add(self, living: Living, begun: bool) -> None:
+    def _add(self, living: LiveObjects, begun: bool) -> None:
         held = self._given.optimizers
         counting: list[Any] = [scaler for scaler in living.scalers if scaler.is_enabled()]
         for scheduler in living.schedulers:

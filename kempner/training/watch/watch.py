@@ -32,12 +32,12 @@ from torch.utils.hooks import RemovableHandle
 from xxhash import xxh3_64
 
 from kempner.checkpoint.registered.composite import plainly_named
-from kempner.checkpoint.registered.groups import Everything, ParameterNames
+from kempner.checkpoint.registered.groups import ParameterNames, RegisteredState
 from kempner.checkpoint.registered.objects import Held
 from kempner.checkpoint.tensors.state import is_sharded, local_part
 from kempner.run.process.exit_codes import MismatchError, UsageError
 from kempner.training.compute.seeds import set_rng
-from kempner.training.watch.strangers import Given, Strangers, find_living
+from kempner.training.watch.strangers import HeldObjects, Strangers, find_living
 
 GRADIENTS = "kept.gradients"
 """Under which they are held: no name that a program could register."""
@@ -228,7 +228,7 @@ _SMALL, _FEW = 1 << 16, 64
 class Watch:
     """Of one loop, on every rank."""
 
-    def __init__(self, everything: Everything, given: Given) -> None:
+    def __init__(self, everything: RegisteredState, given: HeldObjects) -> None:
         self._given, self._model = given, plainly_named(everything.model)
         self._generators = GlobalGenerators()
         names = ParameterNames(self._model)
@@ -238,7 +238,7 @@ class Watch:
         self._early: str | None = None
         self._steps, self._saved, self._looking = 0, False, True
 
-    def held_with(self, everything: Everything) -> Everything:
+    def held_with(self, everything: RegisteredState) -> RegisteredState:
         """With what is held without being registered."""
         own = {
             GENERATORS: self._generators.held(),

@@ -48,7 +48,7 @@ from kempner.training.main import Ownership
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.session import Session
 from kempner.training.survivor import Plan, Survivor
-from kempner.training.watch.strangers import Given
+from kempner.training.watch.strangers import HeldObjects
 from kempner.training.watch.watch import Watch
 
 LONGEST = 2.0
@@ -139,7 +139,7 @@ def run(
         shutdown,
         SimpleNamespace(code=None),  # type: ignore[arg-type]
     )
-    watch = Unlooking(gather(model, optimizer, {}, {}), Given(model, optimizer, {}, {}))
+    watch = Unlooking(gather(model, optimizer, {}, {}), HeldObjects(model, optimizer, {}, {}))
     survivor = Survivor[int](Plan(steps, save_every, seed=0), session, checkpoints, None, watch)
     try:
         for step in survivor:

@@ -24,7 +24,7 @@ from kempner.checkpoint.format.manifest import FileSums, Manifest, TrainState
 from kempner.checkpoint.format.names import parse_step, step_name
 from kempner.checkpoint.store import retention, selection
 from kempner.checkpoint.tensors import restore, save, staging
-from kempner.checkpoint.tensors.load import Loaded
+from kempner.checkpoint.tensors.load import LoadedBytes
 from kempner.config.fault_spec import FailPoint
 from kempner.data.serve.loader import StepBatch
 from kempner.run.control import heartbeat
@@ -306,9 +306,9 @@ class Edges:
 
     def fill(
         self, table: object, path: Place, manifest: Manifest, contents: object, memory: object
-    ) -> Loaded:
+    ) -> LoadedBytes:
         self._load_part("fill", manifest.train_state.step)
-        return Loaded()
+        return LoadedBytes()
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ from kempner.model.spec.mesh import MeshDegrees
 from kempner.run.control.heartbeat import Progress
 from kempner.run.process.exit_codes import ExitCode, RunError
 from kempner.run.process.retry import storage_waits
-from kempner.run.process.signals import Received
+from kempner.run.process.signals import ReceivedSignal
 from kempner.run.record.events import CheckpointFailed, Completed, LedgerEvent, Stopped
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
@@ -44,7 +44,7 @@ from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.session import Session
 from kempner.training.survivor import Plan as LoopPlan
 from kempner.training.survivor import Survivor
-from kempner.training.watch.strangers import Given
+from kempner.training.watch.strangers import HeldObjects
 from kempner.training.watch.watch import LOOKS, Watch
 from simulated.rank_order.edges import ATTEMPT, BATCH, MODEL, OPTIMIZER, Edges, Feed, Metrics, Scene
 from simulated.rank_order.plan import Plan, Stop
@@ -123,7 +123,7 @@ class Rank:
         if not stop.by_signal:
             self.shutdown.stop(stop.reason, stop.seconds_left)
             return
-        self.shutdown._signalled(Received(signal.SIGTERM, self.scene.scheduler.now))
+        self.shutdown._signalled(ReceivedSignal(signal.SIGTERM, self.scene.scheduler.now))
 
     def _ranks(self) -> Ranks:
         plan, fabric = self.scene.plan, self.scene.fabric
@@ -202,7 +202,7 @@ class Rank:
             SimpleNamespace(code=None),  # type: ignore[arg-type]
         )
         session.standing = STANDING  # type: ignore[assignment]
-        watch = Looks(gather(MODEL, OPTIMIZER, {}, {}), Given(MODEL, OPTIMIZER, {}, {}))
+        watch = Looks(gather(MODEL, OPTIMIZER, {}, {}), HeldObjects(MODEL, OPTIMIZER, {}, {}))
         survivor = Survivor[int](todo, session, checkpoints, None, watch)
         try:
             for _ in survivor:

@@ -17,7 +17,7 @@ from kempner.cluster.slurm.command import (
     SlurmUnclearError,
 )
 from kempner.cluster.slurm.job import JobState, job_fields, parse_job
-from kempner.cluster.slurm.scontrol import Means, Outcome, PutBack, RequeueDecision, put_back
+from kempner.cluster.slurm.scontrol import Outcome, PutBack, RequeueDecision, SlurmAccess, put_back
 
 JOBS = json.loads((Path(__file__).with_name("slurm_data") / "jobs.json").read_text())
 RUNNING = parse_job(job_fields(JOBS["running"]))
@@ -63,7 +63,7 @@ class FakeSlurm:
         def decide(job: JobState) -> RequeueDecision:
             return RequeueDecision(job.running, "requeueing" if job.running else job.state)
 
-        means = Means(self.look, self.requeue, lambda: self.now, self.wait)
+        means = SlurmAccess(self.look, self.requeue, lambda: self.now, self.wait)
         return put_back("7", decide, until, means=means)
 
 

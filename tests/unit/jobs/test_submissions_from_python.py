@@ -12,7 +12,7 @@ import pytest
 from harness import ROOT
 
 import kempner
-from kempner.insight.status.activity import Activity, Doing
+from kempner.insight.status.activity import Activity, ActivityNote
 from kempner.insight.status.job import NO_ANSWER, JobStatus
 from kempner.jobs.job import (
     Submission,
@@ -50,7 +50,7 @@ OWN = ["python", "own.py"]
 def test_what_a_job_does(
     found: Activity, works: bool | None, began: bool, cancelled: bool, said: Activity
 ) -> None:
-    assert decide(Doing(found), works, began, cancelled).activity is said
+    assert decide(ActivityNote(found), works, began, cancelled).activity is said
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import nn
 
 from kempner.run.control.rehearsal import Part, place_of
 from kempner.training.rehearsal.digest import of_rows, of_state, of_tensor
-from kempner.training.rehearsal.recorder import Outside, Seen, Walk, look
+from kempner.training.rehearsal.recorder import ExternalAccess, Seen, Walk, look
 from kempner.training.rehearsal.switch import recorder
 
 
@@ -104,7 +104,7 @@ def test_digests_follow_the_bits() -> None:
 
 
 def test_files_and_hosts_outside_of_the_run_are_named(tmp_path: Path) -> None:
-    outside = Outside(tmp_path / "scratch")
+    outside = ExternalAccess(tmp_path / "scratch")
 
     for path, flags in (("told.txt", os.O_WRONLY), ("scratch/x", os.O_WRONLY), ("in.txt", 0)):
         outside._hear("open", (str(tmp_path / path), None, flags))

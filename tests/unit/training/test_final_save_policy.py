@@ -24,7 +24,7 @@ from kempner.training.policy.final_save import (
     tell_loss,
 )
 from kempner.training.vote.final_save import refuse_to_go_on_unsaved
-from kempner.training.vote.vote import Parting, Steps, StepVote, Vote, VoteResult
+from kempner.training.vote.vote import LoopExit, Steps, StepVote, Vote, VoteResult
 
 NOW = SaveSituation(
     step=37,
@@ -176,11 +176,11 @@ def test_the_ledger_gives_the_durations_back() -> None:
         ([StepVote(own=Steps(idle=5)), StepVote(own=Steps(2))], VoteResult(idle=2)),
         (
             [Vote(), StepVote(own=Steps(left_after=4)), Vote()],
-            VoteResult(parting=Parting(left=1, stayed=2, first=4, last=4)),
+            VoteResult(parting=LoopExit(left=1, stayed=2, first=4, last=4)),
         ),
         (
             [StepVote(own=Steps(left_after=0)), StepVote(own=Steps(left_after=3))],
-            VoteResult(parting=Parting(left=1, stayed=None, first=0, last=3)),
+            VoteResult(parting=LoopExit(left=1, stayed=None, first=0, last=3)),
         ),
     ],
 )

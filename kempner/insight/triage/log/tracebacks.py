@@ -46,7 +46,7 @@ _STRAY = 60
 
 
 @dataclass(frozen=True)
-class Raised:
+class FoundException:
     """An exception: `Type: message` and the innermost line that is the user's own.
 
     `follows` says that it was raised because of another, `muted` that the program got over it,
@@ -62,7 +62,7 @@ class Raised:
 
 
 @dataclass
-class _Open:
+class _OpenTraceback:
     """A traceback whose last line has not come yet."""
 
     muted: bool = False
@@ -78,7 +78,7 @@ class _Open:
 class Tracebacks:
     """Takes the lines of a log one after the other; knows what each writer has begun."""
 
-    _open: dict[object, _Open] = field(default_factory=dict)
+    _open: dict[object, _OpenTraceback] = field(default_factory=dict)
     _muted: set[object] = field(default_factory=set)
     _linked: set[object] = field(default_factory=set)
     _told_below: dict[object, int] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Tracebacks:
         """A traceback of the same writer right below this line may be no failure."""
         self._told_below[line.writer] = order
 
-    def feed(self, line: LogLine, order: int) -> Raised | None:
+    def feed(self, line: LogLine, order: int) -> FoundException | None:
         """The exception that ends with this line, the `order`th of all, if one does."""
         writer, text = line.writer, line.text
         if "RayTaskError" in text and (ray := _OF_RAY.search(text)) is not None:
@@ -109,7 +109,7 @@ class Tracebacks:
             muted, follows = writer in self._muted, writer in self._linked
             doubtful = self._told_below.pop(writer, -1) == order - 1
             rank = self._repeated.pop(writer, line.rank)
-            self._open[writer] = _Open(muted, doubtful, follows, rank)
+            self._open[writer] = _OpenTraceback(muted, doubtful, follows, rank)
             self._muted.discard(writer)
             self._linked.discard(writer)
             return None
@@ -120,10 +120,10 @@ class Tracebacks:
         elif text.startswith(_CAUSED):
             self._linked.add(writer)
         elif (found := _BARE.match(text)) and not line.warning:
-            return Raised(line, _words(found))
+            return FoundException(line, _words(found))
         return None
 
-    def _go_on(self, begun: _Open, line: LogLine) -> Raised | None:
+    def _go_on(self, begun: _OpenTraceback, line: LogLine) -> FoundException | None:
         text = line.text
         if (frame := _FRAME.match(text)) is not None:
             begun.last = f"{frame['file']}:{frame['line']}"
@@ -146,7 +146,9 @@ class Tracebacks:
             said = replace(said, pid=int(ray["pid"]), node=ray["node"])
         words = _words(found)
         follows = begun.follows or _CARRIED.search(words) is not None
-        return Raised(said, words, begun.own or begun.last, follows, begun.muted, begun.doubtful)
+        return FoundException(
+            said, words, begun.own or begun.last, follows, begun.muted, begun.doubtful
+        )
 
 
 def _plausible(found: re.Match[str]) -> bool:

@@ -35,7 +35,7 @@ from kempner.run.output import logs
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
-from kempner.run.process.signals import Received, inbox
+from kempner.run.process.signals import ReceivedSignal, inbox
 from kempner.run.process.threads import start_thread
 from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers.agents.affinity import shares
@@ -83,7 +83,7 @@ ALONE_CODE = 1
 REFUSED_CODE = int(ExitCode.USAGE)
 """Exit code of an agent that cannot join, as it has said."""
 
-_Event: TypeAlias = ToAgent | Received | Departure
+_Event: TypeAlias = ToAgent | ReceivedSignal | Departure
 
 
 class NodeAgent:
@@ -162,11 +162,11 @@ class NodeAgent:
                 self._incoming.put(LeaveOrder())  # there is no supervisor to ask
             case Departure(seconds, reason):
                 self._link.post(lambda number: DepartureRequest(number, seconds, shorten(reason)))
-            case Received() if self._terms is not None:
+            case ReceivedSignal() if self._terms is not None:
                 logger().info("a signal is left to `kempner join`")
-            case Received(number) if number == SIGTERM:
+            case ReceivedSignal(number) if number == SIGTERM:
                 self._children.ask_to_stop()
-            case Received(number):
+            case ReceivedSignal(number):
                 self._children.signal(number)
 
     def _start(self, order: StartRanks) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from kempner.checkpoint import compare
 from kempner.checkpoint.compare import Difference, difference
-from kempner.checkpoint.convert.import_safetensors import Located
+from kempner.checkpoint.convert.import_safetensors import TensorLocation
 from kempner.cli.entry import main
 from kempner.run.record.run_dir import RunDirectory
 
@@ -178,16 +178,16 @@ def test_two_tensors_are_in_memory_and_no_more(
         save_file(tensors, tmp_path / name / "model.safetensors")
     held: list[weakref.ref[Tensor]] = []
     most = 0
-    read = Located.read
+    read = TensorLocation.read
 
-    def counted(located: Located) -> Tensor:
+    def counted(located: TensorLocation) -> Tensor:
         nonlocal most
         tensor = read(located)
         held.append(weakref.ref(tensor))
         most = max(most, sum(ref() is not None for ref in held))
         return tensor
 
-    monkeypatch.setattr(Located, "read", counted)
+    monkeypatch.setattr(TensorLocation, "read", counted)
     assert kempner("compare", tmp_path / "a", tmp_path / "b") == 0
     assert (len(held), most) == (18, 2)
     own = RunDirectory(tmp_path / "own")

@@ -20,7 +20,7 @@ from kempner.checkpoint.slots.memory import (
     SlotMemory,
     images_of,
 )
-from kempner.checkpoint.tensors.load import Loaded, fill, open_contents
+from kempner.checkpoint.tensors.load import LoadedBytes, fill, open_contents
 from kempner.run.record.run_dir import RunDirectory
 
 FILE = "__1_0.distcp"
@@ -40,7 +40,7 @@ def keep(content: bytes, step: int = 5) -> LentSlots:
     return lent
 
 
-def load(checkpoint: Path, memory: dict[str, MemoryCopy]) -> Loaded:
+def load(checkpoint: Path, memory: dict[str, MemoryCopy]) -> LoadedBytes:
     """Every tensor, equal to what was saved."""
     manifest = read(checkpoint, worked=True)
     table = {key: torch.zeros_like(tensor) for key, tensor in small_state().items()}

@@ -20,7 +20,7 @@ from sick_site import Site
 from kempner.cli.entry import main
 from kempner.config.loading import load
 from kempner.insight.doctor.checks.fit import World
-from kempner.insight.doctor.examine import Patient, Supervisor, examine
+from kempner.insight.doctor.examine import Examination, Supervisor, examine
 from kempner.insight.doctor.facts import node_probe
 from kempner.insight.doctor.finding import Finding, Level, Outcome, fail, passed, per_node
 from kempner.insight.doctor.table import lines, show
@@ -56,7 +56,7 @@ def test_a_check_is_told_as_soon_as_it_is_known(site: Site) -> None:
         yield
 
     config = load(Path("c.toml"), [])
-    patient = Patient(config, RunDirectory(Path("runs/c")), World(1, 1, None, "one process"))
+    patient = Examination(config, RunDirectory(Path("runs/c")), World(1, 1, None, "one process"))
     supervisor = Supervisor(lambda: None, lambda save: 2 * save)
     found = examine(patient, supervisor, looking=looking)
     known = [each.check for each in islice(found, 7)]

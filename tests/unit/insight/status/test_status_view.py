@@ -17,7 +17,7 @@ from terminal import CTRL_C, Terminal
 from kempner.cli.entry import main
 from kempner.cli.insight import status_view
 from kempner.cli.insight.status_view import sparkline, view
-from kempner.insight.status.facts import CheckpointFacts, Live, Metrics, RankPlace, RunFacts
+from kempner.insight.status.facts import CheckpointFacts, LiveState, Metrics, RankPlace, RunFacts
 from kempner.insight.status.job import JobStatus, Restarts
 from kempner.insight.status.summary import Status, summarise
 from kempner.run.process.exit_codes import CannotReadError, ExitCode
@@ -54,7 +54,7 @@ STEPS = [
 
 def long_run(step: int, **facts: Any) -> Status:
     ranks = [RankPlace(n, step - n % 3, "step", 100.0, 10.0) for n in range(16384)]
-    known = {"history": RunHistory(BEGUN), "live": Live(True, 2, ranks)}
+    known = {"history": RunHistory(BEGUN), "live": LiveState(True, 2, ranks)}
     known |= {"metrics": Metrics(STEPS[:step], 1000)}
     known |= {"checkpoint": CheckpointFacts(400, NOW - 90)}
     return summarise(RunFacts(NOW, **{**known, **facts}))
@@ -66,10 +66,10 @@ STUCK = RankPlace(0, 498, "save", storage=STORAGE)
 STATES = {
     "training": long_run(498, job=JOB),
     "waiting for storage": long_run(
-        498, live=Live(True, 2, [RankPlace(0, 498, "save", storage=STORAGE)])
+        498, live=LiveState(True, 2, [RankPlace(0, 498, "save", storage=STORAGE)])
     ),
     "given up": long_run(498, gave_up=GaveUp(ExitCode.CRASHED, "the same step failed twice")),
-    "ended without a message": long_run(498, live=Live(False, 2)),
+    "ended without a message": long_run(498, live=LiveState(False, 2)),
     "not started": summarise(RunFacts(NOW)),
 }
 

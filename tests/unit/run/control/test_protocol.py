@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kempner.run.control import heartbeat
-from kempner.run.control.heartbeat import HeldUp, Progress
+from kempner.run.control.heartbeat import Progress, StepDelays
 from kempner.run.control.outbox import Outbox
 from kempner.run.control.protocol import (
     LINE_LIMIT,
@@ -260,7 +260,7 @@ def test_progress_tells_what_held_up_the_steps(clock: Clock) -> None:
         clock.now += 2
     with place.held_up_by_save():
         clock.now += 1
-    assert place.take_held_up() == HeldUp(saves=3, data=4, ranks=5)
+    assert place.take_held_up() == StepDelays(saves=3, data=4, ranks=5)
     with place.waiting("the vote"):
         clock.now += 1
-    assert place.take_held_up() == HeldUp(ranks=1)
+    assert place.take_held_up() == StepDelays(ranks=1)

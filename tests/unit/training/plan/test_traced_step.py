@@ -14,7 +14,7 @@ from kempner.model.spec.mesh import MeshDegrees
 from kempner.model.spec.shape import Shape
 from kempner.model.spec.step_time import step_flops
 from kempner.training.plan.plan import plan
-from kempner.training.plan.timeline import Memory, Phase, Traced, peak
+from kempner.training.plan.timeline import Memory, Phase, TracedStep, peak
 from kempner.training.plan.trace import Step, trace, traced, whole
 
 VOCAB = 1000
@@ -139,4 +139,4 @@ def test_what_a_step_computes_is_its_forwards_and_backwards() -> None:
         Phase("update", 1, Counter({(7, 0): 1}), nothing),
     ]
     memory = Memory(*(0 for _ in fields(Memory)))
-    assert Traced(memory, phases, state=0).flops == 4 * 2 * 5 + 3 * 10
+    assert TracedStep(memory, phases, state=0).flops == 4 * 2 * 5 + 3 * 10

@@ -11,7 +11,7 @@ import pytest
 
 from kempner.cluster.slurm.command import SlurmError, SlurmRefusedError
 from kempner.cluster.slurm.job import JobState, parse_job
-from kempner.cluster.slurm.scontrol import Means
+from kempner.cluster.slurm.scontrol import SlurmAccess
 from kempner.run.output import logs
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.events import CheckpointCommitted
@@ -66,7 +66,7 @@ class Slurm:
         self.asked: list[str] = []
         self.job = job("RUNNING", "None", restarts="0")
         self.now = 0.0
-        self.means = Means(self.look, self.requeue, lambda: self.now, self.pause)
+        self.means = SlurmAccess(self.look, self.requeue, lambda: self.now, self.pause)
 
     def pause(self, seconds: float) -> None:
         self.now += seconds

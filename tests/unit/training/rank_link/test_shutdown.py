@@ -10,7 +10,7 @@ import time
 import pytest
 from patience import scaled
 
-from kempner.run.process.signals import Received
+from kempner.run.process.signals import ReceivedSignal
 from kempner.run.process.stop_reason import StopReason, reason_of_signal
 from kempner.training.rank_link import shutdown as shutdown_module
 from kempner.training.rank_link.shutdown import (
@@ -130,14 +130,14 @@ def test_in_a_group_a_signal_is_told_if_it_is_the_first_to_ask() -> None:
     shutdown.connect(told.append, supervisor_gone=lambda: True)
     shutdown.join_group(grace=60.0, on_signal=told.append)
     for number in (signal.SIGTERM, signal.SIGTERM):
-        shutdown._signalled(Received(number, time.monotonic()))
+        shutdown._signalled(ReceivedSignal(number, time.monotonic()))
     assert told == ["the supervisor has ended"]
     assert shutdown.reason() is StopReason.SUPERVISOR_LOST
     assert shutdown.seconds_left() == pytest.approx(60.0, abs=10.0)
     ordered = StopListener()
     ordered.join_group(on_signal=told.append)
     ordered.stop(StopReason.CANCEL)
-    ordered._signalled(Received(signal.SIGTERM, time.monotonic()))
+    ordered._signalled(ReceivedSignal(signal.SIGTERM, time.monotonic()))
     assert told == ["the supervisor has ended"]
     assert ordered.reason() is StopReason.CANCEL
     assert math.isinf(ordered._grace)
@@ -159,11 +159,11 @@ def test_a_connected_rank_says_why_it_leaves_and_leaves_once(
     shutdown.stop(StopReason.TIME_LIMIT, 30.0, "Slurm sent a warning")
     assert left.wait(scaled(20))
     shutdown.stop(StopReason.CANCEL)
-    shutdown._signalled(Received(signal.SIGTERM, time.monotonic()))
+    shutdown._signalled(ReceivedSignal(signal.SIGTERM, time.monotonic()))
     assert said == [
         ("stopped before training began (time limit)", "exit"),
         "Slurm sent a warning",
     ]
     alone = StopListener()
-    alone._signalled(Received(signal.SIGTERM, time.monotonic()))
+    alone._signalled(ReceivedSignal(signal.SIGTERM, time.monotonic()))
     assert said[2:] == ["SIGTERM"]

@@ -201,7 +201,7 @@ def model_of(side: Side) -> Side:
 
 
 def without(side: Side, names: Collection[str]) -> Side:
-    """All tensors but these."""
+    """All tensors except those with these names."""
     left = {name: saved for name, saved in side.tensors.items() if name not in names}
     return replace(side, tensors=left)
 

@@ -48,7 +48,6 @@ class CheckpointContext:
 
     @cached_property
     def folder(self) -> CheckpointFolder:
-        """The folder at `path`."""
         return CheckpointFolder(self.path)
 
     @cached_property

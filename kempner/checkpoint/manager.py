@@ -224,7 +224,7 @@ class CheckpointEngine:
 
     @property
     def settled_failures(self) -> int:
-        """How many those are."""
+        """The number of saves in a row that have failed, by what is known without waiting."""
         return self.failures.count
 
     def close(self, timeout: float | None = None) -> None:

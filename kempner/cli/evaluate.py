@@ -27,7 +27,6 @@ from kempner.run.record.recorded_config import recorded_config
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `eval` to `app`."""
     app.command("eval")(_eval)
 
 

@@ -17,7 +17,6 @@ from kempner.run.output.units import count
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `init` to `app`."""
     app.command("init")(_init)
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `prepare` to `app`."""
     app.command("prepare")(_prepare)
 
 

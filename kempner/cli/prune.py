@@ -28,7 +28,6 @@ _UNITS = {"h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `prune` to `app`."""
     app.command()(prune)
 
 

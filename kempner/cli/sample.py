@@ -27,7 +27,6 @@ from kempner.run.process.exit_codes import UsageError
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `sample` to `app`."""
     app.command()(sample)
 
 

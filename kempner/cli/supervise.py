@@ -56,7 +56,6 @@ class _TakesCommand(TyperCommand):
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `supervise` to `app`."""
     app.command(cls=_TakesCommand, context_settings=TAKES_OVERRIDES)(supervise)
 
 
@@ -143,7 +142,6 @@ def choose_launcher(
 def _here(
     run: RunDirectory, command: Sequence[str], config: Config, given: Sequence[str], nproc: int
 ) -> ExitCode:
-    """Train on this machine."""
     say(f"{RUN_LINE}{run.path}")  # before the imports, which take a while
     from kempner.supervisor.daemon import supervise as follow
     from kempner.supervisor.launchers.local import LocalLauncher

@@ -23,7 +23,6 @@ from kempner.training.rank_link.shutdown import StopListener
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `train` to `app`."""
     app.command(context_settings=TAKES_OVERRIDES)(train)
 
 

@@ -207,7 +207,7 @@ class Survive(Callback):
             self._fit.leave_evaluation()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Back to steps."""
+        """Enter the step phase again."""
         self._evaluation.close()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -64,7 +64,6 @@ class Resources:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks on each node."""
         return self.tasks_per_node or self.gpus_per_node or 1
 
     def options(self) -> list[str]:

@@ -230,7 +230,6 @@ class Findings:
 
 
 def judge(seen: Seen) -> Findings:
-    """Compare everything."""
     if seen.undisturbed.failed:
         return _failure("the program itself", seen.undisturbed)
     if seen.starts[-1].failed:

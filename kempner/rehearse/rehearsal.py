@@ -93,7 +93,7 @@ class Disturbance:
 
     @property
     def words(self) -> str:
-        """For a person."""
+        """The disturbance in words."""
         how = f"killed in step {self.step}" if self.kills else f"stopped after step {self.step}"
         return f"{how} ({self.what})" if self.what else how
 

@@ -44,7 +44,7 @@ class Hint:
 
     @property
     def words(self) -> str:
-        """For a person."""
+        """The finding in words."""
         return f"{self.place} {self.what}"
 
 

@@ -45,7 +45,6 @@ class OutputLimit:
         self._told = False
 
     def start(self) -> None:
-        """Begin to look."""
         self._thread.start()
 
     def close(self) -> None:

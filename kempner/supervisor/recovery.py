@@ -86,7 +86,7 @@ def restart_or_finish(
 
 def _may_pass(follower: AttemptFollower, decision: Decision) -> bool:
     """Whether a failure of a program that does not report may follow from the stop: a rank may have
-    been signalled before anybody knew why, and failed for want of it."""
+    been signalled before the stop and its reason were known here, and failed because of it."""
     healed = decision.code in HEALED_BY_A_RESTART and not decision.final
     return healed and follower.reports_nothing
 

@@ -76,7 +76,7 @@ class _Process:
         return self._listener
 
     def add(self, manager: CheckpointManager) -> None:
-        """Another one is open."""
+        """Take note of another open manager."""
         self.managers.append(manager)
         self.pid = os.getpid()
 

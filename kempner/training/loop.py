@@ -106,7 +106,7 @@ class Training:
 
     @cached_property
     def vote_group(self) -> VoteGroup:
-        """The ranks as voters."""
+        """The group in which the ranks vote."""
         return VoteGroup(self.ranks.votes)
 
     @property
@@ -120,7 +120,7 @@ class Training:
 
     @property
     def train_state(self) -> TrainState:
-        """Where the run stands."""
+        """The step and the position in the data."""
         return self.state.train_state
 
     @property

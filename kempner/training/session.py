@@ -315,7 +315,7 @@ class Session:
 
     @property
     def run(self) -> RunDirectory:
-        """Where its files are."""
+        """The directory of the run."""
         return self._home.folder
 
     def trap_signals(self) -> None:
@@ -340,7 +340,7 @@ class Session:
         return f" (loop {self._home.number})" if self._home.number > 1 else ""
 
     def say(self, words: str) -> None:
-        """Tell the user, once."""
+        """Print a sentence, on rank 0 only."""
         self.ranks.say(words)
 
 

@@ -84,7 +84,6 @@ def length(saved: Saved) -> int:
 
 
 def dtype_of(saved: Saved) -> torch.dtype:
-    """A tensor's dtype."""
     dtype = getattr(torch, saved.dtype)
     assert isinstance(dtype, torch.dtype)  # checked when the contents were described
     return dtype

@@ -137,7 +137,7 @@ class ListedIndex:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> ListedIndex:
-        """Raises `ValueError`, `KeyError` or `TypeError` for what is none: it may be anybody's."""
+        """Raises `ValueError`, `KeyError` or `TypeError` for a file that is not such an index."""
         cuts = [[_piece(*entry) for entry in cut] for cut in fields["cuts"]]
         dimensions = [{len(piece.offsets) for piece in cut} for cut in cuts]
         listed = [_tensor(dimensions, *entry) for entry in fields["tensors"]]
@@ -286,7 +286,7 @@ def decode(content: bytes, where: Path) -> CompactIndex | ListedIndex:
 def _spec(
     key: Any, shape: Any, dtype: Any, mesh: Any, placements: Any, order: Any = ()
 ) -> TensorSpec:
-    """One tensor, checked: the file may be anybody's."""
+    """One tensor, checked: the file is not trusted."""
     dims = [dim for dim in placements if dim is not None]
     sound = (
         is_tensor(key, shape, dtype)

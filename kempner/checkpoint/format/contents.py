@@ -85,9 +85,7 @@ class Extent(Protocol):
     """A container: how many bytes of `data` are in it, and its whole `length`."""
 
     @property
-    def data(self) -> int:
-        """Bytes of the tensor."""
-        ...
+    def data(self) -> int: ...
 
     @property
     def length(self) -> int:

@@ -81,7 +81,6 @@ class VerifiedFile:
 
     @property
     def name(self) -> str:
-        """The file's name."""
         return self.path.name
 
 

@@ -151,7 +151,7 @@ class Optimizers(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of all."""
+        """The groups of all optimizers."""
         return [*chain.from_iterable(optimizer.param_groups for optimizer in self._all)]
 
 
@@ -198,7 +198,7 @@ class _States(MutableMapping[Tensor, Any]):
         return sum(len(optimizer.state) for optimizer in self._optimizers)
 
     def clear(self) -> None:
-        """Of all optimizers."""
+        """Clear the state of all optimizers."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
 

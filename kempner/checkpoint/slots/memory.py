@@ -213,13 +213,12 @@ class LentSlots:
         return sum(512 * os.fstat(slot).st_blocks for slot in self.slots)
 
     def empty(self) -> None:
-        """Give that memory back."""
+        """Free the memory of the slots."""
         for slot in self.slots:
             os.ftruncate(slot, 0)
 
     @property
     def all(self) -> tuple[int, ...]:
-        """Every one of them."""
         return (*self.slots, self.notes, *(() if self.board is None else (self.board,)))
 
 

@@ -115,7 +115,7 @@ class Share:
     copies: tuple[int, ...]
 
     def of(self, request: SlotRequest) -> SlotRequest:
-        """The request for this."""
+        """The request with this share."""
         return replace(request, own=self.own, copies=self.copies)
 
 

@@ -40,7 +40,7 @@ class Guard(Protocol):
 
     @property
     def attempt(self) -> Attempt:
-        """Who is committing."""
+        """The attempt that commits."""
         ...
 
     def check(self) -> None:

@@ -64,7 +64,6 @@ class Stager:
             self._thread.submit(page_lock, image, room, self._device)
 
     def close(self) -> None:
-        """End the thread."""
         self._thread.shutdown()
 
     def _copy(

@@ -165,7 +165,6 @@ class StepSlots:
         self._asked = answer, work
 
     def hear(self) -> None:
-        """Wait for the answer."""
         if self._asked is None:
             return
         answer, work = self._asked

@@ -41,7 +41,6 @@ USUAL_SCRIPT = Path("scripts/slurm/multinode.sh")
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `doctor` to `app`."""
     app.command(context_settings=TAKES_OVERRIDES)(doctor)
 
 

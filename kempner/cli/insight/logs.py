@@ -29,7 +29,6 @@ _GOES_ON = (Activity.QUEUED, Activity.UNKNOWN, Activity.NOT_STARTED)
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `logs` to `app`."""
     app.command()(logs)
 
 

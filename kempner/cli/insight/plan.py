@@ -84,7 +84,6 @@ _DAY = 86_400
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `plan` to `app`."""
     app.command(context_settings=TAKES_OVERRIDES)(plan)
 
 

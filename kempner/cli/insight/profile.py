@@ -20,7 +20,6 @@ _LOOK = 0.5
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `profile` to `app`."""
     app.command()(profile)
 
 

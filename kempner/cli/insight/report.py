@@ -24,7 +24,6 @@ DEFAULT = Path("report.html")
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `report` to `app`."""
     app.command()(report)
 
 

@@ -26,7 +26,6 @@ PATIENCE = 5.0
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `status` to `app`."""
     app.command()(status)
 
 

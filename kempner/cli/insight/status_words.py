@@ -80,7 +80,7 @@ def places(status: Status) -> Iterator[tuple[str, str]]:
 
 
 def job_rows(job: JobStatus) -> Iterator[tuple[str, str]]:
-    """What Slurm says."""
+    """The rows on the Slurm job."""
     yield "job", describe_job(job)
     if not (job.restarts.accounting is None and job.agrees):
         yield "restarts", f"{job.restarts}{'' if job.agrees else ': THEY DISAGREE'}"
@@ -124,7 +124,7 @@ _WAITED = {"others": "other ranks"}
 
 
 def time_left(status: Status, done_at: float) -> str:
-    """Until the last step."""
+    """The time until the last step."""
     left = max(0.0, done_at - status.now)
     return f"{duration(round(left))}, done {moment(done_at, status.now)}"
 

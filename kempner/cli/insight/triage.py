@@ -19,7 +19,6 @@ from kempner.run.record.run_dir import RUN_LINE, RunDirectory
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `triage` to `app`."""
     app.command()(triage)
 
 

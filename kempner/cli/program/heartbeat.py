@@ -12,7 +12,6 @@ from kempner.run.process.exit_codes import UsageError
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `heartbeat` to `app`."""
     app.command()(heartbeat)
 
 

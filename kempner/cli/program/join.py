@@ -17,7 +17,6 @@ from kempner.run.record.run_dir import RunDirectory
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `join` to `app`."""
     app.command()(join)
 
 

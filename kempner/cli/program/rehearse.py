@@ -26,7 +26,6 @@ class _TakesCommand(TyperCommand):
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `rehearse` to `app`."""
     app.command(cls=_TakesCommand)(rehearse)
 
 

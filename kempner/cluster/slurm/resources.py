@@ -85,7 +85,7 @@ def detect(
     job: Mapping[str, str] | None = None,
     node: Mapping[str, str] | None = None,
 ) -> Resources:
-    """What this process may use, as far as anybody says.
+    """What this process may use, as far as it is known.
 
     `job` and `node` are the fields of `scontrol show job -o` and `scontrol show node -o`. Raises
     `ValueError` with a sentence if a number cannot be read.

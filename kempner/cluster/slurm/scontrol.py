@@ -389,7 +389,7 @@ class RequeueDecision:
 
 
 class Outcome(Enum):
-    """What became of it."""
+    """What became of a requeue."""
 
     DONE = "the job is back in the queue"
     LEFT = "it was decided against"

@@ -52,8 +52,6 @@ def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A finished token file."""
-
     tokens: int
     bytes: int
     checksum: str

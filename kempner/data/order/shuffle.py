@@ -106,7 +106,7 @@ class Network:
         )
 
     def permute(self, index: int) -> int:
-        """Where one index goes."""
+        """The index that one index is mapped to."""
         while True:
             left, right = divmod(index, self.right_side)
             for key, side in self.rounds:

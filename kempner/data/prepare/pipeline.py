@@ -66,7 +66,7 @@ class _Inputs(Record):
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What there is now."""
+    """What a preparation has written."""
 
     index: Index
     kept: int

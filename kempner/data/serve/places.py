@@ -98,7 +98,6 @@ class MappedLoader:
         self.shared, self.facts = plan.shared, plan.facts
 
     def take(self) -> tuple[Any, int]:
-        """The next batch."""
         epoch = self.plan.epoch
         with self._around():
             batch = self._next()
@@ -168,7 +167,6 @@ class StreamedLoader:
         self.facts: dict[str, object] = {"the kind of data": type(data).__name__}
 
     def take(self) -> tuple[Any, int]:
-        """The next batch."""
         with kept():
             batch = self._next()
         self._count += 1

@@ -65,7 +65,7 @@ class Plan(Protocol):
         """The batches that are left in the epoch of `place`."""
 
     def left(self) -> int:
-        """How many those are."""
+        """The number of batches that are left in the epoch."""
 
     def of_whole_epoch(self) -> int:
         """How many an epoch has of which nothing is done."""
@@ -192,7 +192,7 @@ class RankOrder:
         return {"epoch": self.place[0], "batches": self.place[1]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there."""
+        """Continue from the place in `state`."""
         self.place = (state["epoch"], state["batches"])
 
 

@@ -53,7 +53,7 @@ class Examination:
 
     @property
     def uses_slurm(self) -> bool:
-        """Whether the run is to be a Slurm job, as far as anybody says."""
+        """Whether the run is to be a Slurm job, as far as that is known."""
         return self.plan is not None or self.allocation is not None
 
     @property

@@ -48,12 +48,12 @@ class Finding:
 
 
 def passed(sentence: str) -> Outcome:
-    """All is well."""
+    """The outcome of a check that found no problem."""
     return Outcome(Level.PASS, sentence)
 
 
 def skipped(sentence: str) -> Outcome:
-    """It could not be looked at, or need not be."""
+    """The outcome of a check that could not be made, or need not be."""
     return Outcome(Level.SKIPPED, sentence)
 
 

@@ -185,7 +185,6 @@ class AttemptFacts:
         return self.first(HangFound)
 
     def evaluations(self) -> list[Entry[Evaluated]]:
-        """Its evaluations."""
         return self.all(Evaluated)
 
     def rollbacks(self) -> list[Entry[RolledBack]]:

@@ -300,8 +300,6 @@ class TimeSpent:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run."""
-
     name: str
     training: Training
     time: TimeSpent

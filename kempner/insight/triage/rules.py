@@ -61,7 +61,6 @@ class Sign:
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
-        """The pattern, compiled."""
         return re.compile(self.pattern)
 
 

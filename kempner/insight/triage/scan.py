@@ -211,7 +211,7 @@ class Finding:
 
     @property
     def node(self) -> str | None:
-        """Theirs."""
+        """The node of these ranks, if it is one."""
         return self.about.node
 
     @property

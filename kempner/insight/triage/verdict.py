@@ -209,7 +209,6 @@ class Verdict:
 
     @property
     def node(self) -> str | None:
-        """Its node."""
         return self.where.node
 
     @property

@@ -358,7 +358,6 @@ class DataPlace:
             self.left_epoch = self._epoch
 
     def step(self) -> None:
-        """Another step is done."""
         self._made = min(self._made + self.grid.accumulation, self._leg.micro_batches)
 
     @property

@@ -36,7 +36,7 @@ class ExpertModel:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """The number of all parameters."""
         return self.expert_parameters + self.other_parameters
 
 

@@ -16,7 +16,7 @@ class MeshDegrees:
     follow each other.
 
     Parameters are sharded over `shard` and `tensor`, and are the same along `replicate`. The ranks
-    of a tensor group compute on the same samples; everybody else on others.
+    of a tensor group compute on the same samples, all other ranks on different ones.
     """
 
     replicate: int = 1

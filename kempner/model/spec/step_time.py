@@ -179,7 +179,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of all parts."""
         return self.compute + self.memory + self.within_node + self.between_nodes
 
     @property

@@ -22,7 +22,7 @@ class SupervisorTimeout:
         return self._clock.now() - self._heard_at
 
     def broken(self) -> None:
-        """Something was heard."""
+        """Note that the supervisor was heard."""
         self._heard_at, self.noticed, self.refuses = self._clock.now(), False, False
         self.times_broken += 1
 

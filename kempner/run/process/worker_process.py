@@ -62,7 +62,7 @@ def ignore_stop_signals(parent: int, *_: object) -> None:
 
 def heed_only_parent(*_: object) -> None:
     """To be called in a new child that its parent may end by SIGTERM, as torch's DataLoader ends
-    its workers: that still ends it, at once; stop signals of anybody else do not.
+    its workers: that still ends it, at once; stop signals of other processes do not.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     waiter = threading.Thread(target=_wait_for, args=(os.getppid(),), name="signals", daemon=True)

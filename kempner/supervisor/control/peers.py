@@ -44,7 +44,7 @@ class Strangers:
         return iter(tuple(self._waiting))
 
     def add(self, peer: Peer) -> None:
-        """It has just connected."""
+        """Take in a new connection."""
         self._waiting[peer] = None
 
     def remove(self, peer: Peer) -> None:

@@ -151,7 +151,7 @@ class RankRoster:
         return {there.host for there in self.stuck.values()}
 
     def stuck_pids(self) -> dict[str, list[int]]:
-        """Their processes, by host."""
+        """The process ids of the stuck ranks, by host."""
         where = self.stuck.values()
         return {host: [t.pid for t in where if t.host == host] for host in self.stuck_hosts}
 

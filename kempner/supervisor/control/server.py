@@ -75,11 +75,9 @@ class ControlServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return int(self._listeners[0].getsockname()[1])
 
     def start(self) -> None:
-        """Begin to listen."""
         self._thread.start()
 
     def tell(self, message: FromSupervisor, rank: int | None = None) -> None:

@@ -28,7 +28,7 @@ class StopTimes:
         """Have the ledger read when half of the time is over that was `left` when it was read last,
         in seconds (None: without end): a run learns, and a long ledger is not read often.
 
-        By a thread: storage that does not answer must not keep anybody from leaving in time.
+        By a thread: storage that does not answer must not keep the agent from leaving in time.
         """
         now = inf if left is None else left
         before = self._read_with

@@ -215,5 +215,5 @@ class BareLauncher:
         return ()
 
     def pour(self, nonce: str, step: int, folder: Path) -> Sequence[Poured]:
-        """Nothing."""
+        """Write nothing."""
         return ()

@@ -116,7 +116,7 @@ class Family:
                 yield child
 
     def _members(self) -> list[psutil.Process]:
-        """All of them."""
+        """All processes of the family."""
         return [member for head in self._heads() for member in (head, *_below(head))]
 
     def _is_ours(self, pid: int) -> bool:

@@ -133,7 +133,7 @@ class LocalLauncher(BareLauncher):
         return offers(self._slots, nonce)
 
     def pour(self, nonce: str, step: int, folder: Path) -> Sequence[Poured]:
-        """Write it from here."""
+        """Write the files from this process."""
         return pour(self._slots, nonce, step, folder)
 
     def look(self, node: str, pids: Sequence[int]) -> Sequence[str]:

@@ -275,7 +275,7 @@ def _say_places(places: Mapping[int, Place], busy: int | None) -> str:
 
 def processes_to_look_at(hang: Hang, snapshot: Snapshot) -> dict[str, list[int]]:
     """Processes to look at from outside, by host: all of this one, and elsewhere those of ranks
-    that say nothing, or are behind; all of them if that could be anyone.
+    that say nothing, or are behind; all of them if any of them could be the cause.
     """
     found: defaultdict[str, list[int]] = defaultdict(list)
     for rank, there in sorted(snapshot.joined.items()):

@@ -106,7 +106,6 @@ class JobMonitor:
         self._ask.set()
 
     def close(self) -> None:
-        """Ask no more."""
         self._done.set()
         self._ask.set()
 

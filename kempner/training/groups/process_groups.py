@@ -140,7 +140,7 @@ class Ranks:
         return box[0]
 
     def say(self, words: str) -> None:
-        """Tell the user, once."""
+        """Print a sentence, on rank 0 only."""
         if self.world.rank == 0:
             say(words)
 

@@ -32,7 +32,7 @@ class _Pending:
     arrived: torch.cuda.Event | None
 
     def read(self) -> Numbers:
-        """Wait for it."""
+        """The numbers, once they have arrived."""
         if self.arrived is not None:
             self.arrived.synchronize()
         loss, norm = self.numbers.tolist()
@@ -162,7 +162,7 @@ class StepMetrics:
         self.say(f"{sentence}: {told}" if told and completed else sentence)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
         self._display.close()
 
     def _log(self, made: Numbers) -> None:

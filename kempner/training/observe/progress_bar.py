@@ -31,10 +31,9 @@ PAUSED = 600.0
 
 
 class Display(Protocol):
-    """Where progress is shown."""
+    """Shows the progress of a run."""
 
-    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """A step is done."""
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None: ...
 
     def say(self, sentence: str) -> None:
         """Something worth a line of its own."""
@@ -46,14 +45,11 @@ class Display(Protocol):
 class NoDisplay:
     """For all ranks but the first."""
 
-    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Show nothing."""
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None: ...
 
-    def say(self, sentence: str) -> None:
-        """Show nothing."""
+    def say(self, sentence: str) -> None: ...
 
-    def close(self) -> None:
-        """Nothing to close."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -186,11 +182,9 @@ class Lines:
         self.say("  ".join(Place(step, self._steps, loss, tokens_per_second, left).parts()))
 
     def say(self, sentence: str) -> None:
-        """Print."""
         say(sentence)
 
-    def close(self) -> None:
-        """Nothing to close."""
+    def close(self) -> None: ...
 
 
 def open_display(rank: int, done: int, steps: int) -> Display:

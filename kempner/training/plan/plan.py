@@ -144,7 +144,7 @@ class Job:
 
     @property
     def ranks_per_node(self) -> int:
-        """As many on each."""
+        """The number of ranks on each node."""
         return self.world // self.nodes
 
 
@@ -160,7 +160,7 @@ class Room:
 
     @property
     def fits(self) -> bool:
-        """Whether it is enough."""
+        """Whether the memory is enough."""
         return self.memory.total <= self.limit
 
 

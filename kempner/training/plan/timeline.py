@@ -95,7 +95,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All kinds together."""
+        """The bytes of all kinds together."""
         return sum(getattr(self, kind) for kind in KINDS)
 
 

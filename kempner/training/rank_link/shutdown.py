@@ -54,7 +54,7 @@ class Trigger(Enum):
 
 
 class Action(Enum):
-    """What follows."""
+    """What the handler does next."""
 
     NOTHING = "nothing"
     EXIT = "leave at once with exit code 75: nothing is half done"

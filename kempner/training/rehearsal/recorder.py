@@ -172,7 +172,6 @@ class ExternalAccess:
                 self._call(str(address[0]), address[1])
 
     def opened(self, path: str, for_writing: bool) -> None:
-        """A file is opened."""
         full = os.path.abspath(path)  # noqa: PTH100 - links stay as they are written
         if full.startswith((self._inside, *_NOT_FILES)) or full.endswith((".py", ".pyc", ".so")):
             return
@@ -415,7 +414,7 @@ STOPPED_WITHIN = 10.0
 
 
 class Recorder:
-    """What one rank sees."""
+    """Records what one rank does in its steps."""
 
     def __init__(self, part: Part) -> None:
         self._part, self._step = part, 0
@@ -443,7 +442,7 @@ class Recorder:
             self._stop(asked_to_stop)
 
     def end_step(self, step: int) -> None:
-        """A step is done."""
+        """Record the end of a step."""
         now, self._hooks.now = self._hooks.now, ComputedStep()
         self._write({"ended": step, **asdict(now), "weights": self._hooks.weights()})
         self._kill()
@@ -453,7 +452,7 @@ class Recorder:
         self._write({"saved": step})
 
     def left(self) -> None:
-        """The loop is over."""
+        """Record the end of the loop."""
         self._write_between()
 
     def _write_between(self) -> None:

@@ -75,11 +75,11 @@ class StoppableLoop(Protocol):
 
     @property
     def checkpoints(self) -> Saver:
-        """Who saves its state."""
+        """What saves the state of the loop."""
 
     @property
     def vote_group(self) -> VoteGroup:
-        """The ranks as voters."""
+        """The group in which the ranks vote."""
 
     @property
     def train_state(self) -> TrainState:

@@ -150,7 +150,7 @@ class VoteResult(Vote):
 
 
 class Ballot:
-    """A vote under way."""
+    """The vote of one step while it is under way."""
 
     def __init__(self, votes: torch.Tensor, work: dist.Work | None) -> None:
         self._votes, self._work = votes, work

@@ -139,7 +139,7 @@ class HeldObjects:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """All that are held."""
+        """The optimizers among the held objects."""
         return [self.optimizer, *(o for o in self.state.values() if isinstance(o, Optimizer))]
 
 
@@ -196,7 +196,7 @@ class Strangers:
             self._optimizers[id(optimizer)] = (known[0], known[1], True)
 
     def findings(self) -> Iterator[str]:
-        """Each in a sentence."""
+        """One sentence for each finding."""
         for reference, _, lasts in self._optimizers.values():
             optimizer = reference()
             if lasts and optimizer is not None and self._matters(optimizer):

@@ -110,12 +110,12 @@ class World:
 
     @property
     def size(self) -> int:
-        """All ranks."""
+        """The number of ranks."""
         return self.nodes * self.per_node
 
     @property
     def words(self) -> str:
-        """For a sentence."""
+        """The world in words, for a sentence."""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{count(self.size, 'rank')}{nodes} ({self.source})"
 

@@ -42,7 +42,7 @@ class Nodes:
 
     @property
     def ranks(self) -> int | None:
-        """On each node."""
+        """The number of ranks on each node."""
         return self.gpus if self.torchrun or self.tasks is None else self.tasks
 
 

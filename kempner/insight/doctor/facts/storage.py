@@ -43,7 +43,7 @@ class RunState:
 
 
 def look_at_disk(folder: Path) -> Disk:
-    """Without writing anything."""
+    """Read the facts of the disk, without writing anything."""
     existing = nearest(folder)
     try:
         free = shutil.disk_usage(existing).free

@@ -221,7 +221,6 @@ def seal(secret: Secret, token: str) -> tuple[str, str]:
 
 
 def unseal(secret: Secret, sealed: tuple[str, str]) -> str:
-    """The token."""
     return _under_pad(secret, *sealed)
 
 

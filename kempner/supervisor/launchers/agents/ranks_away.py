@@ -23,12 +23,12 @@ class RanksAway:
             self._post = post
 
     def nodes(self) -> set[str]:
-        """Where some are left."""
+        """The nodes on which ranks are left."""
         with self._lock:
             return set(self._left.values())
 
     def end(self, end: RankExit) -> None:
-        """One has ended."""
+        """Note that a rank has ended."""
         with self._lock:
             known = self._left.pop(end.rank, None) is not None
         if known:

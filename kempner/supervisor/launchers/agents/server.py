@@ -126,7 +126,6 @@ class AgentServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return int(self._listeners[0].getsockname()[1])
 
     def tell(self, node: str, message: ToAgent) -> None:

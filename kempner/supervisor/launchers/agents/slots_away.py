@@ -18,9 +18,7 @@ class AskAgents(Protocol):
     """Takes the texts of requests, by node, and returns those of the replies: of those that came
     soon, or, if `patient`, when all have come that can come."""
 
-    def __call__(self, texts: Mapping[str, str], patient: bool) -> Mapping[str, str]:
-        """Ask."""
-        ...
+    def __call__(self, texts: Mapping[str, str], patient: bool) -> Mapping[str, str]: ...
 
 
 class SlotsAway:

@@ -37,7 +37,7 @@ class JoinedNodes:
             return another
 
     def depart(self, node: str, departs: DepartureRequest) -> None:
-        """It wants to leave."""
+        """Note that a node wants to leave."""
         by = time.monotonic() + departs.seconds
         with self._lock:
             if (known := self._nodes.get(node)) is not None:

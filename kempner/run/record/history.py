@@ -63,7 +63,7 @@ class RunHistory:
         return history
 
     def refresh(self) -> Self:
-        """Read what was written since the last time, by whomever; returns this history.
+        """Read what any process has written since the last time; returns this history.
 
         What cannot be read now is read at the next time.
         """

@@ -237,7 +237,7 @@ class Children:
 
 
 def _looked_at(child: ChildRank, program: Program, target: int | None) -> RankOutput | None:
-    """The pipe for what a rank prints, if somebody wants to know its step."""
+    """The pipe for what a rank prints, if its step is searched for there."""
     heartbeat = path_in(child.environ)
     if not program.pattern or heartbeat is None:
         return None

@@ -44,7 +44,7 @@ def diagnose(
     """
     if not told:
         return Diagnosis({}, ("the health check did not run on any node",))
-    found = {vitals.node: ailments(vitals, during, ranks) for vitals in told}
+    found = {vitals.node: health_problems(vitals, during, ranks) for vitals in told}
     for node, reason in unseen.items():
         found.setdefault(node, {}).setdefault("shared", reason)
     for node in nodes_off_network({vitals.node: vitals.interface for vitals in told}):
@@ -65,7 +65,7 @@ def diagnose(
     return Diagnosis(unfit, tuple(first[about] for about in sorted(common)))
 
 
-def ailments(vitals: ProbeResult, during: tuple[float, float], ranks: int) -> dict[str, str]:
+def health_problems(vitals: ProbeResult, during: tuple[float, float], ranks: int) -> dict[str, str]:
     """What is wrong with one node, in words, by what it is about."""
     found = dict(vitals.troubles)
     if vitals.memory.free < MEMORY * vitals.memory.total:

@@ -48,6 +48,8 @@ def modules() -> list[Path]:
 
 def vague_words(text: str) -> Iterator[tuple[int, str]]:
     """The lines of a module whose docstring, comment or message has a vague word, and that word."""
+    if VAGUE.search(text) is None:  # most have none, and tokens take long
+        return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in PROSE:
             for nth, line in enumerate(token.string.split("\n")):

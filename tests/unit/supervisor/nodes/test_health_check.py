@@ -10,7 +10,7 @@ import pytest
 from kempner.cluster.machine.limits import OPEN_FILES, ROOM, SKEW
 from kempner.cluster.network.interfaces import Interface
 from kempner.supervisor.nodes.code_identity import CodeIdentity
-from kempner.supervisor.nodes.health_check import Diagnosis, ailments, diagnose
+from kempner.supervisor.nodes.health_check import Diagnosis, diagnose, health_problems
 from kempner.supervisor.nodes.probe import SITE_CHECK, Memory, ProbeResult
 
 DURING = (1000.0, 1002.0)
@@ -52,7 +52,7 @@ def vitals(node: str = "node1", **changes: Any) -> ProbeResult:
     ],
 )
 def test_what_is_wrong_with_a_node(changes: dict[str, Any], about: str | None, words: str) -> None:
-    found = ailments(vitals(**changes), DURING, ranks=64)
+    found = health_problems(vitals(**changes), DURING, ranks=64)
     assert list(found) == ([] if about is None else [about])
     assert words in "".join(found.values())
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class LauncherName(StrEnum):
-    """Who starts the ranks."""
+    """What starts the ranks."""
 
     LOCAL = "local"
     SRUN = "srun"
@@ -120,7 +120,7 @@ def _never_paused() -> Iterator[bool]:
 def choose_launcher(
     configured: str, environ: Mapping[str, str], nproc: int | None, jobid: str | None
 ) -> LauncherName:
-    """Who starts the ranks where the command line does not say.
+    """The launcher where the command line names none.
 
     A job that was submitted to train on all of its GPUs must not silently train on one, unwatched.
     """

@@ -56,7 +56,7 @@ def _is_alone(rank_link: RankLink) -> bool:
 
 
 def _check(config: Config, run: RunDirectory) -> None:
-    """What the supervisor checks, where there is none: before torch is imported."""
+    """Without a supervisor, make its checks, before torch is imported."""
     from kempner.supervisor.readiness import check_ready, check_run_directory
 
     say(f"{RUN_LINE}{run.path}")

@@ -125,7 +125,7 @@ def _no_such_command(context: Any, arguments: Sequence[str]) -> str:
 
 
 def _commands_below(context: Any, names: Sequence[str]) -> dict[str, str]:
-    """The commands below those of these names, by their last word."""
+    """The commands in the groups of these names, by their last word."""
     return {
         inner: f"{name} {inner}"
         for name in names

@@ -373,8 +373,8 @@ class SuperviseSection(Section):
     as they are well again: its ranks commit, and start again at once on all of them. Samples and
     global batch stay the same."""
     grow_after: Annotated[PositiveFloat, Key("seconds", 600.0)] = 300.0
-    """Seconds for which such a node must be well before. Twice as long each time that it was taken
-    back in vain."""
+    """Seconds for which such a node must be well before. Twice as long after each time that it was
+    taken back and failed again."""
 
     fork: bool = True
     """Fork the ranks from a process that has imported torch and computes nothing: a restart then

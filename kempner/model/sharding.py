@@ -209,7 +209,7 @@ def build_model(
             over, or the named ones of `MeshDegrees`; None for a process that is alone.
         choice: whether parameters are kept between forward and backward.
 
-    Raises `UsageError` if `train.fp8` is asked for in vain.
+    Raises `UsageError` if `train.fp8` is set where it cannot be used.
     """
     model = assemble(config, vocab_size, device, mesh, choice)
     initialise(model, config.train.seed)

@@ -87,7 +87,7 @@ def _policy(context: object, operation: object, *args: object, **kwargs: object)
 
 
 Mask: TypeAlias = "Tensor | BlockMask"
-"""Who sees whom: bool, [batch, 1, seq, seq]; or the same for FlexAttention, by blocks."""
+"""Which token sees which: bool, [batch, 1, seq, seq]; or the same for FlexAttention, by blocks."""
 
 
 class KVCache:

@@ -299,7 +299,7 @@ class AttemptFollower:
             self._evidence.collect(hang, snapshot)
 
     def _miss_ranks(self, snapshot: Snapshot) -> None:
-        """Take ranks for gone that were not heard of for too long."""
+        """Take ranks for gone that have sent nothing for too long."""
         steps = (report.step for report in snapshot.reports.values())
         self.roster.reached(max(steps, default=0), snapshot.now)
         self.roster.heard(self._channel.last_reports(), snapshot.now)

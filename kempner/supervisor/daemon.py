@@ -279,7 +279,7 @@ def _begin(context: SupervisorContext) -> Attempt:
 def _follower(
     context: SupervisorContext, attempt: Attempt, channel: ControlServer
 ) -> AttemptFollower:
-    """Who follows the attempt, and knows what the ones before it were like."""
+    """The follower of an attempt, with what was learned from earlier attempts."""
     size = context.launcher.size
     return AttemptFollower(
         attempt,

@@ -1,7 +1,7 @@
-"""Runs the site's hooks: commands that hear of what the ledger hears of.
+"""Runs the site's hooks: commands that are run for events of the ledger.
 
-They run one after the other, beside everything else: none of them delays the ranks, and whatever
-becomes of one, the run does not change.
+They run one after the other, in the background: none of them delays the ranks, and a hook that
+fails does not change the run.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Hooks:
 
 
 class LedgerWithHooks(Ledger):
-    """A ledger; hooks hear of each event once it is written."""
+    """A ledger that runs the hook of each event once the event is written."""
 
     def __init__(self, path: Path, hooks: Hooks) -> None:
         super().__init__(path)

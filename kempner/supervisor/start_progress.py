@@ -43,7 +43,7 @@ class StartProgress:
     """One line on a terminal, with the seconds since the start, a few in a file; silent once
     training has begun.
 
-    Of a program of the user's own, which prints what it likes, nothing but its start is told.
+    Of a program of the user's own, which prints its own progress, only the start is shown.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ def _open_profiler(config: Config, run: RunDirectory, ranks: Ranks, attempt: Att
 def _build_model(
     config: Config, corpus: Corpus, ranks: Ranks, rank_link: RankLink, choice: Choice
 ) -> nn.Module:
-    """The model, ready to train. Raises `UsageError` for one of the user's own that is none."""
+    """The model, ready to train. Raises `UsageError` if a user's own function returns no model."""
     vocab_size = vocabulary(config, corpus.index)
     if config.model.factory is None:
         transformer = build_model(config, vocab_size, ranks.device, ranks.mesh, choice)

@@ -224,7 +224,7 @@ class CheckpointManager:
             loop.save(None)
 
     def close(self) -> None:
-        """Wait for the save in flight, and let go of the run: another manager may have it.
+        """Wait for the save in flight, and release the run: another manager may have it.
 
         The end of the block of a `ShutdownHandler` does so, and the end of the process. Raises
         `CheckpointWriteError` if the last save has failed.
@@ -428,7 +428,7 @@ class ShutdownHandler:
 
 
 def _leave_now(reason: StopReason) -> NoReturn:
-    """The ranks have agreed to stop, and what there is to save is saved."""
+    """The ranks have agreed to stop, and the last save has ended."""
     if at_prompt() and reason is StopReason.INTERRUPT:
         raise KeyboardInterrupt
     raise SystemExit(int(ExitCode.STOPPED))

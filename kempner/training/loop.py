@@ -61,7 +61,7 @@ class Data:
         """Why there is no more data on this rank."""
 
     def take(self, give_up: Callable[[], bool]) -> StepBatch | None:
-        """The next batch; None if `give_up` says so first, or there is none to come."""
+        """The next batch; None if `give_up` returns true first, or the data is over."""
         try:
             return self.feed.take(give_up)
         except RunError as error:

@@ -56,7 +56,7 @@ class OwnLoop:
         self.idle = 0
         """In how many steps, up to the last, no optimizer has stepped on this rank."""
         self.left_after: int | None = None
-        """The step after which this rank has left the loop of its own accord."""
+        """The step after which this rank has left the loop without being asked to."""
         self._ballot: Ballot | None = None
         self._recorder = recorder()
 

@@ -1,4 +1,5 @@
-"""Whether a program that starts is the one that its run belongs to; rank 0 looks, all hear of it.
+"""Whether a program that starts is the one that its run belongs to: rank 0 checks, all ranks learn
+the result.
 
 standing = recognise(folder, ranks, this_program(ranks, facts), ...)  # refused or told
 standing.refuse_if_complete(step)  # when the newest checkpoint is loaded

@@ -111,7 +111,7 @@ class Entry:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """If this ends with an exception, let go of the signals and of the run."""
+        """If this ends with an exception, release the signals and the run."""
         try:
             yield
         except BaseException:
@@ -272,7 +272,7 @@ class Session:
             note_mlflow_run(RunDirectory(launch.terms.run).trackers)
 
     def end(self, code: ExitCode, words: str, complete: bool) -> None:
-        """Part from the other ranks; the supervisor hears of `code` when this process exits.
+        """Leave the other ranks; the supervisor is sent `code` when this process exits.
 
         `complete` is whether nothing is left to do.
         """
@@ -325,7 +325,7 @@ class Session:
 
     @property
     def progress(self) -> Progress:
-        """What the supervisor hears of this rank."""
+        """The progress that is reported to the supervisor."""
         return self._rank_link.progress
 
     def record(self, event: LedgerEvent) -> None:

@@ -81,12 +81,12 @@ def doctor(
         return _tell([finding("configuration", fail(str(error)))], as_json)
     run = RunDirectory(Path(config.run.dir) / str(config.run.name))
     if in_allocation:
-        patient = _in_allocation(config, run, script, jobid)
+        examination = _in_allocation(config, run, script, jobid)
     else:
-        patient = _before_launch(config, run, script, nproc)
+        examination = _before_launch(config, run, script, nproc)
     supervisor = Supervisor(lambda: _would_start(config, run), _lead)
     with _tidy_when_ended():
-        return _tell(examine(patient, supervisor, looking=busy), as_json, patient.nodes)
+        return _tell(examine(examination, supervisor, looking=busy), as_json, examination.nodes)
 
 
 @contextmanager

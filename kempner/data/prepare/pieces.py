@@ -34,8 +34,8 @@ class Origin:
     ) -> Iterator[BinaryIO]:
         """The next piece, unpacked; it counts in full, also what the block does not read.
 
-        `on_bytes` hears of bytes on disk. Raises DataError, also in the block, if they cannot be
-        read, are no longer all there or cannot be unpacked.
+        `on_bytes` is called with numbers of bytes on disk. Raises DataError, also in the block, if
+        they cannot be read, are no longer all there or cannot be unpacked.
         """
         path = piece.file.path
         self._files[path] = piece.file.name

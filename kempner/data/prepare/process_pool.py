@@ -103,7 +103,7 @@ def _killed() -> RunError:
 
 
 def _work(parent: int, task: Task[Any, Any], line: Connection) -> None:
-    """In a process of its own: item after item, until there is none."""
+    """In a process of its own: item after item, until all are done."""
     ignore_stop_signals(parent)
     while (work := line.recv()) is not None:
         number, item = work

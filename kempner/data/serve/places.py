@@ -240,7 +240,7 @@ def _stateful(thing: Any) -> bool:
 
 
 def _source(data: Any, loader: Any) -> Any:
-    """Whose state is the place of a stream."""
+    """The object whose state is the place of a stream."""
     name = type(data).__name__
     if hasattr(data, "__next__"):
         raise UsageError(

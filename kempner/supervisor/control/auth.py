@@ -16,14 +16,14 @@ _TRIES = 8
 
 @dataclass(frozen=True)
 class Membership:
-    """Who is let in: the ranks of one attempt."""
+    """Accepts the ranks of one attempt."""
 
     secret: Secret
     attempt: int
     size: int
 
     def refusal(self, hello: Hello, challenge: str) -> str | None:
-        """Why this is none of ours; None if it is."""
+        """Why a connection is not of a rank of this attempt; None if it is."""
         expected = self.secret.proof_of_rank(challenge, hello.nonce, hello.attempt, hello.rank)
         if hello.version != PROTOCOL:
             return f"it speaks version {hello.version} of the protocol, this is {PROTOCOL}"

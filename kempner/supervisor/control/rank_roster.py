@@ -1,4 +1,4 @@
-"""Who of the ranks of an attempt has joined, whose connection is broken, and how each has ended."""
+"""Which ranks of an attempt have joined, which connections are broken, and how each rank ended."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ ended, or tries again after a tenth of a second. While steps are made, every ran
 count from the last one."""
 
 AWAY = 25.0
-"""Seconds without a word after which a rank is gone whose connection broke off in any other way.
-The network may be cut for 15 s: both kernels give the connection up within `UNACKNOWLEDGED`, and
-then a try to connect takes seconds. A rank that goes over to files is heard of before that, too."""
+"""Seconds without a message after which a rank whose connection broke off in any other way is taken
+for gone. The network may be cut for 15 s: both kernels give the connection up within
+`UNACKNOWLEDGED`, and then a try to connect takes seconds. A rank that switches to files reports
+before that, too."""
 
 JOIN = 120.0
 """Seconds after another has joined within which a rank joins, or it is gone: srun does not tell

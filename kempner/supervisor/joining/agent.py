@@ -31,7 +31,7 @@ class AgentEnded:
 
 class Agent:
     """An agent of this node, in a session of its own: it is told by its input when to leave, and
-    ends with this process. `post` hears of its end, from a thread."""
+    ends with this process. `post` is called with its end, from a thread."""
 
     def __init__(
         self, invitation: Invitation, terms: JoinTerms, post: Callable[[AgentEnded], None]

@@ -180,7 +180,7 @@ class Joiner:
             self._agent.depart(Departure(order.seconds_left, order.sentence))
 
     def _part(self, order: StandingStop) -> ExitCode:
-        """The agent was let go: put the job back into the queue, to join again, if that is due."""
+        """After the agent was released: requeue the job, to join again, if that is due."""
         job, decision = self._job, Decision(ExitCode.STOPPED, order.sentence)
         if job is not None and job.batch:
             job.close()

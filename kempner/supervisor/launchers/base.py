@@ -103,7 +103,7 @@ class JoinedNode:
 
     @property
     def of_job(self) -> str:
-        """Whose it is, for a sentence."""
+        """The job of the node, for a sentence; empty outside of a job."""
         return f" of job {self.job}" if self.job else ""
 
 

@@ -46,11 +46,11 @@ class Family:
         self._stuck: set[int] = set()
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM to each that can act on it.
+        """Send SIGTERM to each process that can act on it.
 
-        Who traps it answers for its children, such as the workers of a data loader, without which
-        its last step would fail. Who does not, a shell that runs a script, dies of it and leaves
-        its children: they are asked as well.
+        A process that traps the signal ends its children itself: without the workers of its data
+        loader, say, its last step would fail. One that does not trap it, such as a shell that runs
+        a script, ends and leaves its children: they get the signal as well.
         """
         asked = [found for head in self._heads() for found in processes_to_signal(head)]
         # First, since another thread looks at `stops` as soon as a wrapper has ended.

@@ -23,7 +23,7 @@ from kempner.supervisor.policy.outcome import RankExit
 _LOOPBACK = "127.0.0.1"
 
 GONE_WITHIN = 60.0
-"""Seconds that ranks which were killed get to be gone before the next ones start."""
+"""Seconds to wait until killed ranks are gone, before the next ones start."""
 
 
 class LocalLauncher(BareLauncher):

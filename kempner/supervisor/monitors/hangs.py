@@ -294,7 +294,7 @@ def by_what_they_wait_for(reports: Mapping[int, Report]) -> dict[str, list[int]]
 
 
 def silent_node(snapshot: Snapshot) -> str | None:
-    """The only node that nothing is heard of, if there is one."""
+    """The node whose ranks are all silent, if there is exactly one."""
     heard = {there.host for rank, there in snapshot.joined.items() if rank not in snapshot.silent}
     silent = {there.host for there in snapshot.joined.values()} - heard
     return min(silent) if len(silent) == 1 else None

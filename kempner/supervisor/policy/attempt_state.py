@@ -185,7 +185,7 @@ class AttemptLife:
 
 @dataclass
 class StopSoFar:
-    """What has been heard of a stop, and of the end of a program's own `loop`.
+    """What is known of a stop, and of the end of a program's own `loop`.
 
     `standing` is what the ranks were told, None until they are asked to stop; `said` is why they
     stop by their own words. `unrecorded` is what the ledger does not tell yet, and since when.

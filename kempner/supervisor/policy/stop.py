@@ -143,7 +143,7 @@ def exit_margin(measured: Collection[float], limit: float | None) -> float:
 
 
 def time_to_abandon(left: float | None, patience: float) -> float:
-    """Seconds that a rank which was killed gets to be gone, of `left` until the job's end.
+    """Seconds to wait until a killed rank is gone, of `left` until the job's end.
 
     About half of them: the rest is for the requeue, even if a rank is stuck in the kernel.
     """

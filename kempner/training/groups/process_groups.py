@@ -172,7 +172,7 @@ def describe_disagreement(told: Sequence[Mapping[str, object]]) -> str:
 
 
 def _disagreement(name: str, told: Sequence[Mapping[str, object]]) -> str:
-    """Who has what of a fact; the fewest first, since they are the ones to look at."""
+    """The values of a fact, each with its ranks; the fewest first, as those are probably wrong."""
     holders: dict[str, list[int]] = {}
     for rank, facts in enumerate(told):
         holders.setdefault(str(facts.get(name, "no such fact")), []).append(rank)

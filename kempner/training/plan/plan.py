@@ -131,8 +131,8 @@ class Saves:
 
 @dataclass(frozen=True)
 class Job:
-    """Who trains, on what: `world` ranks on `nodes`, each with a GPU; when they communicate, and
-    why so; and what is assumed of everything around them.
+    """`world` ranks on `nodes`, each with a GPU; when they communicate, and why so; and what is
+    assumed of the machines.
     """
 
     world: int

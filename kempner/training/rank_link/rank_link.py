@@ -304,7 +304,7 @@ def _leave_first_step(rank_link: RankLink) -> None:
 
 
 def _leave_in_silence(rank_link: RankLink, seconds: float) -> None:
-    """End the process from a thread: the main one waits for a peer that may be gone for good."""
+    """End the process from a thread: the main thread waits for a peer that may be gone."""
     sentence = f"no progress for {seconds:.0f} s, and no supervisor to say which rank is gone"
 
     def end() -> None:

@@ -35,7 +35,7 @@ NEARER = 1.0
 
 
 class State(Enum):
-    """Who depends on this process, and therefore how it stops."""
+    """Which processes depend on this one, and therefore how it stops."""
 
     ALONE = "no other process does: it may leave at once"
     CONNECTED = "a supervisor listens: it is told first"

@@ -34,7 +34,8 @@ LAST_TRIES = 2
 
 
 class Saver(Protocol):
-    """Who saves a loop's state: kempner, or what has another library save. See those for more."""
+    """What saves a loop's state: `CheckpointManager`, or `FolderCheckpoints` for another library's
+    files. They describe the methods."""
 
     committed_step: int | None
     durations: Durations

@@ -61,7 +61,7 @@ class AgentSeen:
 
     @property
     def well(self) -> bool:
-        """Whether it has been heard of just now."""
+        """Whether it has sent a message recently."""
         return self.linked and time.monotonic() - self.heard_at < SILENT
 
 

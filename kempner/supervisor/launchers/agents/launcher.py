@@ -183,7 +183,7 @@ class AgentLauncher(SrunLauncher):
         return unable
 
     def offers(self, nonce: str) -> Sequence[Offer]:
-        """What the agents that one hears of hold, once each has ended what is left of its ranks."""
+        """What the agents that answer hold, once each has ended what is left of its ranks."""
         if self._by_srun:
             return ()
         nodes = self._allocation.nodes
@@ -331,7 +331,7 @@ class AgentLauncher(SrunLauncher):
             super()._wait_for_end(patience)
 
     def _is_well(self, node: str) -> bool:
-        """Whether a node's agent has been heard of just now."""
+        """Whether a node's agent has sent a message recently."""
         seen = self._agents.seen(node)
         return seen is not None and seen.well
 
@@ -344,7 +344,7 @@ class AgentLauncher(SrunLauncher):
         return seen is not None and not seen.linked and seen.hung_up
 
     def _is_gone(self, node: str) -> bool:
-        """Whether the agent of a node has ended, by srun's word or its link."""
+        """Whether the agent of a node has ended, as srun reports or its link shows."""
         covering = [step.number for step in self._steps if step.covers(node)]
         if not covering:
             return True
@@ -383,7 +383,7 @@ class AgentLauncher(SrunLauncher):
             start_thread("end agent", end)
 
     def _hear(self, node: str, news: FleetNews) -> None:
-        """A rank has ended, by its agent's word."""
+        """Take in that a rank has ended, as its agent reports."""
         if isinstance(news, Ended) and news.attempt == self._attempt:
             how = (news.sent == "kill", news.sentence, news.oom_kills, news.sent == "stop")
             self._ranks.end(RankExit(news.rank, news.status, *how))
@@ -393,7 +393,7 @@ class AgentLauncher(SrunLauncher):
         return NO_OTHERS
 
     def _hear_task_end(self, step: AgentStep, task: int, status: int) -> None:
-        """An agent has ended, by srun's word; what it has started dies with it."""
+        """Take in that an agent has ended, as srun reports; what it has started dies with it."""
         for node in step.nodes:
             seen = None if self._fleet is None else self._fleet.seen(node)
             if seen is not None and (seen.step, seen.task) == (step.number, task):

@@ -1,14 +1,14 @@
-"""The agent of a node: starts its ranks by forking, tells how they end, and answers for the node.
+"""The agent of a node: forks its ranks, reports how they end, and answers questions on the node.
 
     python -m kempner.supervisor.launchers.agents.node_agent PROGRAM
 
 is the one task of a Slurm step on each node. It imports no torch, so that it always answers; its
 fork server does. Slurm signals only a step's direct children, so it passes stop signals on to the
 ranks. It outlives them: what is left of a step on a node dies with its task there. It ends when the
-supervisor says so, or when that is gone and no rank is left.
+supervisor says so, or when the supervisor is gone and no rank is left.
 
-One that `kempner join` has started in another job gets no stop signals for its ranks: it asks the
-supervisor to let it go, when its input says so.
+An agent that `kempner join` has started in another job gets no stop signals for its ranks. When its
+input says so, it asks the supervisor to release it.
 """
 
 from __future__ import annotations

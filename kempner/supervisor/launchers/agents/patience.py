@@ -18,7 +18,7 @@ DEAF_AFTER = 4.0
 """Seconds without the end of ranks that were to be killed after which their agent is killed."""
 
 GIVEN_UP_WITHIN = 10.0
-"""Seconds for an agent that was killed, and for all that Slurm kills with it, to be gone."""
+"""Seconds to wait until an agent that was killed, and all that Slurm kills with it, is gone."""
 
 HUNG_UP = 3.0
 """Seconds after the end of an agent's process, seen by its link, in which srun may say how."""

@@ -15,8 +15,8 @@ from kempner.supervisor.launchers.agents.buddy.sender import Buddy
 
 
 class AskAgents(Protocol):
-    """Takes the texts of requests, by node, and returns those of the replies: of those that came
-    soon, or, if `patient`, when all have come that can come."""
+    """Sends requests to nodes and returns their replies, as texts by node: those that arrive soon,
+    or, if `patient`, those of all nodes that can still reply."""
 
     def __call__(self, texts: Mapping[str, str], patient: bool) -> Mapping[str, str]: ...
 
@@ -63,7 +63,7 @@ class SlotsAway:
 
 
 def buddies(nodes: Sequence[str]) -> Mapping[str, str]:
-    """Who keeps copies for each node: one that is far off in Slurm's order, in which neighbours
-    often share a switch or a power supply."""
+    """The node that keeps copies for each node: one that is far off in Slurm's order, in which
+    neighbours often share a switch or a power supply."""
     half = len(nodes) // 2
     return {node: nodes[(at + half) % len(nodes)] for at, node in enumerate(nodes)}

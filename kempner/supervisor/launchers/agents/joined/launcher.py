@@ -115,7 +115,7 @@ class PoolLauncher(AgentLauncher):
     def prepare_again(
         self, lost: Sequence[str], stuck: Mapping[str, Sequence[int]]
     ) -> CannotRestart | None:
-        """As `AgentLauncher`; those that want to leave are let go."""
+        """As `AgentLauncher`, and release the nodes that want to leave."""
         unable = super().prepare_again(lost, stuck)
         for node, joined in self.joined.items():
             if joined.leaves_by is not None:

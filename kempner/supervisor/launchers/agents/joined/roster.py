@@ -1,4 +1,4 @@
-"""Who has joined: the nodes of other jobs, and what is known of each."""
+"""The nodes of other jobs that have joined, and what is known of each."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ NO_GPUS = ("--gres=none",)
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the tasks printed as far as it came in time, and what they or srun complained about."""
+class NodeStepOutput:
+    """What the tasks printed in time, and the error output of them and of srun."""
 
     out: str = ""
     complaints: str = ""
@@ -37,15 +37,15 @@ def run_on_nodes(
     task: Sequence[str],
     within: float,
     resources: Sequence[str] = NO_GPUS,
-) -> Told:
+) -> NodeStepOutput:
     """Run `task` once on each of the `nodes`, all at once, and wait for `within` seconds.
 
     `allocation` is the job to do it in, None for the one around this process; `resources` are
-    further options of srun. Nothing is told where there is no srun. Raises `OSError` if it cannot
-    start.
+    further options of srun. The output is empty where there is no srun. Raises `OSError` if it
+    cannot start.
     """
     if shutil.which("srun") is None:
-        return Told()
+        return NodeStepOutput()
     command = [
         *("srun", "--overlap", *resources),
         *([] if allocation is None else [f"--jobid={allocation}"]),
@@ -70,10 +70,10 @@ def run_on_nodes(
         start_new_session=True,
     )
     try:
-        return Told(*asked.communicate(timeout=within))
+        return NodeStepOutput(*asked.communicate(timeout=within))
     except subprocess.TimeoutExpired:
         asked.kill()
-        return Told(*asked.communicate())
+        return NodeStepOutput(*asked.communicate())
     except BaseException:  # this process is told to leave: end the tasks, too
         asked.terminate()
         raise

@@ -20,7 +20,14 @@ from kempner.insight.triage.table.run import (
     STOPPED,
     UNEXPLAINED,
 )
-from kempner.insight.triage.verdict import UNKNOWN, Evidence, FailureLocation, Told, Verdict, decide
+from kempner.insight.triage.verdict import (
+    UNKNOWN,
+    Evidence,
+    FailureLocation,
+    FirstError,
+    Verdict,
+    decide,
+)
 from kempner.insight.words import spans
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
@@ -141,7 +148,7 @@ def _judge(run: RunDirectory, history: RunHistory, attempt: _Attempt) -> Verdict
         FailureLocation(
             rank, node, () if rank is None else (rank,), () if node is None else (node,)
         ),
-        Told(
+        FirstError(
             raised or attempt.ended.reason,
             told.told.frame if told.rank in (rank, None) else "",
             (shown, *(told.evidence if told.known else ())),
@@ -248,4 +255,4 @@ def _stopped(history: RunHistory) -> Verdict:
     reason = StopReason.of_label(last.reason)
     cause = CAUSES.get(_STOPS.get(reason, ""), STOPPED)
     says = last.sentence or f"stopped after step {last.step}, {last.lost_steps} steps lost"
-    return Verdict(cause.name, cause.says, cause.do, Sure.CERTAIN, told=Told(says))
+    return Verdict(cause.name, cause.says, cause.do, Sure.CERTAIN, told=FirstError(says))

@@ -172,8 +172,9 @@ class FailureLocation:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What was `raised` or said first, the user's line of code (`frame`), and lines to show it."""
+class FirstError:
+    """The first exception or message (`raised`), the user's line of code (`frame`), and the log
+    lines that show it."""
 
     raised: str = ""
     frame: str = ""
@@ -193,7 +194,7 @@ class Verdict:
     do: str
     sure: Sure
     where: FailureLocation = FailureLocation()
-    told: Told = Told()
+    told: FirstError = FirstError()
     consequences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -360,7 +361,7 @@ def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
         first.cause.do,
         min(first.sure, Sure.LIKELY) if _is_thin(fatal, first, rank) else first.sure,
         FailureLocation(rank, node, tuple(ranks), tuple(nodes)),
-        Told(
+        FirstError(
             first.line.text.strip(),
             next((f.about.frame for f in [first, *same] if f.about.frame), ""),
             tuple(_evidence([first, *same, *_ends_of(rank, fatal)])),
@@ -471,7 +472,7 @@ def _unknown(scan: Scan, fatal: Sequence[Finding], first: Finding | None) -> Ver
         do,
         Sure.UNKNOWN,
         FailureLocation(rank, node or (scan.places.only_node if rank is not None else None)),
-        Told(evidence=tuple(_most_likely(scan))),
+        FirstError(evidence=tuple(_most_likely(scan))),
         consequences=tuple(_consequences(fatal, () if rank is None else (rank,))),
         notes=(*_loss(scan), *_network(scan)),
     )

@@ -29,7 +29,7 @@ from kempner.cluster.slurm.command import (
 from kempner.cluster.slurm.containers import IMAGE, knows_option
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.slurm.job import NodeShare, job_id, parse_job
-from kempner.cluster.slurm.node_step import NO_GPUS, Told, run_on_nodes
+from kempner.cluster.slurm.node_step import NO_GPUS, NodeStepOutput, run_on_nodes
 from kempner.cluster.slurm.resources import TELLING, Resources, Wanted, detect, inherited
 from kempner.config.sections import Config
 from kempner.run.control.protocol import PROTOCOL
@@ -333,7 +333,7 @@ def _import_there(around: Surroundings, allocation: Allocation) -> None:
 
 def _run(
     around: Surroundings, task: Sequence[str], allocation: Allocation, nodes: Sequence[str]
-) -> Told:
+) -> NodeStepOutput:
     """What a task says where the ranks will run, on each of some nodes."""
     outside = None if allocation.batch else allocation.job
     command, options = [*around.prefix, *task], (*NO_GPUS, *around.options)
@@ -342,14 +342,14 @@ def _run(
         try:
             told = run_on_nodes(nodes, outside, command, WITHIN, options)
         except OSError as error:
-            told = Told("", f"srun: {error.strerror}")
+            told = NodeStepOutput("", f"srun: {error.strerror}")
         silent = judge(Answer(1, "", told.complaints)) is AnswerKind.SILENCE
         if _answers(told) or not silent or time.monotonic() > end:
             return told
         time.sleep(PAUSE)
 
 
-def _answers(told: Told) -> dict[str, str]:
+def _answers(told: NodeStepOutput) -> dict[str, str]:
     """What was said, by who said it."""
     words = [line.split() for line in told.out.splitlines()]
     return {word[1]: word[2] for word in words if len(word) == 3 and word[0] == _SAYS}

@@ -26,7 +26,7 @@ VAGUE = re.compile(
 PROSE = (tokenize.STRING, tokenize.COMMENT)
 
 CLASSES = {
-    *("Came", "Went", "Here", "There", "Where", "Before", "Beside", "Outside", "Everything"),
+    *("Told", "Came", "Went", "Here", "Where", "Before", "Beside", "Outside", "Everything"),
     *("Own", "Doing", "Done", "Took", "Began", "Due", "Means", "Worth", "Live", "Living", "Found"),
     *("Given", "Heard", "Received", "Raised", "Registered", "Renamed", "Explained", "Converted"),
     *("Built", "Dealt", "Drawn", "Mapped", "Streamed", "Traced", "Computed", "Waited", "Needed"),

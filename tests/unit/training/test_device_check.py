@@ -42,7 +42,7 @@ def test_one_wrong_element_is_enough() -> None:
         check_device(CPU, "node2")
 
 
-class Told:
+class RecordedEvents:
     """Stands for the link: keeps what the supervisor is told."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def test_the_supervisor_is_told_which_node_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "node2")
-    link = Told()
+    link = RecordedEvents()
     run = RunDirectory(tmp_path)
     rank_link = RankLink(discover({}), run, None, Progress(), link)  # type: ignore[arg-type]
     check_device(torch.device("cpu"), "node2")

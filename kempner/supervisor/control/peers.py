@@ -32,7 +32,7 @@ class Peer:
     told_noted: int = 0
 
 
-class Strangers:
+class UnprovedPeers:
     """Connections that have not proved yet that they belong to one of `size` ranks."""
 
     def __init__(self, size: int) -> None:

@@ -35,7 +35,7 @@ from kempner.supervisor.control.auth import Membership
 from kempner.supervisor.control.events import Connected, Disconnected, LastReport, News
 from kempner.supervisor.control.file_transport import FileTransport
 from kempner.supervisor.control.orders import Orders
-from kempner.supervisor.control.peers import Peer, Strangers
+from kempner.supervisor.control.peers import Peer, UnprovedPeers
 from kempner.supervisor.control.rank_inbox import RankInbox
 from kempner.supervisor.policy.outcome import RankExit
 
@@ -62,7 +62,7 @@ class ControlServer:
     ) -> None:
         self._listeners, self._members, self._files = listeners, members, files
         self._inbox, self._orders = RankInbox(post), Orders()
-        self._strangers, self._ranks = Strangers(members.size), dict[int, Peer]()
+        self._unproved, self._ranks = UnprovedPeers(members.size), dict[int, Peer]()
         self._not_accepting: list[socket.socket] = []
         self._closing_until: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -107,13 +107,13 @@ class ControlServer:
         self._closing_until = time.monotonic() + LAST_WORDS
         os.eventfd_write(self._alarm, 1)
         self._thread.join()
-        for peer in (*self._strangers, *self._ranks.values()):
+        for peer in (*self._unproved, *self._ranks.values()):
             peer.wire.close()
         for listener in self._listeners:
             listener.close()
         self._selector.close()
         os.close(self._alarm)
-        self._strangers.sum_up()
+        self._unproved.sum_up()
 
     def _serve(self) -> None:
         tick_at = time.monotonic()
@@ -147,9 +147,9 @@ class ControlServer:
             self._selector.unregister(listener)
             self._not_accepting.append(listener)
             return
-        if (oldest := self._strangers.oldest_over_limit()) is not None:
+        if (oldest := self._unproved.oldest_over_limit()) is not None:
             self._drop(oldest, "too many connections")
-        self._strangers.add(peer)
+        self._unproved.add(peer)
         self._selector.register(peer.wire, selectors.EVENT_READ, partial(self._serve_peer, peer))
         self._send(peer, Challenge(peer.nonce))
 
@@ -190,7 +190,7 @@ class ControlServer:
         if older := self._ranks.get(hello.rank):
             self._forget(older)
         peer.rank = hello.rank
-        self._strangers.remove(peer)
+        self._unproved.remove(peer)
         self._ranks[peer.rank] = peer
         peer.wire.trust()
         self._files.leave(hello.rank)
@@ -217,7 +217,7 @@ class ControlServer:
         for peer in self._addressees(None):
             if not peer.wire.sending:
                 self._send(peer, Alive())
-        for peer in self._strangers.overdue():
+        for peer in self._unproved.overdue():
             self._drop(peer, "it did not authenticate in time")
         if len(self._ranks) < self._members.size:
             self._read_files()
@@ -263,7 +263,7 @@ class ControlServer:
             del self._ranks[peer.rank]
             self._inbox.post(Disconnected(peer.rank, reason, hung_up))
             return
-        self._strangers.refuse(peer, reason)
+        self._unproved.refuse(peer, reason)
 
     def _forget(self, peer: Peer) -> None:
         self._selector.unregister(peer.wire)

@@ -24,7 +24,7 @@ from kempner.run.control.transport import Connection
 from kempner.run.output.logs import logger
 from kempner.run.process.threads import helper_thread
 from kempner.supervisor.control.auth import Membership
-from kempner.supervisor.control.peers import Peer, Strangers
+from kempner.supervisor.control.peers import Peer, UnprovedPeers
 from kempner.supervisor.launchers.agents.messages import (
     AgentConfirmation,
     AgentHello,
@@ -110,7 +110,7 @@ class AgentServer:
     ) -> None:
         self._listeners, self._secret, self._size = listeners, secret, nodes
         self._hear, self._refusal = hear, refusal
-        self._strangers = Strangers(nodes)
+        self._unproved = UnprovedPeers(nodes)
         self._agents: dict[str, _Agent] = {}
         self._numbers: dict[str, _AgentNumbers] = {}
         self._state = _State()
@@ -151,7 +151,7 @@ class AgentServer:
             for key, events in self._selector.select(TICK):
                 key.data(events)
             self._carry_out_orders()
-            for peer in self._strangers.overdue():
+            for peer in self._unproved.overdue():
                 self._refuse(peer, "it did not authenticate in time")
         self._dismiss_agents()
 
@@ -166,11 +166,11 @@ class AgentServer:
         while self._agents and time.monotonic() < end:
             for key, events in self._selector.select(0.1):
                 key.data(events)
-        for peer in (*self._strangers, *(agent.peer for agent in self._agents.values())):
+        for peer in (*self._unproved, *(agent.peer for agent in self._agents.values())):
             peer.wire.close()
         self._selector.close()
         os.close(self._alarm)
-        self._strangers.sum_up()
+        self._unproved.sum_up()
 
     def _wake_up(self, events: int) -> None:
         os.eventfd_read(self._alarm)
@@ -191,9 +191,9 @@ class AgentServer:
         except OSError as error:
             logger().warning("cannot accept a connection", error=error.strerror)
             return
-        if (oldest := self._strangers.oldest_over_limit()) is not None:
+        if (oldest := self._unproved.oldest_over_limit()) is not None:
             self._refuse(oldest, "too many connections")
-        self._strangers.add(peer)
+        self._unproved.add(peer)
         self._selector.register(peer.wire, selectors.EVENT_READ, partial(self._open, peer))
         try:
             peer.wire.send(Challenge(peer.nonce))
@@ -220,14 +220,14 @@ class AgentServer:
     def _admit(self, peer: Peer, hello: Hello) -> None:
         peer.wire.send(Welcome(self._secret.proof_of_supervisor(peer.nonce, hello.nonce)))
         peer.wire.trust()
-        self._strangers.remove(peer)
+        self._unproved.remove(peer)
         agent = _Agent(peer, hello.attempt, hello.rank)
         self._selector.modify(peer.wire, selectors.EVENT_READ, partial(self._attend, agent))
 
     def _refuse(self, peer: Peer, reason: str) -> None:
         self._selector.unregister(peer.wire)
         peer.wire.close()
-        self._strangers.refuse(peer, reason)
+        self._unproved.refuse(peer, reason)
 
     def _attend(self, agent: _Agent, events: int) -> None:
         """An agent says something, or takes something again."""

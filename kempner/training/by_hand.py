@@ -370,7 +370,7 @@ class ShutdownHandler:
     def should_shutdown(self) -> bool:
         """Whether to save and to leave the loop; the same on every rank.
 
-        Every rank must call it after the same steps: after each, or after every `n`th.
+        Every rank must call it after the same steps: after each, or after every tenth, say.
 
         Raises `CheckpointWriteError` if saves keep failing, as `resilience.patience` says.
         """

@@ -39,7 +39,7 @@ SILENCED = {
     "CLEARML_OFFLINE_MODE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-"""No tracker hears of a rehearsal. MLflow has no such variable: it gets a folder."""
+"""Variables that keep a rehearsal from trackers. MLflow has none for this: it gets a folder."""
 
 
 class Started(Protocol):

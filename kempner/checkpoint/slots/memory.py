@@ -1,6 +1,6 @@
 """Step slots: shared memory that holds a rank's last steps, and outlives the rank.
 
-Who starts the ranks of a node makes the slots, as files in memory that have no name
+The process that starts the ranks of a node makes the slots, as files in memory that have no name
 (memfd_create(2)), and keeps them open. A rank opens them by way of `/proc` and copies its state
 into one after the other. They vanish with the process that made them: nothing is left behind.
 
@@ -10,9 +10,9 @@ back last. What all checkpoints have in common beside the data is in a file of i
 
 The board of a rank: 4 KiB of shared memory in which it tells what its buddy is to have.
 
-All ranks pin the same step at once. Who keeps a rank's slots sends what is pinned to another node,
-and then allows the rank to pin another step. Each field is one aligned word of 64 bits, and has one
-writer.
+All ranks pin the same step at once. The process that keeps a rank's slots sends what is pinned to
+another node, and then allows the rank to pin another step. Each field is one aligned word of 64
+bits, and has one writer.
 
 Copies of what the ranks of another node hold: whole ones, in memory of this node.
 

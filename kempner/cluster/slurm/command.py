@@ -40,7 +40,7 @@ _OF_SLURM = (
     "SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "SCONTROL_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_",
 )  # fmt: skip
 _CONNECTION = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
-"""By which a command finds the controller, and says who asks."""
+"""Variables by which a command finds and authenticates to the controller."""
 
 _STEP = frozenset({"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_WORKING_CLUSTER"})
 """By which srun finds the job around it."""
@@ -275,7 +275,7 @@ def patiently(
 ) -> T:
     """The answer, asked for again and again for `within` seconds, at least once.
 
-    `on_failure` hears of each try that fails and is followed by another one. Raises `SlurmError`:
+    `on_failure` is called for each failed try that is followed by another. Raises `SlurmError`:
     at once if it is refused or cannot be asked here, after `UNCLEAR_WITHIN` seconds if it is
     unclear.
     """

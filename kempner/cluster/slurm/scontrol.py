@@ -435,7 +435,7 @@ def put_back(
 ) -> PutBack:
     """Requeue `job` if `decide` is for it, given the job as it is at that moment.
 
-    Tries until `until` (seconds of `time.monotonic`). `on_failure` hears of each try that failed.
+    Tries until `until` (seconds of `time.monotonic`). `on_failure` is called for each failed try.
     """
     return _Attempt(job, decide, until, on_failure, means or SlurmAccess()).carry_out()
 

@@ -235,7 +235,7 @@ SHOWN_ENDS = 5
 """Interruptions that are shown: the last ones."""
 
 STILL_AFTER, STILL_FACTOR = 10.0, 5.0
-"""Seconds, and times the usual, without a new step after which it is told who waits for whom."""
+"""Seconds, and times the usual, without a new step after which waiting ranks are shown."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Reads logs line by line and collects what may matter; no log is too long for it.
 
-Who is missing in a collective that timed out: the rank that does not complain, or is behind.
+Finds the rank that is missing in a collective that timed out: it reports no error, or is behind.
 
-Over what each rank talks to other nodes, from NCCL's own lines (NCCL_DEBUG=INFO).
+Finds the network by which each rank talks to other nodes, from NCCL's lines (NCCL_DEBUG=INFO).
 
 What was found in a log that may matter, bounded in number.
 """

@@ -55,8 +55,8 @@ RETRY = (0.1, 2.0)
 """Seconds until the second try to connect, and the most between two tries."""
 
 ALONE = 5.0
-"""Seconds without a connection after which files are used instead: long before the supervisor gives
-a rank up that it hears nothing of."""
+"""Seconds without a connection after which files are used instead: long before the supervisor takes
+a silent rank for lost."""
 
 LAST_WORDS = 3.0
 """Seconds that a rank waits, at its end, for its last words to be heard; longer than a try to

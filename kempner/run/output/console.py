@@ -8,9 +8,9 @@ Nothing beyond the standard library is imported here: this is armed before anyth
 
 Makes calls that may block for ever, such as writes to a terminal or to storage that hangs.
 
-They are made on a thread of their own, one after the other. Who asks for one waits until it was
-made, so that what was told is there when the call returns; but never for longer than `PATIENCE`,
-and while an earlier call is stuck not at all.
+They are made on a thread of their own, one after the other. The caller waits until its call was
+made, so that what it wrote is there when that returns; but never for longer than `PATIENCE`, and
+while an earlier call is stuck not at all.
 
 Nothing beyond the standard library is imported here: this is needed before anything else.
 """

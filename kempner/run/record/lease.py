@@ -2,7 +2,7 @@
 
 An owner is a supervisor, or rank 0 of ranks that have none. Each makes a file of its own, numbered
 by exclusive creation; the highest number owns the run. The owner changes a counter in its file all
-the time. Who comes later looks twice: a counter that moves has an owner that lives; one that stands
+the time. A later process looks twice: a counter that moves has an owner that lives; one that stands
 still for as long as the lease lasts, by the watcher's own clock, has none, and the next number is
 free to take. Nothing is ever deleted or written by two, so there is no moment at which two
 processes could hold the same number, and an owner that wakes up after a long sleep finds a higher

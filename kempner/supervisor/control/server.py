@@ -235,8 +235,8 @@ class ControlServer:
     def _send(self, peer: Peer, *messages: FromSupervisor) -> None:
         """Send, after what had to wait.
 
-        Who has gone cannot be told anything, but may have said something first: the reading side
-        takes that in, and then finds out.
+        A rank that is gone gets nothing, but may have sent something first: the reading side takes
+        that in, and then finds the connection closed.
         """
         try:
             peer.wire.flush()

@@ -66,7 +66,8 @@ class Family:
     def kill(self) -> None:
         """SIGKILL all of them, and those that they start meanwhile.
 
-        Who is not gone after `KILL_TIME` is stuck in the kernel, or another user's, and named once.
+        A process that is not gone after `KILL_TIME` is stuck in the kernel, or another user's, and
+        is logged once.
         """
         end = time.monotonic() + KILL_TIME
         while True:

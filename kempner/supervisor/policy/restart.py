@@ -134,9 +134,9 @@ def failures(history: RunHistory) -> list[Failure]:
 def prevents_restart(failure: Failure, earlier: Sequence[Failure], worked: bool) -> bool:
     """Whether `GAVE_UP` is to keep a run from another start.
 
-    It saves nodes from what has trained and cannot go on. Who has never made a step, or started
-    with data that does not fit, corrects the command and starts again. `worked` says that a program
-    of whose steps nothing is known has run for long.
+    It keeps nodes from being used by a run that has trained and cannot go on. Where no step was
+    made, or the data does not fit, the user corrects the command and starts again. `worked` says
+    that a program of whose steps nothing is known has run for long.
     """
     if failure.code == ExitCode.BAD_DATA and failure.step == 0:
         return False

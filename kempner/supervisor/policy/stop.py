@@ -69,7 +69,7 @@ def renew(standing: StandingStop | None, order: StopOrder, now: float) -> Standi
 
     They are told again when less time is left than was said, or the reason says more than the one
     that they know: a signal comes first, and a moment later Slurm says why. The nearest deadline
-    holds, for by then the supervisor ends who is still there.
+    holds, for by then the supervisor ends the ranks that are still there.
     """
     by = now + order.seconds_left
     if standing is None:

@@ -211,7 +211,7 @@ def _follow(supervisor: int, forked: bool, shutdown: StopListener) -> None:
     """Stop when the supervisor on this machine ends."""
     ended = partial(shutdown.stop, StopReason.SUPERVISOR_LOST, sentence="the supervisor has ended")
     if forked:
-        # Not when the fork server ends, which does not concern whom it has forked.
+        # Not when the fork server ends, which does not concern the ranks that it has forked.
         signal_at_end_of(os.getppid(), None)
         call_at_end_of(supervisor, ended)
     # The parent may be a wrapper: that is signalled by the kernel, and ends with its own.

@@ -122,7 +122,7 @@ class VoteResult(Vote):
     """What all ranks do: for each entry the most urgent value that any rank voted for.
 
     `all_void` is whether no rank at all has data for the step. `idle` is the least of any rank,
-    `parting` who has left the loop, if any rank has.
+    `parting` the ranks that have left the loop, if any has.
     """
 
     all_void: bool = False

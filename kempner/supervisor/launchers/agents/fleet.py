@@ -1,4 +1,4 @@
-"""The agents of all nodes: who is there, what they are to do, and what they answer."""
+"""The agents of all nodes: which are connected, their orders, and their answers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Fleet:
         """Tell an agent, now or when it comes, and again whenever it comes back."""
         with self._changed:
             if isinstance(message, KillRanks):
-                self._standing[node].clear()  # who comes later need not start anything first
+                self._standing[node].clear()  # a later agent need not start anything first
             self._standing[node].append(message)
         self._server.tell(node, message)
 

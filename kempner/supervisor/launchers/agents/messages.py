@@ -1,8 +1,8 @@
 """What passes between the supervisor and the agents of its nodes: one message, one line.
 
 A connection opens like a rank's (`run.control.protocol`): challenge, hello, welcome. The token of
-an attempt, which the ranks need, travels under a pad that only who knows the agents' secret can
-make. No command travels: an agent got it from srun, with its own.
+an attempt, which the ranks need, travels under a pad that can be made only with the agents' secret.
+No command travels: an agent got it from srun, with its own.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from patience import scaled, wait_until
 from warm import Process
 
 from kempner.cluster.network.ports import free_port
-from kempner.data.files.index import INDEX_FILE, Index, Shard, Source, TokenizerIdentity
+from kempner.data.files.index import INDEX_FILE, Index, Shard, ShardSource, TokenizerIdentity
 from kempner.data.files.token_file import TokenWriter
 from kempner.insight.status.facts import LiveState, RunFacts
 from kempner.insight.status.summary import summarise
@@ -376,7 +376,7 @@ def write_tokens(
                 empty_documents=0,
                 bytes=written.bytes,
                 checksum=written.checksum,
-                source=Source(first="text", files=1, digest="0" * 32),
+                source=ShardSource(first="text", files=1, digest="0" * 32),
             )
         )
     index = Index(

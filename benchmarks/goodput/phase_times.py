@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kempner.insight.report.attempts import Kind, cause_of
+from kempner.insight.report.attempts import InterruptionKind, cause_of
 from kempner.insight.report.summary import RunData, read_run
 from kempner.insight.report.timeline import AttemptTime, Category
 from kempner.run.record.events import CheckpointCommitted
@@ -100,14 +100,17 @@ def _of_run(data: RunData) -> dict[str, list[float]]:
         if ending[Category.QUEUE] > 0:
             found.setdefault("queue", []).append(float(ending[Category.QUEUE]))
         if _failed(time):
-            kind = "detect_hang" if cause_of(time.facts)[0] is Kind.HANG else "detect"
+            kind = "detect_hang" if cause_of(time.facts)[0] is InterruptionKind.HANG else "detect"
             noticed = float(ending[Category.HUNG] + ending[Category.STOP])
             found.setdefault(kind, []).append(noticed)
     return found
 
 
 def _failed(time: AttemptTime) -> bool:
-    return cause_of(time.facts)[0] in (Kind.FAILURE, Kind.HANG) and not time.facts.completed
+    return (
+        cause_of(time.facts)[0] in (InterruptionKind.FAILURE, InterruptionKind.HANG)
+        and not time.facts.completed
+    )
 
 
 def main() -> None:

@@ -19,7 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kempner.checkpoint.format.manifest import TrainState
-from kempner.checkpoint.slots.memory import Board, Branch, CopyHolder, Held, SlotHolder, SlotMemory
+from kempner.checkpoint.slots.memory import (
+    Board,
+    Branch,
+    CopyHolder,
+    SlotContents,
+    SlotHolder,
+    SlotMemory,
+)
 from kempner.run.control.protocol import Secret
 from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver
 from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender
@@ -53,7 +60,7 @@ class ToBuddy:
         self.step += 1
         number = self.step % 2
         self.slots[number].withdraw()
-        held = Held(TrainState(self.step), Branch("now"), 1, 2, 0, 0, self.size)
+        held = SlotContents(TrainState(self.step), Branch("now"), 1, 2, 0, 0, self.size)
         self.slots[number].publish(held)
         self.board.pin(number)
         while not self.board.may_pin:

@@ -33,7 +33,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """How far two tensors are apart.
 
     Of `elements`, `different` have other bits once both tensors are of the dtype `compared_in`, and
@@ -67,7 +67,7 @@ def common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype | None:
     return max(a, b, key=lambda dtype: (torch.finfo(dtype).eps, -torch.finfo(dtype).max))
 
 
-def difference(a: Tensor, b: Tensor) -> Difference:
+def difference(a: Tensor, b: Tensor) -> TensorDifference:
     """Compare two tensors of one shape, with a `common_dtype`.
 
     Elements of one dtype are equal if their bits are: 0 and -0 differ, and a NaN equals the same
@@ -76,7 +76,7 @@ def difference(a: Tensor, b: Tensor) -> Difference:
     """
     dtype = common_dtype(a.dtype, b.dtype)
     assert dtype is not None
-    found = Difference(a.numel(), str(dtype).removeprefix("torch."))
+    found = TensorDifference(a.numel(), str(dtype).removeprefix("torch."))
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     for start in range(0, a.numel(), _SLAB_ELEMENTS):
         piece = slice(start, start + _SLAB_ELEMENTS)
@@ -85,8 +85,8 @@ def difference(a: Tensor, b: Tensor) -> Difference:
 
 
 def _with_slab(
-    found: Difference, a: Tensor, b: Tensor, dtype: torch.dtype, start: int, shape: torch.Size
-) -> Difference:
+    found: TensorDifference, a: Tensor, b: Tensor, dtype: torch.dtype, start: int, shape: torch.Size
+) -> TensorDifference:
     one, other = a.to(dtype), b.to(dtype)
     differs = _differs(one, other)
     if a.dtype != b.dtype:
@@ -219,7 +219,7 @@ def renamed(side: Side, names: Mapping[str, str]) -> Side:
     return replace(side, tensors=tensors, read=read)
 
 
-class Verdict(StrEnum):
+class TensorVerdict(StrEnum):
     """What two tensors of one name are to each other."""
 
     IDENTICAL = "identical"
@@ -242,23 +242,23 @@ class Pair:
     name: str
     a: Saved | None
     b: Saved | None
-    difference: Difference | None = None
+    difference: TensorDifference | None = None
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> TensorVerdict:
         """What they are to each other."""
         if self.a is None or self.b is None:
-            return Verdict.ONLY_B if self.a is None else Verdict.ONLY_A
+            return TensorVerdict.ONLY_B if self.a is None else TensorVerdict.ONLY_A
         if self.difference is None:
-            return Verdict.SHAPE if self.a.shape != self.b.shape else Verdict.DTYPE
+            return TensorVerdict.SHAPE if self.a.shape != self.b.shape else TensorVerdict.DTYPE
         if self.difference.different:
-            return Verdict.DIFFERENT
-        return Verdict.IDENTICAL if self.a.dtype == self.b.dtype else Verdict.EQUAL
+            return TensorVerdict.DIFFERENT
+        return TensorVerdict.IDENTICAL if self.a.dtype == self.b.dtype else TensorVerdict.EQUAL
 
     @property
     def equal(self) -> bool:
         """Whether no difference was found."""
-        return self.verdict in (Verdict.IDENTICAL, Verdict.EQUAL)
+        return self.verdict in (TensorVerdict.IDENTICAL, TensorVerdict.EQUAL)
 
     def to_json(self) -> dict[str, Any]:
         """A table of plain values; what does not apply is None."""
@@ -290,7 +290,7 @@ def pairs(a: Side, b: Side, on_bytes: Callable[[int], None]) -> Iterator[Pair]:
 Tensors = Iterator[tuple[str, Tensor]]
 
 
-def _compare_next(a: Tensors, b: Tensors) -> tuple[Difference, int]:
+def _compare_next(a: Tensors, b: Tensors) -> tuple[TensorDifference, int]:
     """The next tensor's difference, and the bytes of both; neither is kept."""
     (name, x), (same, y) = next(a), next(b)
     assert name == same

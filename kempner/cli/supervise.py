@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from kempner.cli.config import TAKES_OVERRIDES
-from kempner.cli.usage import overrides
+from kempner.cli.usage import TakesCommand, overrides
 from kempner.cluster.slurm.job import element, restart_count
 from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.loading import load
@@ -46,17 +45,8 @@ class LauncherName(StrEnum):
 _NAMED = "kempner supervise --run.name=NAME -- COMMAND..."
 
 
-class _TakesCommand(TyperCommand):
-    """Everything after `--` is a command; its arguments are not options of kempner."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        at = args.index("--") if "--" in args else len(args)
-        ctx.obj = tuple(args[at + 1 :])
-        return super().parse_args(ctx, args[:at])
-
-
 def register(app: typer.Typer) -> None:
-    app.command(cls=_TakesCommand, context_settings=TAKES_OVERRIDES)(supervise)
+    app.command(cls=TakesCommand, context_settings=TAKES_OVERRIDES)(supervise)
 
 
 def supervise(

@@ -1,13 +1,8 @@
 """Looks at the words of a command line before its command does, and says what is wrong.
 
-Sentences about a wrong command line: what is wrong, and what was probably meant.
-
-typer does not export the classes of its errors, so they are told apart by their names and fields.
-
-Looks at the words of a command line before its command does: paths, options, a forgotten `--`.
-
-A command that takes overrides lets every unknown option through, so it is here that one which is
-no override gets its sentence.
+Paths, options, a forgotten `--`. A command that takes overrides lets every unknown option through,
+so it is here that one which is no override gets its sentence. typer does not export the classes of
+its errors, so they are told apart by their names and fields.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from kempner.config.errors import DEMANDS, quote, shorten
 from kempner.config.section import expand_home
@@ -300,3 +296,12 @@ def _refuse_program(file: str, context: typer.Context) -> None:
         f"{quote(file)} is a program, not a configuration; write -- before a command of your own: "
         f"kempner supervise -- {shorten(' '.join(command))}"
     )
+
+
+class TakesCommand(TyperCommand):
+    """Everything after `--` is a command; its arguments are not options of kempner."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.obj = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])

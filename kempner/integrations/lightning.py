@@ -40,7 +40,7 @@ from kempner.run.control.protocol import Phase
 from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.training.compute.seeds import program_seed
 from kempner.training.own_loop import OwnLoop
-from kempner.training.session import Entry, Session
+from kempner.training.session import RunEntry, Session
 from kempner.training.vote.vote import VoteResult
 
 _FILE = "lightning.ckpt"
@@ -156,7 +156,7 @@ class Survive(Callback):
         if stage != "fit":
             return
         _check_version()
-        entry = Entry("Survive", self._run_dir)
+        entry = RunEntry("Survive", self._run_dir)
         with entry.guard():
             KempnerEnvironment().validate_settings(trainer.world_size, 1)
             agree_on: dict[str, object] = {"save_every": self._save_every, "seed": self._seed}

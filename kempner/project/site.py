@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from kempner.cluster.network.interfaces import Network, read_interfaces
+from kempner.cluster.network.interfaces import InterfaceNetwork, read_interfaces
 from kempner.cluster.slurm.command import SlurmError, SlurmMissingError, ask
 from kempner.cluster.slurm.resources import count_gpus
 from kempner.project.environment import Environment, Facts, recognise
@@ -234,5 +234,5 @@ def _fabric() -> str:
         interfaces = read_interfaces()
     except OSError:
         return ""
-    fabric = (i.name for i in interfaces if i.usable and i.network is Network.FABRIC)
+    fabric = (i.name for i in interfaces if i.usable and i.network is InterfaceNetwork.FABRIC)
     return next(fabric, "")

@@ -45,7 +45,7 @@ class StepResult:
 
 
 @dataclass
-class Record:
+class RankRecord:
     """What one rank has seen in one start of the program."""
 
     began: dict[int, StepStart] = field(default_factory=dict)
@@ -70,15 +70,15 @@ class Record:
         return max(self.done, default=0)
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> RankRecord:
     """The record of a rank; an empty one if it has written none."""
     lines = path.read_text().splitlines() if path.is_file() else []
     return parse(lines)
 
 
-def parse(lines: Iterable[str]) -> Record:
+def parse(lines: Iterable[str]) -> RankRecord:
     """A record from its lines; what a killed rank has begun to write is left out."""
-    record = Record()
+    record = RankRecord()
     for text in lines:
         try:
             line = json.loads(text)
@@ -88,7 +88,7 @@ def parse(lines: Iterable[str]) -> Record:
     return record
 
 
-def _take(record: Record, line: dict[str, Any]) -> None:
+def _take(record: RankRecord, line: dict[str, Any]) -> None:
     if "began" in line:
         variables = {name: Variable(*seen) for name, seen in line["variables"].items()}
         began = StepStart(variables, line["globals"], tuple(line["iterators"]))
@@ -121,7 +121,7 @@ COMPARED: dict[str, Callable[[StepResult], object]] = {
 
 
 @dataclass(frozen=True)
-class Difference:
+class StepDifference:
     """In which step of which rank something was otherwise first."""
 
     field: str
@@ -141,14 +141,16 @@ class Changed:
     """Whether it is what it was when the program was started for the first time."""
 
 
-def differences(undisturbed: Sequence[Record], other: Sequence[Record]) -> list[Difference]:
+def differences(
+    undisturbed: Sequence[RankRecord], other: Sequence[RankRecord]
+) -> list[StepDifference]:
     """What differs in the steps that both have done, the earliest step first."""
     found = []
     for rank, (expected, seen) in enumerate(zip(undisturbed, other, strict=True)):
         for name, value in COMPARED.items():
             for step in sorted(expected.done.keys() & seen.done.keys()):
                 if _differ(value(expected.done[step]), value(seen.done[step]), name):
-                    found.append(Difference(name, step, rank))
+                    found.append(StepDifference(name, step, rank))
                     break
     order = list(COMPARED)
     return sorted(found, key=lambda one: (one.step, order.index(one.field), one.rank))
@@ -162,8 +164,8 @@ def _differ(expected: object, seen: object, field: str) -> bool:
 
 
 def lost_evaluations(
-    undisturbed: Sequence[Record], parts: Sequence[Sequence[Record]]
-) -> list[Difference]:
+    undisturbed: Sequence[RankRecord], parts: Sequence[Sequence[RankRecord]]
+) -> list[StepDifference]:
     """Evaluations that no start made as the undisturbed run did."""
     found = []
     for rank, expected in enumerate(undisturbed):
@@ -175,7 +177,7 @@ def lost_evaluations(
                 made.setdefault(at, []).append(digests)
         for step, digests in sorted(expected.evaluations.items()):
             if digests and not any(_contains(seen, digests) for seen in made.get(step, [])):
-                found.append(Difference("evaluation", step, rank))
+                found.append(StepDifference("evaluation", step, rank))
                 break
     return found
 
@@ -186,7 +188,7 @@ def _contains(seen: Sequence[str], digests: Sequence[str]) -> bool:
     return any(list(seen[n : n + size]) == list(digests) for n in range(len(seen) - size + 1))
 
 
-def changed(undisturbed: Record, other: Record, step: int) -> list[Changed]:
+def changed(undisturbed: RankRecord, other: RankRecord, step: int) -> list[Changed]:
     """The variables that are otherwise as `step` begins."""
     if step not in undisturbed.began or step not in other.began:
         return []
@@ -200,7 +202,7 @@ def changed(undisturbed: Record, other: Record, step: int) -> list[Changed]:
     return found + _generators(undisturbed, other, step)
 
 
-def _generators(undisturbed: Record, other: Record, step: int) -> list[Changed]:
+def _generators(undisturbed: RankRecord, other: RankRecord, step: int) -> list[Changed]:
     """The global generators that steps draw from, and that stand elsewhere."""
     names = {"numpy": "NumPy's global generator", "random": "Python's global generator"}
     found = []
@@ -219,7 +221,7 @@ def _drawn_from(began: Mapping[int, StepStart], key: str) -> bool:
 
 
 def samples_elsewhere(
-    undisturbed: Sequence[Record], other: Sequence[Record], after: int
+    undisturbed: Sequence[RankRecord], other: Sequence[RankRecord], after: int
 ) -> bool | None:
     """Whether another number of ranks had the samples that were next, each once.
 
@@ -244,7 +246,7 @@ def samples_elsewhere(
     return Counter(wanted[:size]) == Counter(got[:size])
 
 
-def _draws_its_own(undisturbed: Sequence[Record], other: Sequence[Record]) -> bool:
+def _draws_its_own(undisturbed: Sequence[RankRecord], other: Sequence[RankRecord]) -> bool:
     """Whether each rank had the same in each step as on more ranks, and no sample ever came twice:
     it is drawn by step and rank, and belongs to no data set.
     """
@@ -258,7 +260,7 @@ def _draws_its_own(undisturbed: Sequence[Record], other: Sequence[Record]) -> bo
     return same and len(set(rows)) == len(rows)
 
 
-def _rows(records: Sequence[Record], after: int) -> list[list[str]]:
+def _rows(records: Sequence[RankRecord], after: int) -> list[list[str]]:
     """The samples of all ranks for each step after one."""
     steps = sorted({step for record in records for step in record.done if step > after})
     return [

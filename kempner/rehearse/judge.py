@@ -17,13 +17,13 @@ from pathlib import Path
 
 from kempner.rehearse.compare import (
     Changed,
-    Difference,
+    StepDifference,
     changed,
     differences,
     lost_evaluations,
     samples_elsewhere,
 )
-from kempner.rehearse.rehearsal import ObservedStart, Seen
+from kempner.rehearse.rehearsal import ObservedStart, RehearsalRecord
 
 _TELLS = {
     *("print", "debug", "info", "warning", "error", "exception", "log", "write", "writelines"),
@@ -194,7 +194,7 @@ IF_USED = {"value", "container", "tensor"}
 """Kinds that must come back if training depends on them."""
 
 
-class Verdict(Enum):
+class RehearsalVerdict(Enum):
     """How a rehearsal ends."""
 
     EXACT = "exact"
@@ -213,12 +213,12 @@ class Row:
 
 
 @dataclass
-class Findings:
+class RehearsalFindings:
     """What there is to say about a rehearsal."""
 
-    verdict: Verdict
+    verdict: RehearsalVerdict
     rows: list[Row] = field(default_factory=list)
-    first: list[Difference] = field(default_factory=list)
+    first: list[StepDifference] = field(default_factory=list)
     """The first differences of the first start that has any."""
     changes: list[Changed] = field(default_factory=list)
     """What did not come back in that start."""
@@ -229,13 +229,13 @@ class Findings:
     """What did not come back, and only tells people something."""
 
 
-def judge(seen: Seen) -> Findings:
+def judge(seen: RehearsalRecord) -> RehearsalFindings:
     if seen.undisturbed.failed:
         return _failure("the program itself", seen.undisturbed)
     if seen.starts[-1].failed:
         return _failed_later(seen)
     used = names_that_matter(_sources(seen).values())
-    findings = Findings(Verdict.EXACT)
+    findings = RehearsalFindings(RehearsalVerdict.EXACT)
     findings.rows = [_row(seen, number, used) for number in range(len(seen.starts))]
     _find_first(seen, findings, used)
     _look_elsewhere(seen, findings)
@@ -243,7 +243,7 @@ def judge(seen: Seen) -> Findings:
     return findings
 
 
-def _failed_later(seen: Seen) -> Findings:
+def _failed_later(seen: RehearsalRecord) -> RehearsalFindings:
     """A start failed: what was found before it, and how it ended."""
     number, failed = len(seen.starts), seen.starts[-1]
     who = f"start {number}"
@@ -253,13 +253,13 @@ def _failed_later(seen: Seen) -> Findings:
     if number == 1:
         return failure
     findings = judge(replace(seen, starts=seen.starts[:-1]))
-    if findings.verdict is Verdict.EXACT:
-        findings.verdict = Verdict.FAILED
+    if findings.verdict is RehearsalVerdict.EXACT:
+        findings.verdict = RehearsalVerdict.FAILED
     findings.sentences = failure.sentences + findings.sentences
     return findings
 
 
-def _find_first(seen: Seen, findings: Findings, used: frozenset[str]) -> None:
+def _find_first(seen: RehearsalRecord, findings: RehearsalFindings, used: frozenset[str]) -> None:
     """The first start that differs, and how."""
     records = seen.undisturbed.records
     for number, start in enumerate(seen.starts):
@@ -269,16 +269,16 @@ def _find_first(seen: Seen, findings: Findings, used: frozenset[str]) -> None:
         findings.told_only += [c.name for c in changes if c not in kept and c.kind in IF_USED]
         wrong_place = _wrong_place(seen, number)
         if outcome or kept or wrong_place:
-            findings.verdict = Verdict.DIFFERS if number else Verdict.BY_ITSELF
+            findings.verdict = RehearsalVerdict.DIFFERS if number else RehearsalVerdict.BY_ITSELF
             findings.first, findings.changes, findings.at = outcome, kept, start.first
             findings.sentences += [wrong_place] if wrong_place else []
             return
     lost = lost_evaluations(records, [start.records for start in seen.starts])
     if lost:
-        findings.verdict, findings.first = Verdict.DIFFERS, lost
+        findings.verdict, findings.first = RehearsalVerdict.DIFFERS, lost
 
 
-def _changes(seen: Seen, number: int) -> list[Changed]:
+def _changes(seen: RehearsalRecord, number: int) -> list[Changed]:
     """What is otherwise as a start begins, on any rank; not what is otherwise in each process."""
     start, records = seen.starts[number], seen.undisturbed.records
     if start.first == 0:
@@ -293,7 +293,7 @@ def _changes(seen: Seen, number: int) -> list[Changed]:
     return list(found.values())
 
 
-def _noise(seen: Seen) -> set[str]:
+def _noise(seen: RehearsalRecord) -> set[str]:
     """The variables that differ before anything is disturbed: times, process ids, folders."""
     found: set[str] = set()
     for expected, other in zip(seen.undisturbed.records, seen.starts[0].records, strict=True):
@@ -316,7 +316,7 @@ def identifiers(name: str) -> list[str]:
     return [word for word in words if word.isidentifier()] or [name]
 
 
-def _wrong_place(seen: Seen, number: int) -> str:
+def _wrong_place(seen: RehearsalRecord, number: int) -> str:
     """A sentence, if a start did not begin where it was to."""
     if number == 0:
         return ""
@@ -334,7 +334,7 @@ def _wrong_place(seen: Seen, number: int) -> str:
     return f"{words}, it began again with step {start.first} instead of {least}"
 
 
-def _row(seen: Seen, number: int, used: frozenset[str]) -> Row:
+def _row(seen: RehearsalRecord, number: int, used: frozenset[str]) -> Row:
     """What one start had in common with the undisturbed run."""
     records, start = seen.undisturbed.records, seen.starts[number]
     wrong = {one.field for one in differences(records, start.records)}
@@ -356,7 +356,7 @@ def _row(seen: Seen, number: int, used: frozenset[str]) -> Row:
     return Row(f"{before}steps {start.first} to {start.last}", fields)
 
 
-def _evaluation_of(seen: Seen, number: int) -> bool | None:
+def _evaluation_of(seen: RehearsalRecord, number: int) -> bool | None:
     """Whether the evaluations of this start's steps were made as undisturbed."""
     start, records = seen.starts[number], seen.undisturbed.records
     steps = {s for s, digests in records[0].evaluations.items() if digests}
@@ -367,7 +367,7 @@ def _evaluation_of(seen: Seen, number: int) -> bool | None:
     return not any(one.step in own for one in lost)
 
 
-def _look_elsewhere(seen: Seen, findings: Findings) -> None:
+def _look_elsewhere(seen: RehearsalRecord, findings: RehearsalFindings) -> None:
     """On another number of ranks: the same state, rates and samples."""
     other, words = seen.elsewhere, f"another number of ranks ({len(seen.undisturbed.records)} -> "
     if other is None:
@@ -389,26 +389,30 @@ def _look_elsewhere(seen: Seen, findings: Findings) -> None:
     samples = samples_elsewhere(seen.undisturbed.records, other.records, other.first - 1)
     fields = {"samples": samples, "rate": rate, "weights": not state}
     findings.rows.append(Row(f"{words}: steps {other.first} to {other.last}", fields))
-    if findings.verdict is Verdict.EXACT and (False in fields.values()):
-        findings.verdict, findings.changes, findings.at = Verdict.DIFFERS, state, other.first
+    if findings.verdict is RehearsalVerdict.EXACT and (False in fields.values()):
+        findings.verdict, findings.changes, findings.at = (
+            RehearsalVerdict.DIFFERS,
+            state,
+            other.first,
+        )
         wrong = " and ".join(name for name, same in fields.items() if same is False)
         findings.sentences.append(f"on {words}, {wrong} did not come back")
 
 
-def _compare_files(seen: Seen, findings: Findings) -> None:
+def _compare_files(seen: RehearsalRecord, findings: RehearsalFindings) -> None:
     undisturbed, disturbed = seen.contents
-    if findings.verdict is Verdict.BY_ITSELF:
+    if findings.verdict is RehearsalVerdict.BY_ITSELF:
         return
     for path in undisturbed.differing(disturbed):
-        if findings.verdict is Verdict.EXACT:
-            findings.verdict = Verdict.DIFFERS
+        if findings.verdict is RehearsalVerdict.EXACT:
+            findings.verdict = RehearsalVerdict.DIFFERS
         findings.sentences.append(f"{shown(path)} holds something else than undisturbed")
 
 
-def _failure(who: str, played: ObservedStart) -> Findings:
+def _failure(who: str, played: ObservedStart) -> RehearsalFindings:
     codes = ", ".join(str(code) for code in sorted(set(played.codes)))
     sentence = f"{who} ended with code {codes}: {last_words(played)}"
-    return Findings(Verdict.FAILED, sentences=[sentence])
+    return RehearsalFindings(RehearsalVerdict.FAILED, sentences=[sentence])
 
 
 def last_words(played: ObservedStart) -> str:
@@ -418,7 +422,7 @@ def last_words(played: ObservedStart) -> str:
     return (ours or lines or ["it printed nothing"])[-1].strip()
 
 
-def _sources(seen: Seen) -> dict[str, str]:
+def _sources(seen: RehearsalRecord) -> dict[str, str]:
     """The program's files of Python."""
     paths = sorted({path for record in seen.undisturbed.records for path in record.sources})
     return {path: Path(path).read_text("utf-8", "replace") for path in paths}
@@ -431,12 +435,12 @@ def shown(path: str) -> str:
     return str(full.relative_to(here)) if full.is_relative_to(here) else path
 
 
-def sources_by_name(seen: Seen) -> dict[str, str]:
+def sources_by_name(seen: RehearsalRecord) -> dict[str, str]:
     """The same, by names for a person."""
     return {shown(path): text for path, text in _sources(seen).items()}
 
 
-def read_again(seen: Seen) -> Sequence[str]:
+def read_again(seen: RehearsalRecord) -> Sequence[str]:
     """Files that the program has written, and that a later start has read."""
     wrote = {path for record in seen.undisturbed.records for path in record.wrote}
     starts = [*seen.starts, *([seen.again] if seen.again else [])]

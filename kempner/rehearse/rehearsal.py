@@ -15,9 +15,9 @@ from pathlib import Path
 
 import xxhash
 
-from kempner.rehearse.compare import Record, read_record
+from kempner.rehearse.compare import RankRecord, read_record
 from kempner.rehearse.stage import Stage
-from kempner.run.control.rehearsal import Part
+from kempner.run.control.rehearsal import RehearsalPart
 from kempner.run.process.exit_codes import ExitCode, UsageError
 
 OF_TENSORS = {".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npy", ".npz"}
@@ -27,12 +27,12 @@ DEEPEST, MOST_FILES, LARGEST = 4, 5000, 1 << 28
 
 
 @dataclass(frozen=True)
-class Contents:
+class FileDigests:
     """Digests of files by their paths."""
 
     digests: Mapping[str, str] = field(default_factory=dict)
 
-    def differing(self, other: Contents) -> list[str]:
+    def differing(self, other: FileDigests) -> list[str]:
         """The files that both have, with other contents."""
         common = self.digests.keys() & other.digests.keys()
         return sorted(path for path in common if self.digests[path] != other.digests[path])
@@ -59,7 +59,7 @@ def _passed_over(folder: Path, scratch: Path) -> bool:
 
 
 def changed_files(
-    records: Iterable[Record], before: Mapping[str, tuple[int, int]], scratch: Path
+    records: Iterable[RankRecord], before: Mapping[str, tuple[int, int]], scratch: Path
 ) -> list[str]:
     """The files that the program has written, as it told and as its folder shows."""
     told = {path for record in records for path in record.wrote if Path(path).is_file()}
@@ -68,11 +68,11 @@ def changed_files(
 
 
 def contents_of(
-    records: Iterable[Record], before: Mapping[str, tuple[int, int]], scratch: Path
-) -> Contents:
+    records: Iterable[RankRecord], before: Mapping[str, tuple[int, int]], scratch: Path
+) -> FileDigests:
     """Of the files of tensors among them."""
     paths = [path for path in changed_files(records, before, scratch) if _is_compared(Path(path))]
-    return Contents({p: xxhash.xxh3_64_hexdigest(Path(p).read_bytes()) for p in paths})
+    return FileDigests({p: xxhash.xxh3_64_hexdigest(Path(p).read_bytes()) for p in paths})
 
 
 def _is_compared(path: Path) -> bool:
@@ -98,7 +98,7 @@ class Disturbance:
         return f"{how} ({self.what})" if self.what else how
 
 
-def plan(record: Record) -> list[Disturbance]:
+def plan(record: RankRecord) -> list[Disturbance]:
     """The disturbances of one run, in their order; the first is a stop, one at least is a kill.
 
     A stop falls on a boundary, a kill into the step after one. Raises `ValueError` if there are too
@@ -124,7 +124,7 @@ def plan(record: Record) -> list[Disturbance]:
     return _spread(chosen)
 
 
-def boundaries(record: Record) -> dict[int, str]:
+def boundaries(record: RankRecord) -> dict[int, str]:
     """The first and the last step of each kind after which something else than a step comes."""
     last = record.last
     found = {
@@ -140,7 +140,7 @@ def boundaries(record: Record) -> dict[int, str]:
     return marks
 
 
-def epoch_ends(record: Record) -> list[int]:
+def epoch_ends(record: RankRecord) -> list[int]:
     """The steps after which samples come again."""
     seen: set[str] = set()
     ends = []
@@ -172,8 +172,8 @@ def _spread(chosen: list[Disturbance]) -> list[Disturbance]:
 class ObservedStart:
     """One start of the program, and what its ranks have seen."""
 
-    part: Part
-    records: tuple[Record, ...]
+    part: RehearsalPart
+    records: tuple[RankRecord, ...]
     codes: tuple[int, ...]
     folder: Path
 
@@ -202,7 +202,7 @@ class ObservedStart:
 
 
 @dataclass
-class Seen:
+class RehearsalRecord:
     """Everything that a rehearsal has seen."""
 
     undisturbed: ObservedStart
@@ -213,7 +213,7 @@ class Seen:
     """A second undisturbed run, if the first was not repeated before any disturbance."""
     elsewhere: ObservedStart | None = None
     """The start on another number of ranks, after the first stop."""
-    contents: tuple[Contents, Contents] = (Contents(), Contents())
+    contents: tuple[FileDigests, FileDigests] = (FileDigests(), FileDigests())
     """The files of tensors that the program wrote elsewhere: undisturbed, and at the end."""
 
 
@@ -228,11 +228,11 @@ class Rehearsal:
     stage: Stage
     tell: Callable[[str], None]
 
-    def run(self) -> Seen:
+    def run(self) -> RehearsalRecord:
         """Play all parts. Raises `UsageError` if the program makes no steps that can be seen."""
         before = listing(Path.cwd(), self.scratch)
         first = self._run_start("undisturbed", self.steps)
-        seen = Seen(first)
+        seen = RehearsalRecord(first)
         if first.failed:
             return seen
         self._check(first)
@@ -247,7 +247,7 @@ class Rehearsal:
             seen.again = self._run_start("again", self.steps)
         return seen
 
-    def _disturb(self, seen: Seen) -> None:
+    def _disturb(self, seen: RehearsalRecord) -> None:
         """One run that goes through all disturbances."""
         for number, disturbance in enumerate([*seen.disturbances, None], 1):
             at = self.steps if disturbance is None else disturbance.step
@@ -260,7 +260,7 @@ class Rehearsal:
             if number == 1 and self.size > 1:
                 self._resume_on_half_the_ranks(seen)
 
-    def _resume_on_half_the_ranks(self, seen: Seen) -> None:
+    def _resume_on_half_the_ranks(self, seen: RehearsalRecord) -> None:
         """After the first stop, from a copy of its run, on half as many ranks."""
         shutil.copytree(self.scratch / "disturbed", self.scratch / "elsewhere", symlinks=True)
         size = self.size // 2
@@ -274,7 +274,9 @@ class Rehearsal:
         """Start the program until it is disturbed in step `at`, or is complete."""
         folder = self.scratch / f"part-{name}"
         folder.mkdir()
-        part = Part(str(folder), str(self.scratch / (run or name)), at, kills, str(Path.cwd()))
+        part = RehearsalPart(
+            str(folder), str(self.scratch / (run or name)), at, kills, str(Path.cwd())
+        )
         outputs = [folder / f"rank-{rank}.out" for rank in range(self.size)]
         variables = {**part.environment(), "MLFLOW_TRACKING_URI": f"file:{self.scratch}/mlflow"}
         codes = self.stage.run(self.command, variables, outputs, other)
@@ -292,7 +294,7 @@ class Rehearsal:
                 f"rehearse: the program ended after {first.last} steps: at least 5 are needed"
             )
 
-    def _differs_by_itself(self, seen: Seen) -> bool:
+    def _differs_by_itself(self, seen: RehearsalRecord) -> bool:
         from kempner.rehearse.compare import differences
 
         return bool(differences(seen.undisturbed.records, seen.starts[0].records))

@@ -15,16 +15,16 @@ from pathlib import Path
 
 from kempner.rehearse.compare import Changed, differences
 from kempner.rehearse.judge import (
-    Findings,
+    RehearsalFindings,
+    RehearsalVerdict,
     Row,
-    Verdict,
     identifiers,
     judge,
     read_again,
     shown,
     sources_by_name,
 )
-from kempner.rehearse.rehearsal import Seen
+from kempner.rehearse.rehearsal import RehearsalRecord
 from kempner.run.output.units import count
 from kempner.run.process.exit_codes import ExitCode
 
@@ -98,14 +98,14 @@ _FIELDS = {
 }
 
 
-def explain(seen: Seen, findings: Findings) -> list[str]:
+def explain(seen: RehearsalRecord, findings: RehearsalFindings) -> list[str]:
     """All that there is to say, the likeliest cause first."""
     sentences = list(findings.sentences)
-    if findings.verdict is Verdict.FAILED:
+    if findings.verdict is RehearsalVerdict.FAILED:
         return sentences
-    if findings.verdict is Verdict.BY_ITSELF:
+    if findings.verdict is RehearsalVerdict.BY_ITSELF:
         sentences += _by_itself(seen, findings)
-    elif findings.verdict is Verdict.DIFFERS:
+    elif findings.verdict is RehearsalVerdict.DIFFERS:
         sentences += _first_difference(findings)
         sentences += about_changes(findings.changes)
         if not findings.changes and findings.first:
@@ -113,7 +113,7 @@ def explain(seen: Seen, findings: Findings) -> list[str]:
     return sentences
 
 
-def _first_difference(findings: Findings) -> list[str]:
+def _first_difference(findings: RehearsalFindings) -> list[str]:
     if not findings.first:
         names = ", ".join(sorted({c.name for c in findings.changes})[:3])
         if not findings.changes:
@@ -178,7 +178,7 @@ def _about(name: str, kind: str, changes: Sequence[Changed]) -> str:
     )
 
 
-def _without_a_variable(seen: Seen, findings: Findings) -> list[str]:
+def _without_a_variable(seen: RehearsalRecord, findings: RehearsalFindings) -> list[str]:
     """What differs although all variables that can be looked at came back."""
     one = findings.first[0]
     if one.field == "samples":
@@ -199,7 +199,7 @@ def _without_a_variable(seen: Seen, findings: Findings) -> list[str]:
     return ["its cause is none of the program's variables: look at what the step calls"]
 
 
-def _by_itself(seen: Seen, findings: Findings) -> list[str]:
+def _by_itself(seen: RehearsalRecord, findings: RehearsalFindings) -> list[str]:
     """Two undisturbed runs differ."""
     one = findings.first[0] if findings.first else None
     told = [
@@ -240,7 +240,7 @@ COLUMNS = ("samples", "losses", "rate", "evaluation", "weights", "names", "gener
 MOST_FILES = 12
 
 
-def report(seen: Seen, size: int) -> tuple[str, ExitCode]:
+def report(seen: RehearsalRecord, size: int) -> tuple[str, ExitCode]:
     """All lines, and the exit code that goes with them."""
     findings = judge(seen)
     lines = [*_table(findings.rows), ""]
@@ -250,21 +250,21 @@ def report(seen: Seen, size: int) -> tuple[str, ExitCode]:
         names = ", ".join(f"`{name}`" for name in sorted(set(findings.told_only))[:MOST_FILES])
         lines.append(f"begins anew, and only tells people something: {names}")
     lines.append(_verdict(seen, findings, size))
-    code = ExitCode.COMPLETED if findings.verdict is Verdict.EXACT else ExitCode.CRASHED
+    code = ExitCode.COMPLETED if findings.verdict is RehearsalVerdict.EXACT else ExitCode.CRASHED
     return "\n".join(lines).strip("\n"), code
 
 
-def _verdict(seen: Seen, findings: Findings, size: int) -> str:
+def _verdict(seen: RehearsalRecord, findings: RehearsalFindings, size: int) -> str:
     ranks = count(size, "rank")
     over = f"{seen.undisturbed.last} steps on {ranks}"
     match findings.verdict:
-        case Verdict.EXACT:
+        case RehearsalVerdict.EXACT:
             return f"exact: {over}, stopped and killed {len(seen.disturbances)} times"
-        case Verdict.DIFFERS:
+        case RehearsalVerdict.DIFFERS:
             return f"not exact, over {over}"
-        case Verdict.BY_ITSELF:
+        case RehearsalVerdict.BY_ITSELF:
             return f"not repeatable, over {over}"
-        case Verdict.FAILED:
+        case RehearsalVerdict.FAILED:
             return "not rehearsed to the end"
 
 
@@ -285,7 +285,7 @@ def _cell(row: Row, name: str) -> str:
     return "-" if same is None else "exact" if same else "DIFFER"
 
 
-def _outside(seen: Seen) -> list[str]:
+def _outside(seen: RehearsalRecord) -> list[str]:
     """What the program did elsewhere."""
     starts = [seen.undisturbed, *seen.starts]
     records = [record for start in starts for record in start.records]

@@ -39,7 +39,7 @@ from kempner.supervisor.control.events import Connected, Disconnected, News, Ran
 from kempner.supervisor.control.rank_roster import RankRoster
 from kempner.supervisor.control.server import ControlServer
 from kempner.supervisor.launchers.base import Launcher
-from kempner.supervisor.monitors.base import Adviser, Monitors, Snapshot, Surroundings
+from kempner.supervisor.monitors.base import Adviser, Monitors, RankConditions, Snapshot
 from kempner.supervisor.monitors.findings import Hang
 from kempner.supervisor.monitors.hangs import NODES_ANSWER, HangDetector, HangEvidence
 from kempner.supervisor.monitors.memory import MemoryMonitor, explained
@@ -54,7 +54,7 @@ from kempner.supervisor.policy.attempt_state import (
     StopSoFar,
     Trigger,
 )
-from kempner.supervisor.policy.outcome import OwnLoop, RankExit, describe_exit, failed
+from kempner.supervisor.policy.outcome import RankExit, ReportedLoop, describe_exit, failed
 from kempner.supervisor.policy.stop import StopOrder, renew, time_to_abandon
 from kempner.supervisor.slurm.job_monitor import JobSeen, JobView
 
@@ -157,9 +157,9 @@ class AttemptFollower:
         return not (self.roster.must_report or self.roster.joined)
 
     @property
-    def own_loop(self) -> OwnLoop:
+    def own_loop(self) -> ReportedLoop:
         """Where the loop of a program of the user's own is; UNKNOWN for any other."""
-        return OwnLoop.UNKNOWN if self.roster.must_report else self._stop.loop
+        return ReportedLoop.UNKNOWN if self.roster.must_report else self._stop.loop
 
     @property
     def steps_done(self) -> int:
@@ -272,7 +272,7 @@ class AttemptFollower:
             self.times.phases.usual(),
             self._channel.usage(),
             self.roster.joined,
-            Surroundings(self.times.woke_at, self._launcher.waits()),
+            RankConditions(self.times.woke_at, self._launcher.waits()),
         )
 
     def _advance(self, trigger: Trigger, within: float = inf) -> bool:
@@ -349,7 +349,7 @@ class AttemptFollower:
                 self._record(event)
             case Completed() | RankReady():
                 complete = isinstance(event, Completed)
-                self._stop.loop = OwnLoop.COMPLETE if complete else OwnLoop.UNDER_WAY
+                self._stop.loop = ReportedLoop.COMPLETE if complete else ReportedLoop.UNDER_WAY
                 self._record(event)
             case Stopped():
                 self._stop.said = StopReason.of_label(event.reason)
@@ -430,7 +430,7 @@ class AttemptFollower:
         first_to_fail = failed(end) and not self.roster.any_failed
         if not self.roster.ended(end, self.times.now()):
             return  # its own words came first and say more than its exit status
-        if first_to_fail and self.own_loop is not OwnLoop.COMPLETE:
+        if first_to_fail and self.own_loop is not ReportedLoop.COMPLETE:
             # After the last step the others may still evaluate, or export: they need not wait.
             self._channel.tell(PeerLost(end.rank, shorten(describe_exit(end))))
             self._advance(Trigger.RANK_FAILED)

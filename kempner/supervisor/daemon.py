@@ -47,7 +47,7 @@ from kempner.supervisor.nodes.exclusion import known_suspects
 from kempner.supervisor.output_limit import OutputLimit
 from kempner.supervisor.policy.outcome import (
     Decision,
-    OwnLoop,
+    ReportedLoop,
     after_training,
     decide_outcome,
     left_early,
@@ -337,9 +337,9 @@ def _outcome(follower: AttemptFollower) -> Decision:
     decision = decide_outcome(follower.ends, stop_requested=follower.stop_reason)
     if follower.hang is not None and not follower.stop_reason:
         decision = Decision(ExitCode.HUNG, follower.hang.sentence, follower.hang.laggard)
-    if follower.own_loop is OwnLoop.COMPLETE:
+    if follower.own_loop is ReportedLoop.COMPLETE:
         return after_training(decision, follower.ends)
-    if follower.own_loop is OwnLoop.UNDER_WAY and decision.code is ExitCode.COMPLETED:
+    if follower.own_loop is ReportedLoop.UNDER_WAY and decision.code is ExitCode.COMPLETED:
         return left_early(decision, follower.steps_done)
     return decision
 

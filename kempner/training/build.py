@@ -39,7 +39,7 @@ from kempner.run.process.retry import empty, storage_waits
 from kempner.run.record.attempts import Attempt, Fence
 from kempner.run.record.events import CheckpointCommitted, FaultsPlanned, StartedAnew
 from kempner.run.record.history import RunHistory
-from kempner.run.record.ledger import Recorder
+from kempner.run.record.ledger import EventRecorder
 from kempner.run.record.recorded_config import changes_since, describe_changes, used_before
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.compute.communication import choose_communication
@@ -192,7 +192,7 @@ def _resume(
     config: Config,
     ranks: Ranks,
     checkpoints: CheckpointEngine,
-    record: Recorder,
+    record: EventRecorder,
     history: RunHistory,
 ) -> TrainState:
     """Load the newest checkpoint; where it stands, with every rollback that is known of.

@@ -47,12 +47,12 @@ from kempner.training.policy.final_save import time_to_spare
 from kempner.training.rank_link.rank_link import find_place
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.recognition import describe_optimizer
-from kempner.training.session import Entry, at_prompt
+from kempner.training.session import RunEntry, at_prompt
 from kempner.training.survive import check_whole, device_of, open_checkpoints, parameters_of
 from kempner.training.vote.final_save import commit_last_step, unwritten
 from kempner.training.vote.vote import Vote, VoteGroup, VoteResult
 from kempner.training.watch import watch
-from kempner.training.watch.strangers import HeldObjects, Strangers, find_living
+from kempner.training.watch.strangers import HeldObjects, UnheldObjects, find_living
 from kempner.training.watch.watch import LOOKS
 
 
@@ -98,7 +98,7 @@ _PROCESS = _Process()
 class _UnheldObjects:
     """What the loop changes and no checkpoint holds, as far as the first saves show it."""
 
-    strangers: Strangers
+    strangers: UnheldObjects
     looks: int = LOOKS
 
     def look(self) -> str:
@@ -146,14 +146,14 @@ class CheckpointManager:
         accept_changes: Collection[str] = (),
     ) -> None:
         name = type(self).__name__
-        entry = Entry(name, run_dir, accept_changes, _PROCESS.listener)
+        entry = RunEntry(name, run_dir, accept_changes, _PROCESS.listener)
         with entry.guard():
             check_whole(name, "keep_last", keep_last, 2)
             device = device_of(name, model, optimizer)
             _refuse_second(Path(run_dir))
             given = HeldObjects(model, optimizer, state or {}, per_rank or {}, watches_data=False)
             everything = gather(model, optimizer, given.state, given.per_rank)
-            self._unheld = _UnheldObjects(Strangers(given))
+            self._unheld = _UnheldObjects(UnheldObjects(given))
             self._generators = watch.GlobalGenerators(torchs=True)
             session = entry.meet(
                 device,

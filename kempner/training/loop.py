@@ -20,7 +20,7 @@ from kempner.run.control.protocol import Phase
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DivergedError, ExitCode, PeersLostError, RunError
 from kempner.run.record.events import Diverged, Evaluated, LedgerEvent, RolledBack
-from kempner.run.record.ledger import Recorder
+from kempner.run.record.ledger import EventRecorder
 from kempner.training.compute.forward_backward import accumulate, weightless
 from kempner.training.compute.optimizer import update
 from kempner.training.fault_injection import FaultInjector
@@ -28,7 +28,7 @@ from kempner.training.groups.process_groups import Ranks
 from kempner.training.observe.evaluation import Evaluation
 from kempner.training.observe.metrics import StepMetrics
 from kempner.training.observe.profiler import Profiler
-from kempner.training.policy.anomalies import Health, Plan, observe, plan_rollback
+from kempner.training.policy.anomalies import Health, RollbackPlan, observe, plan_rollback
 from kempner.training.policy.lr_schedule import learning_rate
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.vote.final_save import (
@@ -86,7 +86,7 @@ class Tools:
     evaluation: Evaluation
     faults: FaultInjector
     progress: Progress
-    record: Recorder
+    record: EventRecorder
     profiler: Profiler
     communication: Choice = EACH_MICRO_BATCH
 
@@ -314,7 +314,7 @@ def agree_on_rollback(run: Training, trouble: TrainState) -> int:
     committed = run.checkpoints.branch()
     budget = run.config.resilience.max_rollbacks
     plan = run.ranks.broadcast(plan_rollback(committed, run.train_state.rollbacks, budget))
-    assert isinstance(plan, Plan)  # rank 0 made it
+    assert isinstance(plan, RollbackPlan)  # rank 0 made it
     if plan.to is not None:
         return plan.to
     run.record(Diverged(trouble.step, plan.reason))

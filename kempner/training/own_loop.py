@@ -30,7 +30,7 @@ from kempner.training.vote.final_save import (
     refuse_to_go_on_unsaved,
     vote_to_go_on,
 )
-from kempner.training.vote.vote import Ballot, Steps, StepVote, Vote, VoteGroup, VoteResult
+from kempner.training.vote.vote import Ballot, LoopSteps, StepVote, Vote, VoteGroup, VoteResult
 
 IDLE_AT_MOST = 8
 """Steps in a row in which no optimizer has stepped. `GradScaler` skips some when it begins."""
@@ -160,7 +160,7 @@ class OwnLoop:
     def vote(self) -> Vote:
         """This rank's vote at this moment."""
         vote = vote_to_go_on(self.shutdown, self.checkpoints)
-        return StepVote(**vars(vote), own=Steps(self.idle, self.left_after))
+        return StepVote(**vars(vote), own=LoopSteps(self.idle, self.left_after))
 
     def _refuse_to_go_on_unsaved(self, agreed: VoteResult) -> None:
         limits = CheckpointSection().max_failures, storage_waits().patience

@@ -23,9 +23,9 @@ from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import DataError
 from kempner.run.process.retry import storage_waits
 from kempner.run.record.identity import (
+    Consequence,
     Difference,
     RunIdentity,
-    Verdict,
     compare,
     describe_refusal,
     plain,
@@ -62,7 +62,7 @@ class RunComparison:
 
         Differences that the user accepts change how a run goes on; one that is complete does not.
         """
-        accepted = [each for each in self.differences if each.verdict is Verdict.ACCEPTED]
+        accepted = [each for each in self.differences if each.verdict is Consequence.ACCEPTED]
         steps = self.now.facts.get("steps")
         if accepted and isinstance(steps, int) and step >= steps:
             changes = "; ".join(each.sentence for each in accepted)
@@ -110,7 +110,7 @@ def recognise(
     if refusal := describe_refusal(told.differences, folder.path, _ANOTHER_RUN):
         raise DataError(refusal)
     for each in told.differences:
-        accepted_first = "accepted: " if each.verdict is Verdict.ACCEPTED else ""
+        accepted_first = "accepted: " if each.verdict is Consequence.ACCEPTED else ""
         ranks.say(f"{accepted_first}{each.sentence}")
     return told
 

@@ -54,7 +54,7 @@ class RunBeside:
 
 
 def run_beside(output_dir: str | Path) -> RunBeside:
-    """What to give to `Entry` as `run_dir` for a run that belongs to a folder of results.
+    """What to give to `RunEntry` as `run_dir` for a run that belongs to a folder of results.
 
     It is where the run of a loop without `run_dir` would be; a start of the same program with
     another folder is another run.
@@ -62,7 +62,7 @@ def run_beside(output_dir: str | Path) -> RunBeside:
     return RunBeside(Path(output_dir))
 
 
-class Entry:
+class RunEntry:
     """On the way into a run: this process traps the stop signals, and the supervisor knows of it.
 
     `name` is what the user calls, for messages. At a prompt the signals are left alone until

@@ -32,8 +32,8 @@ from kempner.data.serve.places import supply_of
 from kempner.run.process.exit_codes import DataError, UsageError
 from kempner.training.compute.seeds import given_seed, program_seed
 from kempner.training.recognition import describe_optimizer
-from kempner.training.session import Entry, Session
-from kempner.training.survivor import NAME, Batches, Plan, Survivor
+from kempner.training.session import RunEntry, Session
+from kempner.training.survivor import NAME, Batches, LoopPlan, Survivor
 from kempner.training.watch.strangers import HeldObjects
 from kempner.training.watch.watch import Watch
 
@@ -127,7 +127,7 @@ def survive(
     seconds raises it at once. `run_dir` has no default there.
     """
     todo = LoopRequest(steps, save_every, keep_last, seed, accumulate)
-    entry = Entry("survive", run_dir, accept_changes)
+    entry = RunEntry("survive", run_dir, accept_changes)
     with entry.guard():
         todo.check(has_data=data is not None)
         device = device_of("survive", model, optimizer)
@@ -143,7 +143,7 @@ def survive(
         watch = Watch(everything, held)
         everything = watch.held_with(everything)
         checkpoints = open_checkpoints(session, everything, optimizer, keep_last, noise)
-        return Survivor(Plan(steps, save_every, noise), session, checkpoints, batches, watch)
+        return Survivor(LoopPlan(steps, save_every, noise), session, checkpoints, batches, watch)
 
 
 @dataclass(frozen=True)

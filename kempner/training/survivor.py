@@ -216,7 +216,7 @@ Step = TypeVar("Step", covariant=True)
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoopPlan:
     """What a loop is to do: `steps`, and a save every `save_every` of them."""
 
     steps: int
@@ -229,7 +229,7 @@ class Survivor(Generic[Step]):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LoopPlan,
         session: Session,
         checkpoints: CheckpointEngine,
         batches: Batches | None,

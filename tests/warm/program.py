@@ -24,7 +24,7 @@ from typing import NoReturn
 from kempner.run.control.launch_env import AS_FORKED
 from kempner.run.process.signals import STOP_SIGNALS
 from kempner.supervisor.launchers.fork_server import client, server
-from kempner.supervisor.launchers.fork_server.messages import LARGEST, Order
+from kempner.supervisor.launchers.fork_server.messages import LARGEST, ForkOrder
 
 
 class Spare:
@@ -87,7 +87,7 @@ def main(kind: str, folder: str, stdout: str, *arguments: str) -> None:
         fork_spare()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     environ = {name: value for name, value in os.environ.items() if name not in AS_FORKED}
-    run = partial(server.run, Order(0, arguments, environ, ours=True))
+    run = partial(server.run, ForkOrder(0, arguments, environ, ours=True))
     if kind == "brief":
         run_briefly(run)
     run()

@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from kempner.checkpoint.convert.tensor_copy import OnBytes, copy_data_file, copy_small_file, octets
-from kempner.checkpoint.format.compact_index import INDEX, ListedIndex, Piece, encode_listed
+from kempner.checkpoint.format.compact_index import INDEX, ListedIndex, ListedPart, encode_listed
 from kempner.checkpoint.format.contents import Saved
 from kempner.checkpoint.format.manifest import (
     FileEntry,
@@ -119,10 +119,10 @@ def write_listed(
 def _index(specs: Sequence[TensorSpec], files: Sequence[Collection[Chunk]]) -> ListedIndex:
     """What will be where: the parts of each file, as they were cut."""
     tensors = {spec.key: Saved(spec.shape, spec.dtype) for spec in specs}
-    pieces: dict[str, list[Piece]] = {key: [] for key in tensors}
+    pieces: dict[str, list[ListedPart]] = {key: [] for key in tensors}
     for number, parts in enumerate(files):
         for part in parts:
-            pieces[part.key].append(Piece(number, part.offsets, part.sizes))
+            pieces[part.key].append(ListedPart(number, part.offsets, part.sizes))
     return ListedIndex.of(tensors, pieces, container)
 
 

@@ -31,7 +31,7 @@ OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Where in a file the bytes of the tensor `key` begin, and as what it is written there.
 
     It may be of another floating-point type than in the checkpoint, and without the last rows.
@@ -94,7 +94,7 @@ def total(tensors: Mapping[str, Saved]) -> int:
     return sum(map(length, tensors.values()))
 
 
-def pour(path: Path, slots: Sequence[Slot], source: Source, on_bytes: OnBytes) -> None:
+def pour(path: Path, slots: Sequence[TensorSlot], source: Source, on_bytes: OnBytes) -> None:
     """Write tensors into their slots of the file at `path`, which has its length; fsync it.
 
     Raises `DataError` for damage in the checkpoint and `OSError` for what cannot be written.
@@ -190,7 +190,7 @@ SAFETENSORS_DTYPES = {
 
 def lay_out_safetensors(
     path: Path, tensors: Mapping[str, Saved], names: Mapping[str, str]
-) -> list[Slot]:
+) -> list[TensorSlot]:
     """Create a safetensors file for `tensors`, called as `names` says by key; where they go.
 
     The format is eight bytes with the header's length, the header in JSON, and the tensors without
@@ -215,7 +215,7 @@ def lay_out_safetensors(
         file.write(before)
         file.truncate(len(before) + ends[-1])
     return [
-        Slot(key, len(before) + start, saved)
+        TensorSlot(key, len(before) + start, saved)
         for (key, saved), start in zip(tensors.items(), ends, strict=False)
     ]
 
@@ -234,7 +234,9 @@ def shard(tensors: Mapping[str, Saved], largest: int) -> list[dict[str, Saved]]:
     return shards
 
 
-def lay_out_torch(path: Path, tensors: Mapping[str, Saved], facts: Mapping[str, int]) -> list[Slot]:
+def lay_out_torch(
+    path: Path, tensors: Mapping[str, Saved], facts: Mapping[str, int]
+) -> list[TensorSlot]:
     """Create the file that `torch.save` makes of a nested state; where its tensors go.
 
     `model.<name>` goes to `["model"][name]`, `optimizer.<name>.<entry>` to
@@ -258,7 +260,7 @@ def lay_out_torch(path: Path, tensors: Mapping[str, Saved], facts: Mapping[str, 
     keys = {id(fake): key for key, fake in fakes.items()}
     saved_in_order = (keys[id(fake)] for fake in _leaves(nested))
     return [
-        Slot(key, reader.get_record_offset(f"data/{number}"), tensors[key])
+        TensorSlot(key, reader.get_record_offset(f"data/{number}"), tensors[key])
         for number, key in enumerate(saved_in_order)
     ]
 

@@ -57,7 +57,7 @@ from kempner.run.process.exit_codes import DataError
 _DTYPE = re.compile(r"[a-z][a-z0-9_]*")
 
 
-class Piece(NamedTuple):
+class ListedPart(NamedTuple):
     """A part of a tensor: the number of its file, and offsets and sizes in elements."""
 
     file: int
@@ -81,24 +81,24 @@ class ListedIndex:
     def __init__(
         self,
         listed: Sequence[ListedTensor],
-        cuts: Sequence[Sequence[Piece]],
+        cuts: Sequence[Sequence[ListedPart]],
         extents: Extents,
     ) -> None:
         self.tensors = {tensor.key: Saved(tensor.shape, tensor.dtype) for tensor in listed}
         self._listed, self._cuts, self._extents = listed, cuts, extents
         self._cut_of = {tensor.key: tensor.cut for tensor in listed}
         self._tables: dict[int, Mapping[tuple[str, tuple[int, ...]], Placed]] = {}
-        self._overlaps: dict[tuple[object, ...], list[Piece]] = {}
+        self._overlaps: dict[tuple[object, ...], list[ListedPart]] = {}
 
     @classmethod
     def of(
         cls,
         tensors: Mapping[str, Saved],
-        pieces: Mapping[str, Sequence[Piece]],
+        pieces: Mapping[str, Sequence[ListedPart]],
         extents: Extents,
     ) -> ListedIndex:
         """The index of `tensors` with these `pieces`, both by key."""
-        numbers: dict[tuple[Piece, ...], int] = {}
+        numbers: dict[tuple[ListedPart, ...], int] = {}
         listed = [
             ListedTensor(
                 key, saved.shape, saved.dtype, numbers.setdefault(tuple(pieces[key]), len(numbers))
@@ -145,7 +145,7 @@ class ListedIndex:
 
     def _overlapping(
         self, cut: int, offsets: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> list[Piece]:
+    ) -> list[ListedPart]:
         """The pieces that have something of a box, looked for once for all tensors cut alike."""
         box = (cut, offsets, sizes)
         if box not in self._overlaps:
@@ -169,10 +169,10 @@ def is_tensor(key: Any, shape: Any, dtype: Any) -> bool:
     return isinstance(key, str) and bool(_DTYPE.fullmatch(dtype)) and are_numbers(shape)
 
 
-def _piece(file: Any, offsets: Any, sizes: Any) -> Piece:
+def _piece(file: Any, offsets: Any, sizes: Any) -> ListedPart:
     if not are_numbers([file, *offsets, *sizes]) or len(offsets) != len(sizes):
         raise ValueError(f"a part at {offsets} makes no sense")
-    return Piece(file, tuple(offsets), tuple(sizes))
+    return ListedPart(file, tuple(offsets), tuple(sizes))
 
 
 def _tensor(

@@ -213,7 +213,7 @@ def _check_length(length: int, entry: FileEntry) -> None:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Verification:
     """The outcome of reading every byte at `time` (Unix, seconds): how many files are damaged."""
 
     time: float
@@ -226,12 +226,12 @@ def record(folder: Path, manifest: Manifest, damages: Sequence[Damage], now: flo
     append_line(folder / VERIFIED, json.dumps(entry))
 
 
-def read_findings(folder: Path) -> dict[str, Finding]:
+def read_findings(folder: Path) -> dict[str, Verification]:
     """The last finding on each checkpoint, by its manifest's digest."""
     found = {}
     for line in read_lines(folder / VERIFIED):
         try:
-            found[str(line["manifest"])] = Finding(float(line["time"]), int(line["damaged"]))
+            found[str(line["manifest"])] = Verification(float(line["time"]), int(line["damaged"]))
         except (KeyError, TypeError, ValueError):
             continue  # not a line of ours
     return found

@@ -69,7 +69,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Held:
+class SlotContents:
     """What a slot holds: the state of one rank after a step.
 
     `plan` is the digest of what is where, `shared` a number for what all ranks must hold alike,
@@ -120,7 +120,7 @@ class SlotMemory:
         """All bytes that a data file may take."""
         return memoryview(self._map)[IMAGE_AT:]
 
-    def publish(self, held: Held) -> bool:
+    def publish(self, held: SlotContents) -> bool:
         """Say that it now holds this; False if there is no room to say so."""
         text = held.encode()
         if _HEAD.size + len(text) > IMAGE_AT:
@@ -134,17 +134,17 @@ class SlotMemory:
         """It holds nothing any more."""
         self._map[: len(_MAGIC)] = bytes(len(_MAGIC))
 
-    def held(self) -> Held | None:
+    def held(self) -> SlotContents | None:
         """What it holds, if anything."""
         text = _text(self._map[:IMAGE_AT])
-        held = None if text is None else Held.decode(text)
+        held = None if text is None else SlotContents.decode(text)
         return held if held is not None and held.image <= len(self.image) else None
 
 
-def read_held(descriptor: int) -> Held | None:
+def read_held(descriptor: int) -> SlotContents | None:
     """What a slot holds, whose size another process may change at any time."""
     text = _text(os.pread(descriptor, IMAGE_AT, 0))
-    return None if text is None else Held.decode(text)
+    return None if text is None else SlotContents.decode(text)
 
 
 def _text(header: bytes) -> bytes | None:
@@ -362,7 +362,7 @@ class _Copy:
 
     descriptor: int
     memory: SlotMemory
-    held: Held | None = None
+    held: SlotContents | None = None
 
 
 @dataclass
@@ -373,7 +373,7 @@ class CopyHolder:
     _notes: Notes | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, held: Held) -> SlotMemory:
+    def take(self, held: SlotContents) -> SlotMemory:
         """Where such an image is to be received; it holds nothing from now on. Raises `OSError`."""
         with self._lock:
             copies = self._copies.setdefault(held.rank, [])
@@ -389,7 +389,7 @@ class CopyHolder:
             copy.held = None
             return copy.memory
 
-    def publish(self, memory: SlotMemory, held: Held, notes: Notes | None) -> None:
+    def publish(self, memory: SlotMemory, held: SlotContents, notes: Notes | None) -> None:
         """It has arrived as it was sent. Rank 0 sends its notes with it, at least once."""
         with self._lock:
             self._notes = notes or self._notes
@@ -417,16 +417,16 @@ class CopyHolder:
             return self._notes
 
 
-def _new(held: Held) -> _Copy:
+def _new(held: SlotContents) -> _Copy:
     descriptor = os.memfd_create(f"kempner-copy-{held.rank}")
     return _Copy(descriptor, SlotMemory.grown(descriptor, held.image))
 
 
-def _same(kept: Held | None, held: Held) -> bool:
+def _same(kept: SlotContents | None, held: SlotContents) -> bool:
     return kept is not None and _worth(kept, held) == (0, 0)
 
 
-def _worth(kept: Held | None, held: Held) -> tuple[int, int]:
+def _worth(kept: SlotContents | None, held: SlotContents) -> tuple[int, int]:
     """The lowest is overwritten: the same once more, then what counts no more, then the oldest."""
     if kept is None or kept.branch.nonce != held.branch.nonce:
         return 1, 0

@@ -23,14 +23,14 @@ from kempner.checkpoint.format.manifest import (
 )
 from kempner.checkpoint.format.shard_plan import data_file
 from kempner.checkpoint.io.file_writer import write_stream
-from kempner.checkpoint.slots.memory import Held, Notes, SlotMemory
+from kempner.checkpoint.slots.memory import Notes, SlotContents, SlotMemory
 from kempner.run.process.durable_io import join_directory, write_durable
 
 
 @dataclass(frozen=True)
 class Offer:
     """A step of an attempt that a rank's slot holds, or a copy of it on its buddy's node; `plan`
-    and `shared` as in `Held`, `since` as in `Branch`.
+    and `shared` as in `SlotContents`, `since` as in `Branch`.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class Poured:
     identity: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Holder(Protocol):
+class SlotOwner(Protocol):
     """Who keeps slots, of ranks of its own or copies of other nodes' slots."""
 
     def slots(self) -> Mapping[int, Sequence[SlotMemory]]:
@@ -66,7 +66,7 @@ class Holder(Protocol):
         ...
 
 
-def offers(holder: Holder, nonce: str, copied: bool = False) -> list[Offer]:
+def offers(holder: SlotOwner, nonce: str, copied: bool = False) -> list[Offer]:
     """What the slots hold of the attempt with this nonce. Raises `OSError`."""
     notes = holder.notes()
     return [
@@ -85,7 +85,7 @@ def offers(holder: Holder, nonce: str, copied: bool = False) -> list[Offer]:
 
 
 def pour(
-    holder: Holder,
+    holder: SlotOwner,
     nonce: str,
     step: int,
     folder: Path,
@@ -104,18 +104,18 @@ def pour(
         return list(pool.map(lambda each: _pour(each[0], each[1], holder.notes, folder), chosen))
 
 
-def _is_at(held: Held, step: int) -> bool:
+def _is_at(held: SlotContents, step: int) -> bool:
     return held.train_state.step == step
 
 
-def _of_attempt(holder: Holder, nonce: str) -> list[tuple[SlotMemory, Held]]:
+def _of_attempt(holder: SlotOwner, nonce: str) -> list[tuple[SlotMemory, SlotContents]]:
     filled = [(slot, slot.held()) for slots in holder.slots().values() for slot in slots]
     whole = [(slot, held) for slot, held in filled if held is not None]
     return [(slot, held) for slot, held in whole if held.branch.nonce == nonce]
 
 
 def _pour(
-    slot: SlotMemory, held: Held, read_notes: Callable[[], Notes | None], folder: Path
+    slot: SlotMemory, held: SlotContents, read_notes: Callable[[], Notes | None], folder: Path
 ) -> Poured:
     name, sidecar = data_file(held.rank), sidecar_name(held.rank)
     sums = write_stream(folder / name, slot.image[: held.image])

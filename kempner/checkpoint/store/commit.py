@@ -141,7 +141,7 @@ class SaveFailures:
 
 
 @dataclass(frozen=True)
-class Room:
+class DiskRoom:
     """Whether checkpoints fit. `sentence` says what is short, and what to do; empty if nothing is.
 
     `refused` says that not even one fits.
@@ -151,7 +151,7 @@ class Room:
     refused: bool = False
 
 
-def judge_room(free: int, size: int, there: int, keep: int) -> Room:
+def judge_room(free: int, size: int, there: int, keep: int) -> DiskRoom:
     """Whether `free` bytes are enough for checkpoints of about `size` bytes each.
 
     `keep` of them stay, `there` are there already, and the next one is written before the oldest
@@ -159,15 +159,15 @@ def judge_room(free: int, size: int, there: int, keep: int) -> Room:
     """
     one, left = size_text(size), size_text(free)
     if free < size:
-        return Room(
+        return DiskRoom(
             f"a checkpoint needs about {one}, and {left} are free: free disk space, or set "
             "checkpoint.dir to a larger disk",
             refused=True,
         )
     more = max(1, keep + 1 - there)
     if free < more * size:
-        return Room(
+        return DiskRoom(
             f"{left} are free, and {more} more checkpoints of about {one} are to come: free disk "
             "space, or lower checkpoint.keep_last"
         )
-    return Room()
+    return DiskRoom()

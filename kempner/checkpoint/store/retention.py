@@ -46,7 +46,7 @@ from kempner.checkpoint.format.names import (
     parse_step,
 )
 from kempner.checkpoint.io.file_writer import yield_to_training
-from kempner.checkpoint.io.verify import Finding, read_findings
+from kempner.checkpoint.io.verify import Verification, read_findings
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import fsync_directory
 from kempner.run.process.exit_codes import DataError, UsageError
@@ -308,7 +308,7 @@ class Item:
     step: int
     manifest: Manifest | None
     problem: str | None
-    finding: Finding | None
+    finding: Verification | None
     note: str
 
 
@@ -383,7 +383,7 @@ def _ours(folder: CheckpointFolder) -> Iterator[tuple[Path, int]]:
             yield path, aside.step if aside else step or 0
 
 
-def _examine(path: Path, step: int, latest: int | None, findings: dict[str, Finding]) -> Item:
+def _examine(path: Path, step: int, latest: int | None, findings: dict[str, Verification]) -> Item:
     note = _note(path.name, step, latest)
     if not (path / MANIFEST).exists():
         return Item(path, step, None, "no manifest: never committed, or partly deleted", None, note)

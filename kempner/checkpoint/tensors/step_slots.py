@@ -19,7 +19,14 @@ import torch.distributed as dist
 from kempner.checkpoint.context import CheckpointContext
 from kempner.checkpoint.format.manifest import TrainState
 from kempner.checkpoint.format.shard_plan import Placed, file_length
-from kempner.checkpoint.slots.memory import Board, Branch, Held, LentSlots, Notes, SlotMemory
+from kempner.checkpoint.slots.memory import (
+    Board,
+    Branch,
+    LentSlots,
+    Notes,
+    SlotContents,
+    SlotMemory,
+)
 from kempner.checkpoint.tensors.file_buffer import FileBuffer
 from kempner.checkpoint.tensors.staging import room_to_lock
 from kempner.run.output.logs import logger
@@ -134,7 +141,7 @@ class StepSlots:
         rank, world = self.context.rank, self.context.world
         nonce, length = self.context.fence.attempt.nonce, len(slot.image.content)
         branch = Branch(nonce, self.memory.pins.since)
-        held = Held(train_state, branch, rank, world, plan, shared, length, self._identity)
+        held = SlotContents(train_state, branch, rank, world, plan, shared, length, self._identity)
         if slot.memory.publish(held):
             slot.step = train_state.step
 

@@ -23,9 +23,9 @@ from kempner.cluster.slurm.allocation import Allocation
 from kempner.config.errors import ConfigError
 from kempner.config.loading import load
 from kempner.config.sections import Config
-from kempner.insight.doctor.checks.fit import World
+from kempner.insight.doctor.checks.fit import PlannedWorld
 from kempner.insight.doctor.examine import Examination, Supervisor, examine
-from kempner.insight.doctor.facts.plan import Plan, read_plan
+from kempner.insight.doctor.facts.plan import JobPlan, read_plan
 from kempner.insight.doctor.facts.slurm import job_plan, there_is_slurm
 from kempner.insight.doctor.finding import Finding, Level, fail, finding, worst
 from kempner.insight.doctor.table import lines, show
@@ -109,8 +109,8 @@ def _in_allocation(
     return Examination(config, run, _world_of(allocation), plan, allocation)
 
 
-def _world_of(allocation: Allocation) -> World:
-    return World(
+def _world_of(allocation: Allocation) -> PlannedWorld:
+    return PlannedWorld(
         len(allocation.nodes),
         allocation.tasks_per_node,
         allocation.gpus_per_node or None,
@@ -128,17 +128,17 @@ def _before_launch(
     plan = None if script is None else _plan(script)
     if plan is None:
         return Examination(
-            config, run, World(1, nproc or 1, None, "--nproc" if nproc else "one process")
+            config, run, PlannedWorld(1, nproc or 1, None, "--nproc" if nproc else "one process")
         )
     section, asked = config.slurm, plan.nodes
     gpus = asked.gpus if section.gpus_per_node is None else section.gpus_per_node
     asked = replace(asked, gpus=gpus, torchrun=asked.torchrun or section.launcher == "torchrun")
     per_node = section.procs or asked.ranks or gpus or 1
-    world = World(section.hosts or asked.count or 1, per_node, gpus, plan.source)
+    world = PlannedWorld(section.hosts or asked.count or 1, per_node, gpus, plan.source)
     return Examination(config, run, world, plan)
 
 
-def _plan(script: Path) -> Plan:
+def _plan(script: Path) -> JobPlan:
     try:
         return read_plan(script)
     except OSError as error:

@@ -22,7 +22,7 @@ from kempner.config.sections import Config
 from kempner.data.files.index import read_index, vocabulary
 from kempner.model.spec.experts import Division, ExpertModel, divide_experts, fits
 from kempner.model.spec.mesh import ranks_on_a_node, resolve_mesh
-from kempner.model.spec.step_time import DEFAULTS, GPUS, Assumptions, Gpu, find_gpu
+from kempner.model.spec.step_time import DEFAULTS, GPUS, Assumptions, GpuModel, find_gpu
 from kempner.run.output.units import count
 from kempner.run.process.exit_codes import DataError, ExitCode, UsageError
 
@@ -46,7 +46,7 @@ def divide(model: Path, world: int, gpu: str, as_json: bool) -> int:
     return ExitCode.COMPLETED if possible else ExitCode.CRASHED
 
 
-def _to_json(model: ExpertModel, ways: Sequence[Division], gpu: Gpu) -> dict[str, object]:
+def _to_json(model: ExpertModel, ways: Sequence[Division], gpu: GpuModel) -> dict[str, object]:
     rows = [
         asdict(way)
         | {
@@ -61,7 +61,7 @@ def _to_json(model: ExpertModel, ways: Sequence[Division], gpu: Gpu) -> dict[str
     return {"model": asdict(model), "gpu": gpu.name, "ways": rows}
 
 
-def _to_text(model: ExpertModel, ways: Sequence[Division], gpu: Gpu, world: int) -> str:
+def _to_text(model: ExpertModel, ways: Sequence[Division], gpu: GpuModel, world: int) -> str:
     lines = [
         f"{model.parameters / 1e9:,.1f} billion parameters, {model.expert_parameters / 1e9:,.1f} "
         f"billion of them in experts: {model.experts} in a layer, {model.layers} layers",

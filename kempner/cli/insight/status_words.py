@@ -15,7 +15,7 @@ from kempner.insight.report.page.words import duration
 from kempner.insight.status.activity import Activity
 from kempner.insight.status.facts import CheckpointFacts
 from kempner.insight.status.job import JobStatus
-from kempner.insight.status.summary import AttemptStatus, EndOfAttempt, Progress, Status
+from kempner.insight.status.summary import AttemptStatus, EndOfAttempt, RunProgress, Status
 from kempner.insight.words import name_or_count
 from kempner.run.output.units import count
 
@@ -91,20 +91,20 @@ def describe_job(job: JobStatus) -> str:
     return f"{job.job} {job.state} {job.nodes}".rstrip()
 
 
-def step(progress: Progress) -> str:
+def step(progress: RunProgress) -> str:
     """`79 of 120`."""
     total = "" if progress.total is None else f" of {progress.total}"
     return UNKNOWN if progress.step is None else f"{progress.step}{total}"
 
 
-def loss(progress: Progress) -> str:
+def loss(progress: RunProgress) -> str:
     """The last one, and the last one on held-out data."""
     said = _known(progress.loss, "{:.4f}")
     held_out = progress.eval_loss
     return said if held_out is None else f"{said}, held-out {held_out:.4f}"
 
 
-def speed(progress: Progress) -> str:
+def speed(progress: RunProgress) -> str:
     """Tokens a second of all ranks, and what else is known."""
     said = [_known(progress.pace.tokens_per_second, "{:,.0f} tokens/s")]
     if progress.pace.mfu is not None:

@@ -29,7 +29,7 @@ _NAMES = (re.compile(r"ib[ps]?\d"), re.compile(r"hsn\d"), re.compile(r"bond\d"))
 _NO_FABRIC = len(_NAMES) + 1
 
 
-class Network(Enum):
+class InterfaceNetwork(Enum):
     """What an interface leads to."""
 
     LOOPBACK = "loopback"
@@ -54,15 +54,15 @@ class Interface:
         return self.up and bool(self.address)
 
     @property
-    def network(self) -> Network:
+    def network(self) -> InterfaceNetwork:
         """What it leads to, by its type and name."""
         if self.address and ipaddress.ip_interface(self.address).is_loopback:
-            return Network.LOOPBACK
-        return Network.FABRIC if _place(self) < _NO_FABRIC else Network.OTHER
+            return InterfaceNetwork.LOOPBACK
+        return InterfaceNetwork.FABRIC if _place(self) < _NO_FABRIC else InterfaceNetwork.OTHER
 
 
 @dataclass(frozen=True)
-class Choice:
+class InterfaceChoice:
     """The interface to bind to, None to leave it to Gloo; `reason` says why, `warning` is a
     sentence for the log, empty if all is well.
     """
@@ -76,7 +76,7 @@ class Choice:
         if self.interface is None:
             return {}
         wanted = {"GLOO_SOCKET_IFNAME": self.interface.name}
-        if self.interface.network is not Network.LOOPBACK:
+        if self.interface.network is not InterfaceNetwork.LOOPBACK:
             # NCCL takes a name for the beginning of one: `=` asks for this interface alone.
             wanted["NCCL_SOCKET_IFNAME"] = f"={self.interface.name}"
         return {name: value for name, value in wanted.items() if name not in environ}
@@ -89,7 +89,7 @@ def choose(
     configured: str | None,
     environ: Mapping[str, str],
     route_address: str,
-) -> Choice:
+) -> InterfaceChoice:
     """The interface for this node's ranks.
 
     What the user exported, one name or several with commas between, wins over `configured` (the key
@@ -101,17 +101,17 @@ def choose(
     if exported := environ.get("GLOO_SOCKET_IFNAME"):
         usable = (name for name in exported.split(",") if _usable(interfaces, name))
         found = named(interfaces, next(usable, exported), "GLOO_SOCKET_IFNAME")
-        return Choice(found, f"GLOO_SOCKET_IFNAME={exported}")
+        return InterfaceChoice(found, f"GLOO_SOCKET_IFNAME={exported}")
     if configured:
         found = named(interfaces, configured, "distributed.interface")
-        return Choice(found, f"distributed.interface={configured}")
+        return InterfaceChoice(found, f"distributed.interface={configured}")
     if on_one_node:
         # The address of the host's name may belong to a network that is down.
-        loopback = (i for i in interfaces if i.usable and i.network is Network.LOOPBACK)
-        return Choice(next(loopback, None), "all ranks are on this node")
-    fabric = [i for i in interfaces if i.usable and i.network is Network.FABRIC]
+        loopback = (i for i in interfaces if i.usable and i.network is InterfaceNetwork.LOOPBACK)
+        return InterfaceChoice(next(loopback, None), "all ranks are on this node")
+    fabric = [i for i in interfaces if i.usable and i.network is InterfaceNetwork.FABRIC]
     if fabric:
-        return Choice(min(fabric, key=_order), "it leads to the compute fabric")
+        return InterfaceChoice(min(fabric, key=_order), "it leads to the compute fabric")
     return _routed(interfaces, route_address)
 
 
@@ -179,16 +179,18 @@ def _name(wanted: str) -> str:
     return wanted.partition("@")[0].removeprefix("=")
 
 
-def _routed(interfaces: Sequence[Interface], route_address: str) -> Choice:
+def _routed(interfaces: Sequence[Interface], route_address: str) -> InterfaceChoice:
     missing = "no InfiniBand or other fabric interface is up on this node"
     for interface in interfaces:
         if interface.usable and interface.address.partition("/")[0] == route_address:
-            return Choice(
+            return InterfaceChoice(
                 interface,
                 "it leads to the master",
                 f"{missing}: process groups use {_described(interface)}, which leads to the master",
             )
-    return Choice(None, "nothing better was found", f"{missing}: Gloo binds to the host's name")
+    return InterfaceChoice(
+        None, "nothing better was found", f"{missing}: Gloo binds to the host's name"
+    )
 
 
 def _place(interface: Interface) -> int:
@@ -210,8 +212,8 @@ def _order(interface: Interface) -> tuple[int, bool, int, str]:
     )
 
 
-def _network(interface: Interface | None) -> Network:
-    return Network.OTHER if interface is None else interface.network
+def _network(interface: Interface | None) -> InterfaceNetwork:
+    return InterfaceNetwork.OTHER if interface is None else interface.network
 
 
 def _described(interface: Interface | None) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from kempner.cluster.slurm.hostlist import expand_counts
 from kempner.cluster.slurm.job import NodeShare, gpus_by_node
-from kempner.cluster.slurm.resources import CONFIGURED_GPUS, Resources
+from kempner.cluster.slurm.resources import CONFIGURED_GPUS, NodeResources
 
 _BY_NODE = "24.11"
 """The first version seen to give the GPUs of one of several different nodes by node."""
@@ -90,7 +90,7 @@ def allocate(
     job: str,
     batch: bool,
     nodes: Sequence[str],
-    resources: Resources,
+    resources: NodeResources,
     procs: int | None = None,
     hosts: int | None = None,
     spare: int = 0,

@@ -192,7 +192,7 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandAnswer:
     """What a command printed and exited with; `status` is None if it did not end in time."""
 
     status: int | None
@@ -213,7 +213,7 @@ class AnswerKind(Enum):
     UNCLEAR = "words that are not known here"
 
 
-def judge(answer: Answer) -> AnswerKind:
+def judge(answer: CommandAnswer) -> AnswerKind:
     """What an answer is worth in which something is missing, or that ended with an error."""
     if any(words in answer.complaint for words in _REFUSALS):
         return AnswerKind.REFUSAL
@@ -248,7 +248,7 @@ def tell(
         raise _failure(command, answer)
 
 
-def _failure(command: Sequence[str], answer: Answer) -> SlurmError:
+def _failure(command: Sequence[str], answer: CommandAnswer) -> SlurmError:
     shown = " ".join(command)
     match judge(answer):
         case AnswerKind.REFUSAL:
@@ -305,7 +305,9 @@ def _without_slurm(environ: Mapping[str, str], keep: frozenset[str]) -> dict[str
     }
 
 
-def _execute(command: Sequence[str], environ: Mapping[str, str] | None, cwd: str | None) -> Answer:
+def _execute(
+    command: Sequence[str], environ: Mapping[str, str] | None, cwd: str | None
+) -> CommandAnswer:
     """In a session of its own: a Ctrl-C at the terminal is for us, not for what we ask."""
     try:
         process = subprocess.Popen(
@@ -327,8 +329,8 @@ def _execute(command: Sequence[str], environ: Mapping[str, str] | None, cwd: str
         out, err = process.communicate(timeout=COMMAND_WITHIN)
     except subprocess.TimeoutExpired:
         _kill(process)
-        return Answer(None, "")
-    return Answer(process.returncode, out, err)
+        return CommandAnswer(None, "")
+    return CommandAnswer(process.returncode, out, err)
 
 
 def _cannot_start(name: str, error: OSError) -> SlurmError:
@@ -389,7 +391,7 @@ def see_step_end(srun: subprocess.Popen[bytes], hear: Callable[[bytes], None]) -
     srun.stderr.close()
     said = head.decode(errors="replace")
     if status and any(words in said for words in _NOT_STARTED):
-        raise _failure(["srun"], Answer(status, "", said))
+        raise _failure(["srun"], CommandAnswer(status, "", said))
     return status
 
 

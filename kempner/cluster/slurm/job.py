@@ -190,7 +190,7 @@ def parse_job(fields: Mapping[str, str]) -> JobState:
     )
 
 
-class Event(Enum):
+class JobEvent(Enum):
     """What is happening to a job."""
 
     NOTHING = "it runs"
@@ -202,7 +202,7 @@ class Event(Enum):
     ENDED = "it is over"
 
 
-def classify(before: JobState, now: JobState, warned: bool = False) -> Event:
+def classify(before: JobState, now: JobState, warned: bool = False) -> JobEvent:
     """What happened between two looks at the same job, `warned` if a signal came in between.
 
     Seen on Slurm 22.05: a warning before the time limit changes nothing about the job; a preemption
@@ -211,18 +211,18 @@ def classify(before: JobState, now: JobState, warned: bool = False) -> Event:
     without a reason, one at its limit with the reason TimeLimit.
     """
     if now.restarts > before.restarts or now.queued:
-        return Event.REQUEUE
+        return JobEvent.REQUEUE
     if now.state in ("SUSPENDED", "STAGE_OUT"):
-        return Event.NOTHING  # seen in the moment before it takes hold, or after it is over
+        return JobEvent.NOTHING  # seen in the moment before it takes hold, or after it is over
     if now.running:
         if now.times.preempt is not None:
-            return Event.PREEMPTION
-        return Event.TIME_LIMIT if warned else Event.NOTHING
+            return JobEvent.PREEMPTION
+        return JobEvent.TIME_LIMIT if warned else JobEvent.NOTHING
     if now.reason == "TimeLimit" or now.state == "TIMEOUT":
-        return Event.TIME_LIMIT_REACHED
+        return JobEvent.TIME_LIMIT_REACHED
     if now.state == "CANCELLED" or (now.state == "COMPLETING" and not now.reason):
-        return Event.CANCEL
-    return Event.ENDED
+        return JobEvent.CANCEL
+    return JobEvent.ENDED
 
 
 def job_id(environ: Mapping[str, str]) -> str | None:

@@ -388,7 +388,7 @@ class RequeueDecision:
     refused: bool = False
 
 
-class Outcome(Enum):
+class RequeueOutcome(Enum):
     """What became of a requeue."""
 
     DONE = "the job is back in the queue"
@@ -405,7 +405,7 @@ class PutBack:
     that never was.
     """
 
-    outcome: Outcome
+    outcome: RequeueOutcome
     reason: str
     state: JobState | None = None
     asked: JobState | None = None
@@ -437,10 +437,10 @@ def put_back(
 
     Tries until `until` (seconds of `time.monotonic`). `on_failure` is called for each failed try.
     """
-    return _Attempt(job, decide, until, on_failure, means or SlurmAccess()).carry_out()
+    return _RequeueTries(job, decide, until, on_failure, means or SlurmAccess()).carry_out()
 
 
-class _Attempt:
+class _RequeueTries:
     """The tries of one requeue. `asked` is the job as it was before the first of them."""
 
     def __init__(
@@ -466,20 +466,20 @@ class _Attempt:
             try:
                 state = self._look()
             except SlurmRefusedError as error:
-                return self._end(Outcome.REFUSED, str(error))
+                return self._end(RequeueOutcome.REFUSED, str(error))
             except SlurmError as error:
-                outcome = Outcome.DONE if self._taken else Outcome.SILENT
+                outcome = RequeueOutcome.DONE if self._taken else RequeueOutcome.SILENT
                 return self._end(outcome, str(error))
             if self._asked is not None and came_back(self._asked, state):
-                return self._end(Outcome.DONE, "", state)
+                return self._end(RequeueOutcome.DONE, "", state)
             decision = self._decide(state)
             if not decision.requeue:
-                outcome = Outcome.REFUSED if decision.refused else Outcome.LEFT
+                outcome = RequeueOutcome.REFUSED if decision.refused else RequeueOutcome.LEFT
                 return self._end(outcome, decision.reason, state)
             if self._refusal is not None:
-                return self._end(Outcome.REFUSED, str(self._refusal), state)
+                return self._end(RequeueOutcome.REFUSED, str(self._refusal), state)
             if self._lost is not None and self._means.clock() > self._until:
-                return self._end(Outcome.SILENT, str(self._lost), state)
+                return self._end(RequeueOutcome.SILENT, str(self._lost), state)
             self._asked, self._reason = self._asked or state, decision.reason
             self._ask()
 
@@ -509,6 +509,6 @@ class _Attempt:
         if self._tries > 1 or not self._taken:
             self._means.pause(next_pause(self._tries))
 
-    def _end(self, outcome: Outcome, reason: str, state: JobState | None = None) -> PutBack:
-        said = self._reason if outcome is Outcome.DONE else reason
+    def _end(self, outcome: RequeueOutcome, reason: str, state: JobState | None = None) -> PutBack:
+        said = self._reason if outcome is RequeueOutcome.DONE else reason
         return PutBack(outcome, said, state or self._asked, self._asked)

@@ -39,13 +39,13 @@ Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0)]
 
 
-class Record(BaseModel):
+class StrictRecord(BaseModel):
     """A frozen piece of JSON, strict about its keys and types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class TokenizerIdentity(Record):
+class TokenizerIdentity(StrictRecord):
     """Which tokenizer made the tokens."""
 
     kind: Literal["byte", "huggingface"]
@@ -53,7 +53,7 @@ class TokenizerIdentity(Record):
     """SHA-256 of the tokenizer.json; the scheme's name for bytes."""
 
 
-class Source(Record):
+class ShardSource(StrictRecord):
     """What a shard was made from."""
 
     first: str
@@ -63,7 +63,7 @@ class Source(Record):
     """xxh3_128 over the names, the ranges and the bytes of all parts."""
 
 
-class Shard(Record):
+class Shard(StrictRecord):
     """One token file."""
 
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -79,10 +79,10 @@ class Shard(Record):
     """Size of the file, header included."""
     checksum: Checksum
     """xxh3_128 of the tokens as they are on disk."""
-    source: Source
+    source: ShardSource
 
 
-class Index(Record):
+class Index(StrictRecord):
     """The whole directory; the counts are the sums over the shards."""
 
     format: Literal["kempner-tokens"]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kempner.data.order.shuffle import Order
+from kempner.data.order.shuffle import SampleOrder
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ def share(span: range, rank: int, world: int) -> range:
 def samples_at(positions: Sequence[int], samples: int, seed: int | None) -> list[int]:
     """Which of the samples are at these positions; in their own order without a seed."""
     at = np.fromiter(positions, np.int64, len(positions))
-    found: list[int] = (at % samples if seed is None else Order(samples, seed).samples(at)).tolist()
+    found: list[int] = (
+        at % samples if seed is None else SampleOrder(samples, seed).samples(at)
+    ).tolist()
     return found
 
 

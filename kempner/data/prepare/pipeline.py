@@ -28,8 +28,8 @@ from kempner.data.files.index import (
     TOKENIZER_FILE,
     Checksum,
     Index,
-    Record,
     Shard,
+    StrictRecord,
     read_index,
 )
 from kempner.data.prepare.bad_lines import added_up, check_share
@@ -56,7 +56,7 @@ _WORTH_A_PROCESS = 2**20  # bytes; less is done before a process has started
 _INPUTS_FILE = "inputs.json"
 
 
-class _Inputs(Record):
+class _Inputs(StrictRecord):
     """What an unfinished directory is being made from."""
 
     first: str

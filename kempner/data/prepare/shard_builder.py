@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from kempner.data.files.index import Count, Index, Record, Shard, TokenizerIdentity
+from kempner.data.files.index import Count, Index, Shard, StrictRecord, TokenizerIdentity
 from kempner.data.files.token_file import TokenWriter, verify_shard
 from kempner.data.prepare.bad_lines import BadLine, BadLines, Tally
 from kempner.data.prepare.documents import Parts, line_parts, row_parts, text_parts
@@ -23,7 +23,7 @@ from kempner.data.prepare.long_text import (
     DocumentEncoder,
     Ids,
 )
-from kempner.data.prepare.pieces import Origin, describe_unit, text_before
+from kempner.data.prepare.pieces import UnitOrigin, describe_unit, text_before
 from kempner.data.prepare.process_pool import Report
 from kempner.data.prepare.sources import Piece, Unit
 from kempner.data.prepare.tokenizers import TokenizerSpec
@@ -57,7 +57,7 @@ class BuiltShard:
     """What was counted in its text."""
 
 
-class BadLineRecord(Record):
+class BadLineRecord(StrictRecord):
     """A bad line of a unit."""
 
     piece: Count
@@ -65,7 +65,7 @@ class BadLineRecord(Record):
     reason: str
 
 
-class UnitRecord(Record):
+class UnitRecord(StrictRecord):
     """A shard that is in place, and the tokenizer that made it."""
 
     tokenizer: TokenizerIdentity
@@ -150,7 +150,7 @@ def _in_place(recipe: Recipe, unit: Unit) -> BuiltShard | None:
 
 def _make(recipe: Recipe, unit: Unit, report: Report) -> BuiltShard:
     temporary = temporary_path(recipe, unit.shard_file)
-    origin, tally = Origin(recipe.text_key), Tally()
+    origin, tally = UnitOrigin(recipe.text_key), Tally()
     with TokenWriter(temporary, recipe.tokenizer.dtype) as writer:
         encoding = _Encoding(recipe, writer)
         progress = _Progress(report)
@@ -188,7 +188,7 @@ class _Progress:
 
 @contextmanager
 def _opened(
-    recipe: Recipe, piece: Piece, origin: Origin, tally: Tally, progress: _Progress
+    recipe: Recipe, piece: Piece, origin: UnitOrigin, tally: Tally, progress: _Progress
 ) -> Iterator[Parts]:
     """The parts of a piece's documents. Raises as `Origin.opened`, also in the block."""
     if piece.file.format == "parquet":

@@ -62,7 +62,7 @@ def kept(more: Generators = ()) -> Iterator[None]:
             _set_state(generator, state)
 
 
-class Item(NamedTuple):
+class SampleRequest(NamedTuple):
     """What a loader asks its data set for: an index, and the seed of what that draws."""
 
     index: Any
@@ -80,11 +80,11 @@ class DrawnDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, item: Item) -> Any:
+    def __getitem__(self, item: SampleRequest) -> Any:
         self._begin(item.seed)
         return self.dataset[item.index]
 
-    def __getitems__(self, items: Sequence[Item]) -> list[Any]:
+    def __getitems__(self, items: Sequence[SampleRequest]) -> list[Any]:
         """The samples of a batch; then what collates them draws by the place of the first."""
         together = getattr(self.dataset, "__getitems__", None)
         if callable(together):

@@ -35,7 +35,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from kempner.data.files.token_file import Corpus
 from kempner.data.order.global_batches import PADDING, MicroSlice, Slicing
-from kempner.data.order.shuffle import Order
+from kempner.data.order.shuffle import SampleOrder
 from kempner.run.process.exit_codes import DataError, RunError, UsageError
 from kempner.run.process.retry import WaitStoppedError
 from kempner.run.process.worker_process import (
@@ -67,7 +67,7 @@ class UnreadBatch(NamedTuple):
 class TokenDataset(Dataset[NDArray[Any]]):
     """The endless order as a dataset: position -> tokens [seq_len + 1], PADDING -> zeros."""
 
-    def __init__(self, corpus: Corpus, order: Order, seq_len: int) -> None:
+    def __init__(self, corpus: Corpus, order: SampleOrder, seq_len: int) -> None:
         self._corpus = corpus
         self._order = order
         self._seq_len = seq_len
@@ -237,7 +237,7 @@ class Feed:
         # With open files of its own: a corpus belongs to one thread.
         samples = given.samples(seq_len)
         mine = given.reopened(shards_per_reader(shards_open, max(1, workers), samples))
-        self.order = Order(samples, seed)
+        self.order = SampleOrder(samples, seed)
         self.micro_steps = slicing.micro_steps
         """Micro batches per step, the same on every rank."""
         self._ready: queue.Queue[StepBatch | BaseException] = queue.Queue(_STEPS_AHEAD)

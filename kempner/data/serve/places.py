@@ -21,14 +21,14 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from kempner.data.serve.draws import (
     DrawnDataset,
-    Item,
+    SampleRequest,
     is_pure,
     kept,
     key,
     seed_all,
     show_own_dataset,
 )
-from kempner.data.serve.plans import Batch, Plan, plan_of
+from kempner.data.serve.plans import Batch, ReadPlan, plan_of
 from kempner.data.serve.sampler import ResumableDataLoader
 from kempner.run.process.exit_codes import MismatchError, UsageError
 
@@ -87,7 +87,7 @@ def supply_of(data: Any, seed: int, place: tuple[int, int]) -> Supply:
 class MappedLoader:
     """A map-style loader, read by a plan."""
 
-    def __init__(self, loader: Any, plan: Plan) -> None:
+    def __init__(self, loader: Any, plan: ReadPlan) -> None:
         self.plan, self._ahead = plan, _NotingSampler(plan)
         inner = _inner(loader)
         self._batches: Iterator[Any] | None = None
@@ -129,11 +129,11 @@ class MappedLoader:
 class _NotingSampler:
     """The sampler that a loader is given; it notes the place after each batch that it yields."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ReadPlan) -> None:
         self._plan = plan
         self.read: deque[Any] = deque()
 
-    def __iter__(self) -> Iterator[list[Item]]:
+    def __iter__(self) -> Iterator[list[SampleRequest]]:
         self.read.clear()
         batch: Batch
         for batch in self._plan.rest_of_epoch():
@@ -147,10 +147,10 @@ class _NotingIndexSampler:
     def __init__(self, ahead: _NotingSampler, lists: bool) -> None:
         self._ahead, self._lists = ahead, lists
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[SampleRequest]:
         for items in self._ahead:
             indices = [item.index for item in items]
-            yield Item(indices if self._lists else indices[0], items[0].seed)
+            yield SampleRequest(indices if self._lists else indices[0], items[0].seed)
 
 
 class StreamedLoader:

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from kempner.data.order.global_batches import GlobalBatches, samples_at, share
-from kempner.data.serve.draws import Item, generators_of, kept, key, seed_all
+from kempner.data.serve.draws import SampleRequest, generators_of, kept, key, seed_all
 from kempner.data.serve.sampler import ResumableBatchSampler, ResumableSampler
 from kempner.run.process.exit_codes import MismatchError, UsageError
 
@@ -44,11 +44,11 @@ _COMPARED = 1024
 class Batch(NamedTuple):
     """What a loader is to read, and where the run stands when the loop has had it."""
 
-    items: list[Item]
+    items: list[SampleRequest]
     after: Any
 
 
-class Plan(Protocol):
+class ReadPlan(Protocol):
     """What is read from `place` on."""
 
     place: Any
@@ -109,7 +109,9 @@ class SharedOrder:
             mine = share(batches.span(position), self._rank, batches.world)
             position = batches.after(position, 1)
             indices = self._look_up(mine)
-            items = [Item(i, key(self._seed, at)) for i, at in zip(indices, mine, strict=True)]
+            items = [
+                SampleRequest(i, key(self._seed, at)) for i, at in zip(indices, mine, strict=True)
+            ]
             yield Batch(items, position)
 
     def left(self) -> int:
@@ -166,7 +168,7 @@ class RankOrder:
         for at in range(done, len(cut)):
             seeds = (key(self._seed, epoch, at, n) for n in range(len(cut[at])))
             after = (epoch, at + 1) if at + 1 < len(cut) else (epoch + 1, 0)
-            yield Batch([Item(*pair) for pair in zip(cut[at], seeds, strict=True)], after)
+            yield Batch([SampleRequest(*pair) for pair in zip(cut[at], seeds, strict=True)], after)
 
     def left(self) -> int:
         """What is not done of this epoch's batches."""
@@ -210,7 +212,7 @@ class _Reads(NamedTuple):
     prepared: bool = False
 
 
-def plan_of(loader: DataLoader[Any], seed: int, place: tuple[int, int]) -> Plan:
+def plan_of(loader: DataLoader[Any], seed: int, place: tuple[int, int]) -> ReadPlan:
     """How a map-style loader is read by the rank of `place`: (rank, number of ranks).
 
     `seed` is that of shuffles without a generator of their own. Raises `UsageError`, in one

@@ -19,8 +19,8 @@ from kempner.insight.doctor.checks import fit as slurm_checks
 from kempner.insight.doctor.checks import storage as data_checks
 from kempner.insight.doctor.facts import slurm as slurm_facts
 from kempner.insight.doctor.facts.data import DataSet, find_data_set
-from kempner.insight.doctor.facts.nodes import Survey, Wanted, survey_here, survey_nodes
-from kempner.insight.doctor.facts.plan import Plan
+from kempner.insight.doctor.facts.nodes import NodeQuestions, Survey, survey_here, survey_nodes
+from kempner.insight.doctor.facts.plan import JobPlan
 from kempner.insight.doctor.facts.storage import Disk, RunState, look_at_disk, look_at_run, nearest
 from kempner.insight.doctor.finding import Finding, Level, fail, finding, passed, skipped
 from kempner.model.spec.memory import checkpoint_bytes
@@ -47,8 +47,8 @@ class Examination:
 
     config: Config
     run: RunDirectory
-    world: fit.World
-    plan: Plan | None = None
+    world: fit.PlannedWorld
+    plan: JobPlan | None = None
     allocation: Allocation | None = None
 
     @property
@@ -152,11 +152,13 @@ def _ask(
     return _Facts(**vars(folders), survey=survey, slurm=asked, job=job)
 
 
-def _wanted(examination: Examination, folders: _Folders, environ: Mapping[str, str]) -> Wanted:
+def _wanted(
+    examination: Examination, folders: _Folders, environ: Mapping[str, str]
+) -> NodeQuestions:
     """What to ask the nodes. Where a run is going on its storage is left in peace."""
     config, data = examination.config, (folders.data, folders.held_out)
     shared = dict.fromkeys((folders.disk.existing, str(nearest(examination.run.path))))
-    return Wanted(
+    return NodeQuestions(
         shared=tuple(shared),
         copies=tuple(each.marker for each in data if each is not None and each.index is not None),
         caches=(_cache(environ),) if offline(environ) else (),

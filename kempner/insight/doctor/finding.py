@@ -20,7 +20,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """What one look at one thing says: `sentence` names what, where, and what to do."""
 
     level: Level
@@ -47,40 +47,40 @@ class Finding:
         }
 
 
-def passed(sentence: str) -> Outcome:
+def passed(sentence: str) -> CheckOutcome:
     """The outcome of a check that found no problem."""
-    return Outcome(Level.PASS, sentence)
+    return CheckOutcome(Level.PASS, sentence)
 
 
-def skipped(sentence: str) -> Outcome:
+def skipped(sentence: str) -> CheckOutcome:
     """The outcome of a check that could not be made, or need not be."""
-    return Outcome(Level.SKIPPED, sentence)
+    return CheckOutcome(Level.SKIPPED, sentence)
 
 
-def warn(sentence: str) -> Outcome:
+def warn(sentence: str) -> CheckOutcome:
     """A run can start, and may suffer."""
-    return Outcome(Level.WARN, sentence)
+    return CheckOutcome(Level.WARN, sentence)
 
 
-def fail(sentence: str) -> Outcome:
+def fail(sentence: str) -> CheckOutcome:
     """A run cannot start, or cannot go on after an interruption."""
-    return Outcome(Level.FAIL, sentence)
+    return CheckOutcome(Level.FAIL, sentence)
 
 
-def finding(check: str, outcome: Outcome) -> Finding:
+def finding(check: str, outcome: CheckOutcome) -> Finding:
     """An outcome that is about no node."""
     return Finding(check, outcome.level, outcome.sentence)
 
 
 def per_node(
-    check: str, answers: Sequence[T], name: Callable[[T], str], judge: Callable[[T], Outcome]
+    check: str, answers: Sequence[T], name: Callable[[T], str], judge: Callable[[T], CheckOutcome]
 ) -> list[Finding]:
     """Judge each node's answer; nodes of which the same is true share a finding.
 
     So do all that are well, whatever their numbers: the first of them speaks for them.
     """
-    found: dict[Outcome, list[str]] = {}
-    well: Outcome | None = None
+    found: dict[CheckOutcome, list[str]] = {}
+    well: CheckOutcome | None = None
     for answer in answers:
         outcome = judge(answer)
         if outcome.level is Level.PASS:

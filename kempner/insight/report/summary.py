@@ -17,7 +17,7 @@ import numpy as np
 
 from kempner.cluster.slurm.hostlist import expand_hosts
 from kempner.insight.owner import OwnerWatch
-from kempner.insight.report.attempts import AttemptFacts, Kind, attempts_of
+from kempner.insight.report.attempts import AttemptFacts, InterruptionKind, attempts_of
 from kempner.insight.report.interruptions import HOUR, Interruption, interruptions_of
 from kempner.insight.report.series import EvalSeries, StepSeries, read_series
 from kempner.insight.report.timeline import Category, Timeline, account
@@ -59,7 +59,7 @@ class SaveDuration:
 
 
 @dataclass(frozen=True)
-class Saves:
+class SaveStatistics:
     """The checkpoints of a run.
 
     `held_up_seconds` is how long one held up training, in the mean. `window_seconds` is the
@@ -88,7 +88,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeUse:
     """How many nodes were used, and those of which there is something to tell, the worst first."""
 
     used: int
@@ -103,7 +103,7 @@ class Advice:
     why: str
 
 
-def saves_of(attempts: Sequence[AttemptFacts], timeline: Timeline) -> Saves:
+def saves_of(attempts: Sequence[AttemptFacts], timeline: Timeline) -> SaveStatistics:
     """How long checkpoints took, against the time that there is for the last one."""
     commits = [e.event for a in attempts for e in a.all(CheckpointCommitted)]
     took = [c.took.total for c in commits if c.took is not None and not c.suspended]
@@ -118,7 +118,7 @@ def saves_of(attempts: Sequence[AttemptFacts], timeline: Timeline) -> Saves:
     unit = _unit(timeline)
     worst = max(took, default=None)
     needed = None if worst is None else math.ceil(2 * worst + 2 * (unit or 0.0) + MARGIN)
-    return Saves(
+    return SaveStatistics(
         committed=len(commits),
         failed=sum(len(a.all(CheckpointFailed)) for a in attempts),
         took=SaveDuration(nearest_rank(took, 0.5), nearest_rank(took, 0.95), worst),
@@ -135,7 +135,7 @@ def _unit(timeline: Timeline) -> float | None:
     return statistics.median(units) if units else None
 
 
-def nodes_of(attempts: Sequence[AttemptFacts]) -> Nodes:
+def nodes_of(attempts: Sequence[AttemptFacts]) -> NodeUse:
     """The nodes of all attempts."""
     used: set[str] = set()
     found: defaultdict[str, Node] = defaultdict(lambda: Node(""))
@@ -156,7 +156,7 @@ def nodes_of(attempts: Sequence[AttemptFacts]) -> Nodes:
         node.name = name
     ordered = sorted(found.values(), key=lambda n: (-n.lost, -n.failures, -len(n.remarks), n.name))
     most = max((node_count(attempt.started) or 0 for attempt in attempts), default=0)
-    return Nodes(max(most, len(used | set(found))), ordered)
+    return NodeUse(max(most, len(used | set(found))), ordered)
 
 
 def node_count(started: AttemptStarted) -> int | None:
@@ -178,7 +178,7 @@ def _names(nodes: str | None) -> set[str]:
 
 
 def advise(
-    timeline: Timeline, saves: Saves, interruptions: Sequence[Interruption], nodes: Nodes
+    timeline: Timeline, saves: SaveStatistics, interruptions: Sequence[Interruption], nodes: NodeUse
 ) -> list[Advice]:
     """What the measurements of this run suggest; nothing that was not measured."""
     seconds = timeline.seconds()
@@ -193,7 +193,9 @@ def advise(
     return [advice for advice in found if advice is not None]
 
 
-def _interval(timeline: Timeline, saves: Saves, failures: int, held: float) -> Advice | None:
+def _interval(
+    timeline: Timeline, saves: SaveStatistics, failures: int, held: float
+) -> Advice | None:
     """Young's interval, with what saves cost and how often something failed."""
     unit = _unit(timeline)
     if not failures or not saves.held_up_seconds or not unit or not saves.took.median:
@@ -214,7 +216,7 @@ def _interval(timeline: Timeline, saves: Saves, failures: int, held: float) -> A
     )
 
 
-def _window(saves: Saves) -> Advice | None:
+def _window(saves: SaveStatistics) -> Advice | None:
     """How early the job has to be warned of its end."""
     if saves.needed_seconds is None:
         return None
@@ -230,7 +232,7 @@ def _window(saves: Saves) -> Advice | None:
     )
 
 
-def _spare_nodes(timeline: Timeline, nodes: Nodes, held: float) -> Advice | None:
+def _spare_nodes(timeline: Timeline, nodes: NodeUse, held: float) -> Advice | None:
     """How many spare nodes would have kept the job going."""
     lost = sum(node.lost for node in nodes.noted)
     if not lost:
@@ -249,7 +251,7 @@ _UNSEEN = "in progress, or ended without a message"
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSummary:
     """How far a run came, and how it stands; what is not known is None."""
 
     state: str
@@ -301,11 +303,11 @@ class TimeSpent:
 @dataclass(frozen=True)
 class RunReport:
     name: str
-    training: Training
+    training: TrainingSummary
     time: TimeSpent
     interruptions: Sequence[Interruption]
-    saves: Saves
-    nodes: Nodes
+    saves: SaveStatistics
+    nodes: NodeUse
     advice: Sequence[Advice]
 
     @property
@@ -374,7 +376,7 @@ def summarise(
     interruptions = interruptions_of(timeline, dead=alive is False)
     saves = saves_of(attempts, timeline)
     nodes = nodes_of(attempts)
-    training = Training(
+    training = TrainingSummary(
         state=_state(attempts[-1], interruptions, alive),
         step=max(time.front for time in timeline.attempts),
         total_steps=total,
@@ -434,7 +436,7 @@ def _state(last: AttemptFacts, interruptions: Sequence[Interruption], alive: boo
     if not last.over:
         return "ended without a message" if alive is False else _UNSEEN
     end = interruptions[-1] if interruptions else None
-    return end.cause if end is not None and end.kind is Kind.STOP else "interrupted"
+    return end.cause if end is not None and end.kind is InterruptionKind.STOP else "interrupted"
 
 
 def _last(values: Any, middle: bool = False) -> float | None:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, TypeGuard
 
-from kempner.insight.report.attempts import AttemptFacts, Kind, attempts_of, cause_of
+from kempner.insight.report.attempts import AttemptFacts, InterruptionKind, attempts_of, cause_of
 from kempner.insight.report.page.words import duration
 from kempner.insight.status.activity import Activity, ActivityNote, decide
 from kempner.insight.status.facts import CheckpointFacts, RankPlace, RunFacts
@@ -130,7 +130,7 @@ RECENT = 50
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepPace:
     """How fast the last steps of the last attempt were made; what is not known is None.
 
     `mfu` is the model FLOPs utilization (0 to 1), and `logged_every` the seconds from one logged
@@ -147,7 +147,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """The last logged step, of how many, and its loss; what is not known is None.
 
     `logged_at` is in seconds since the epoch; losses are in nats per token.
@@ -158,10 +158,10 @@ class Progress:
     logged_at: float | None = None
     loss: float | None = None
     eval_loss: float | None = None
-    pace: Pace = Pace()
+    pace: StepPace = StepPace()
 
 
-def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> Progress:
+def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> RunProgress:
     """What the lines of the metrics come to; `total` is the number of steps of the whole run.
 
     Lines that are not as kempner writes them are passed over.
@@ -170,7 +170,7 @@ def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> Progress:
     steps = [line for line in told if "loss" in line]
     held_out = [line["eval_loss"] for line in told if _is_number(line.get("eval_loss"))]
     if not steps:
-        return Progress(total=total, eval_loss=held_out[-1] if held_out else None)
+        return RunProgress(total=total, eval_loss=held_out[-1] if held_out else None)
     last = steps[-1]
     recent = [line for line in steps[-RECENT:] if line.get("attempt") == last.get("attempt")]
     first = recent[0]
@@ -178,7 +178,7 @@ def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> Progress:
     used = [line["mfu"] for line in recent if _is_number(line.get("mfu"))]
     each = seconds / made if seconds and made else None
     left = None if total is None or each is None else max(0, total - last["step"]) * each
-    pace = Pace(
+    pace = StepPace(
         tokens_per_second=tokens / seconds if tokens and seconds and made else None,
         mfu=median(used) if used else None,
         seconds_per_step=each,
@@ -186,7 +186,7 @@ def measure(lines: Iterable[Mapping[str, Any]], total: int | None) -> Progress:
         logged_every=_usual_gap(recent),
         waited=_waited(recent[1:], seconds) if seconds else {},
     )
-    return Progress(
+    return RunProgress(
         step=int(last["step"]),
         total=total,
         logged_at=last["time"] if _is_number(last.get("time")) else None,
@@ -247,7 +247,7 @@ class EndOfAttempt:
 
     attempt: int
     time: float
-    kind: Kind
+    kind: InterruptionKind
     cause: str
     rank: int | None
     node: str
@@ -265,7 +265,7 @@ class AttemptStatus:
 
 
 @dataclass(frozen=True)
-class Deadline:
+class UpcomingEvent:
     """What happens at `time` (Unix, seconds)."""
 
     time: float
@@ -280,7 +280,7 @@ class Outlook:
 
     done_at: float | None
     fits: bool | None
-    deadline: Deadline | None
+    deadline: UpcomingEvent | None
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class Status:
 
     facts: RunFacts
     doing: ActivityNote
-    progress: Progress
+    progress: RunProgress
     attempt: AttemptStatus | None
     ends: tuple[EndOfAttempt, ...]
     outlook: Outlook
@@ -433,7 +433,7 @@ def _ends(attempts: Sequence[AttemptFacts], live: bool) -> tuple[EndOfAttempt, .
             continue
         kind, cause, _ = cause_of(attempt)
         failed, ended = attempt.last(AttemptFailed), attempt.last(AttemptEnded)
-        rank = None if ended is None or kind is Kind.STOP else ended.event.culprit
+        rank = None if ended is None or kind is InterruptionKind.STOP else ended.event.culprit
         node = "" if failed is None else failed.event.node
         found.append(EndOfAttempt(attempt.number, attempt.end, kind, cause, rank, node))
     return tuple(found[-SHOWN_ENDS:])
@@ -442,7 +442,7 @@ def _ends(attempts: Sequence[AttemptFacts], live: bool) -> tuple[EndOfAttempt, .
 def _outlook(
     facts: RunFacts,
     activity: Activity,
-    progress: Progress,
+    progress: RunProgress,
     last: AttemptFacts | None,
     still: bool,
 ) -> Outlook:
@@ -460,18 +460,20 @@ _BETWEEN_STEPS = (Activity.TRAINING, Activity.SAVING)
 """What should not keep a run long from its next step; how long an evaluation takes is not known."""
 
 
-def _deadline(facts: RunFacts, activity: Activity, last: AttemptFacts | None) -> Deadline | None:
+def _deadline(
+    facts: RunFacts, activity: Activity, last: AttemptFacts | None
+) -> UpcomingEvent | None:
     """The next moment at which something ends, whatever the ranks do."""
     found = []
     if activity is Activity.STOPPING and last is not None and not last.over:
         asked = [(e.time + e.event.seconds_left, e.event) for e in last.all(StopRequested)]
-        found += [Deadline(time, "ranks that are still there are killed") for time, _ in asked]
+        found += [UpcomingEvent(time, "ranks that are still there are killed") for time, _ in asked]
     job = facts.job
     if job is not None and job.ends_at is not None:
         what = "the preemption takes the nodes" if job.preempted else "the job's time is over"
-        found.append(Deadline(job.ends_at, what))
+        found.append(UpcomingEvent(job.ends_at, what))
     if job is not None and job.begins_at is not None:
-        found.append(Deadline(job.begins_at, "Slurm expects to start the job"))
+        found.append(UpcomingEvent(job.begins_at, "Slurm expects to start the job"))
     return min(found, key=lambda deadline: deadline.time, default=None)
 
 
@@ -491,7 +493,7 @@ def _waits_for(facts: RunFacts, activity: Activity, still: str) -> str:
     return ""
 
 
-def _stands_still(facts: RunFacts, progress: Progress, last: AttemptFacts | None) -> str:
+def _stands_still(facts: RunFacts, progress: RunProgress, last: AttemptFacts | None) -> str:
     """For how long no step was logged, if that is long; empty if not."""
     ready = 0.0 if last is None or last.ready_at is None else last.ready_at
     since = max(ready, progress.logged_at or 0.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kempner.insight.triage.ends import plain_status, what_status_means, words_of
 from kempner.insight.triage.log.reading import read_log
-from kempner.insight.triage.rules import Cause, Level, Sure
+from kempner.insight.triage.rules import Cause, SignLevel, Sure
 from kempner.insight.triage.scan import Scan, match
 from kempner.insight.triage.table.everything import CAUSES
 from kempner.insight.triage.table.program import RAISED
@@ -70,7 +70,7 @@ _BY_CODE = {
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class _EndedAttempt:
     """What the ledger holds of an attempt that is over."""
 
     number: int
@@ -117,9 +117,9 @@ def _is_alive(run: RunDirectory) -> bool:
         return True
 
 
-def _attempt(entry: Entry[AttemptEnded], history: RunHistory) -> _Attempt:
+def _attempt(entry: Entry[AttemptEnded], history: RunHistory) -> _EndedAttempt:
     number = entry.attempt
-    return _Attempt(
+    return _EndedAttempt(
         number,
         entry.event,
         next((e.event for e in history.entries(AttemptFailed) if e.attempt == number), None),
@@ -128,7 +128,7 @@ def _attempt(entry: Entry[AttemptEnded], history: RunHistory) -> _Attempt:
     )
 
 
-def _judge(run: RunDirectory, history: RunHistory, attempt: _Attempt) -> Verdict:
+def _judge(run: RunDirectory, history: RunHistory, attempt: _EndedAttempt) -> Verdict:
     rank = attempt.ended.culprit
     if attempt.hang is not None and attempt.hang.laggard is not None:
         rank = attempt.hang.laggard
@@ -158,7 +158,7 @@ def _judge(run: RunDirectory, history: RunHistory, attempt: _Attempt) -> Verdict
     )
 
 
-def _cause(attempt: _Attempt, scan: Scan) -> tuple[Cause, Sure]:
+def _cause(attempt: _EndedAttempt, scan: Scan) -> tuple[Cause, Sure]:
     """By the ledger; by the rank's log where that says no more than an exit code."""
     raised = attempt.failed.raised if attempt.failed else ""
     said = raised or attempt.ended.reason
@@ -168,7 +168,7 @@ def _cause(attempt: _Attempt, scan: Scan) -> tuple[Cause, Sure]:
         return CAUSES["loss_not_finite"], Sure.CERTAIN
     if "out of memory" in said and "CUDA" not in said and "HIP" not in said:
         return CAUSES["host_out_of_memory"], Sure.CERTAIN
-    if (hit := match(said)) is not None and hit[0].level < Level.SYMPTOM:
+    if (hit := match(said)) is not None and hit[0].level < SignLevel.SYMPTOM:
         return hit[1], hit[0].sure
     told = decide(scan)
     if told.known and told.cause not in ("peer_lost", "exception"):
@@ -176,7 +176,7 @@ def _cause(attempt: _Attempt, scan: Scan) -> tuple[Cause, Sure]:
     return _by_status(attempt, raised)
 
 
-def _by_status(attempt: _Attempt, raised: str) -> tuple[Cause, Sure]:
+def _by_status(attempt: _EndedAttempt, raised: str) -> tuple[Cause, Sure]:
     status = attempt.status
     code = next((code for code in _BY_CODE if code == attempt.ended.code), None)
     if code is not None:
@@ -188,7 +188,7 @@ def _by_status(attempt: _Attempt, raised: str) -> tuple[Cause, Sure]:
     if status is None:
         return DISAPPEARED, Sure.LIKELY
     name, level, sure = what_status_means(plain_status(status))
-    return (CAUSES[name], sure) if level < Level.SYMPTOM else (UNEXPLAINED, Sure.UNKNOWN)
+    return (CAUSES[name], sure) if level < SignLevel.SYMPTOM else (UNEXPLAINED, Sure.UNKNOWN)
 
 
 def _scan(run: RunDirectory, attempt: int, rank: int | None) -> Scan:
@@ -210,7 +210,7 @@ def _logs(run: RunDirectory, attempt: int, rank: int | None) -> Iterator[Path]:
         yield from sorted(run.attempt(attempt).glob("rank-*.out"))[:MOST_RANKS]
 
 
-def _others(attempt: _Attempt, first: int | None) -> Iterator[str]:
+def _others(attempt: _EndedAttempt, first: int | None) -> Iterator[str]:
     """How the other ranks ended, those with the same status together."""
     together: dict[int | None, list[int]] = {}
     for name, status in attempt.ended.exits.items():
@@ -223,7 +223,7 @@ def _others(attempt: _Attempt, first: int | None) -> Iterator[str]:
         yield f"rank{'s' if ranks[1:] else ''} {spans(sorted(ranks))}: {how}"
 
 
-def _hang(attempt: _Attempt) -> Iterator[str]:
+def _hang(attempt: _EndedAttempt) -> Iterator[str]:
     if attempt.hang is not None:
         yield attempt.hang.reason
         yield from attempt.hang.processes[:3]
@@ -235,7 +235,7 @@ def _suspects(history: RunHistory, attempt: int) -> Iterator[str]:
             yield f"{entry.event.node} is suspected: {entry.event.reason}"
 
 
-def _afterwards(history: RunHistory, failures: list[_Attempt]) -> Iterator[str]:
+def _afterwards(history: RunHistory, failures: list[_EndedAttempt]) -> Iterator[str]:
     last = failures[-1].number
     if len(failures) > 1:
         numbers = spans([attempt.number for attempt in failures])

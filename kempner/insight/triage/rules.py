@@ -8,7 +8,7 @@ from enum import IntEnum
 from functools import cached_property
 
 
-class Level(IntEnum):
+class SignLevel(IntEnum):
     """How near a sign is to the beginning. The least that was found counts."""
 
     GIVEN = 0
@@ -54,7 +54,7 @@ class Sign:
     """
 
     pattern: str
-    level: Level = Level.CAUSE
+    level: SignLevel = SignLevel.CAUSE
     sure: Sure = Sure.CERTAIN
     blame: Blame = Blame.WRITER
     warned: bool = False

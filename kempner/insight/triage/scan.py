@@ -18,7 +18,7 @@ from typing import Self
 
 from kempner.insight.triage.ends import End, EndReader, spread_out
 from kempner.insight.triage.log.lines import SAMPLE, LogLine, LogParser
-from kempner.insight.triage.log.reading import Losses, Steps
+from kempner.insight.triage.log.reading import Losses, StepsInLog
 from kempner.insight.triage.log.tracebacks import (
     FoundException,
     Tracebacks,
@@ -29,7 +29,7 @@ from kempner.insight.triage.log.tracebacks import (
     takes_back,
 )
 from kempner.insight.triage.places import Places
-from kempner.insight.triage.rules import Blame, Cause, Level, Sign, Sure
+from kempner.insight.triage.rules import Blame, Cause, Sign, SignLevel, Sure
 from kempner.insight.triage.table.everything import CAUSES, LITERALS, TABLE, suspicious
 from kempner.insight.triage.table.program import RAISED
 
@@ -188,7 +188,7 @@ class About:
 
 
 @dataclass(frozen=True)
-class Finding:
+class LogFinding:
     """A line that a rule knows.
 
     `order` counts lines over all files; `steps` is how many the training had made by then;
@@ -196,7 +196,7 @@ class Finding:
     """
 
     cause: Cause
-    level: Level
+    level: SignLevel
     sure: Sure
     line: LogLine
     order: int
@@ -221,19 +221,19 @@ class Finding:
 
 
 @dataclass
-class Findings:
+class LogFindings:
     """Those of a log, in its order."""
 
-    _by_cause: dict[str, list[Finding]] = field(default_factory=dict)
-    _last_raised: dict[object, Finding] = field(default_factory=dict)
-    _last: dict[object, Finding] = field(default_factory=dict)
+    _by_cause: dict[str, list[LogFinding]] = field(default_factory=dict)
+    _last_raised: dict[object, LogFinding] = field(default_factory=dict)
+    _last: dict[object, LogFinding] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def __iter__(self) -> Iterator[Finding]:
+    def __iter__(self) -> Iterator[LogFinding]:
         found = [finding for kept in self._by_cause.values() for finding in kept]
         return iter(sorted(found, key=lambda finding: finding.order))
 
-    def add(self, finding: Finding, raised: bool = False) -> None:
+    def add(self, finding: LogFinding, raised: bool = False) -> None:
         """Keep it. `raised` says that it is an exception that no rule knows.
 
         One that lines below explain, as parts of its message do, gives way to them.
@@ -252,7 +252,7 @@ class Findings:
             kept[:] = [old for old in kept if finding.steps - old.steps < SURVIVED]
         if len(kept) < KEPT:
             kept.append(finding)
-            if finding.status is None and finding.level in (Level.CAUSE, Level.MECHANISM):
+            if finding.status is None and finding.level in (SignLevel.CAUSE, SignLevel.MECHANISM):
                 self._last[writer] = finding
             if raised:
                 self._last_raised[writer] = finding
@@ -275,7 +275,7 @@ class Findings:
         self._forget(before)
         self._last_raised.pop(line.writer, None)
 
-    def _forget(self, finding: Finding) -> None:
+    def _forget(self, finding: LogFinding) -> None:
         kept = self._by_cause[finding.cause.name]
         kept[:] = [other for other in kept if other is not finding]
 
@@ -348,10 +348,10 @@ class Scan:
         self.places = Places()
         self.transports = Transports()
         self.collectives = Collectives()
-        self.findings = Findings()
+        self.findings = LogFindings()
         self.suspects = Suspects()
         self.lines = 0
-        self.steps = Steps()
+        self.steps = StepsInLog()
         self.losses = Losses()
         self.sources: list[str] = []
         self._tracebacks = Tracebacks()
@@ -449,8 +449,8 @@ class Scan:
         if hit is not None:
             self._signed(*hit, line, frame, raised.doubtful)
             return
-        level = Level.SYMPTOM if is_of_peer(raised.text) else Level.CAUSE
-        level = Level.CASCADE if raised.follows else level
+        level = SignLevel.SYMPTOM if is_of_peer(raised.text) else SignLevel.CAUSE
+        level = SignLevel.CASCADE if raised.follows else level
         about = About.writer(line, frame)
         finding = self._found(RAISED, level, Sure.CERTAIN, line, about)
         self.findings.add(replace(finding, doubtful=raised.doubtful), raised=True)
@@ -478,9 +478,9 @@ class Scan:
         self.findings.add(replace(finding, doubtful=doubtful))
 
     def _found(
-        self, cause: Cause, level: Level, sure: Sure, line: LogLine, about: About
-    ) -> Finding:
-        return Finding(cause, level, sure, line, self.lines, self.steps.made, about)
+        self, cause: Cause, level: SignLevel, sure: Sure, line: LogLine, about: About
+    ) -> LogFinding:
+        return LogFinding(cause, level, sure, line, self.lines, self.steps.made, about)
 
 
 def match(text: str, warning: bool = False) -> tuple[Sign, Cause, re.Match[str]] | None:

@@ -13,8 +13,8 @@ from typing import Any
 from kempner.insight.triage.ends import words_of
 from kempner.insight.triage.log.lines import LogLine
 from kempner.insight.triage.places import same_node
-from kempner.insight.triage.rules import Level, Sure
-from kempner.insight.triage.scan import SHOWN, SURVIVED, About, Finding, Scan
+from kempner.insight.triage.rules import SignLevel, Sure
+from kempner.insight.triage.scan import SHOWN, SURVIVED, About, LogFinding, Scan
 from kempner.insight.triage.table.everything import CAUSES
 from kempner.insight.words import spans
 
@@ -28,7 +28,7 @@ ABORTED = -6
 """SIGABRT: how torch's watchdog ends a rank that lost another."""
 
 
-def in_order(finding: Finding, among: Iterable[Finding], by_time: bool) -> tuple[float, int]:
+def in_order(finding: LogFinding, among: Iterable[LogFinding], by_time: bool) -> tuple[float, int]:
     """By time where each has one and files are compared, or torchrun's blocks; else by line."""
     times = [other.line.time for other in among]
     comparable = by_time or all(other.status is not None for other in among)
@@ -38,7 +38,7 @@ def in_order(finding: Finding, among: Iterable[Finding], by_time: bool) -> tuple
 
 
 def find_failure(
-    scan: Scan, fatal: Sequence[Finding], first: Finding, same: Sequence[Finding]
+    scan: Scan, fatal: Sequence[LogFinding], first: LogFinding, same: Sequence[LogFinding]
 ) -> tuple[int | None, str | None, tuple[str, ...]]:
     """The rank and node that failed first, and how that was told."""
     if first.cause.ends_from_outside:
@@ -49,7 +49,7 @@ def find_failure(
         return _missing(scan, fatal)
     if first.cause.name == "peer_lost" and (end := _end_of_another(fatal)) is not None:
         return end.ranks[0], end.node, (f"rank {end.ranks[0]} ended, and reports no other rank",)
-    ended = [f for f in fatal if f.status is not None and f.ranks and f.level < Level.CASCADE]
+    ended = [f for f in fatal if f.status is not None and f.ranks and f.level < SignLevel.CASCADE]
     rank = first.ranks[0] if first.ranks else _rank_of_end(first, same, ended)
     if rank is None and first.cause.name == "host_out_of_memory":
         rank = _rank_of_dead_worker(fatal)
@@ -64,7 +64,7 @@ def find_failure(
 
 
 def _missing(
-    scan: Scan, fatal: Sequence[Finding]
+    scan: Scan, fatal: Sequence[LogFinding]
 ) -> tuple[int | None, str | None, tuple[str, ...]]:
     """Whom the others waited for in a collective."""
     missing, end = scan.collectives.missing(scan.places.world), _end_of_another(fatal)
@@ -80,13 +80,15 @@ def _missing(
     return None, None, ("which rank did not come cannot be told from this log",)
 
 
-def _end_of_another(fatal: Sequence[Finding]) -> Finding | None:
+def _end_of_another(fatal: Sequence[LogFinding]) -> LogFinding | None:
     """The first end of a rank that does not complain of others, if it ended by itself."""
-    complained = {f.line.rank for f in fatal if f.level is Level.SYMPTOM and f.status is None}
+    complained = {f.line.rank for f in fatal if f.level is SignLevel.SYMPTOM and f.status is None}
     ends = [
         finding
         for finding in fatal
-        if finding.status not in (None, ABORTED) and finding.level < Level.CASCADE and finding.ranks
+        if finding.status not in (None, ABORTED)
+        and finding.level < SignLevel.CASCADE
+        and finding.ranks
     ]
     others = [finding for finding in ends if not complained.intersection(finding.ranks)]
     if complained <= {None} or not others:
@@ -94,12 +96,14 @@ def _end_of_another(fatal: Sequence[Finding]) -> Finding | None:
     return min(others, key=lambda finding: in_order(finding, others, by_time=True))
 
 
-def _rank_of_end(first: Finding, same: Sequence[Finding], ended: Sequence[Finding]) -> int | None:
+def _rank_of_end(
+    first: LogFinding, same: Sequence[LogFinding], ended: Sequence[LogFinding]
+) -> int | None:
     """The rank whose process ended first, where the line itself names none."""
     named = [finding for finding in same if finding.ranks]
-    if named and first.level is Level.GIVEN:
+    if named and first.level is SignLevel.GIVEN:
         return named[0].ranks[0]
-    if first.level >= Level.SYMPTOM and first.status is None:
+    if first.level >= SignLevel.SYMPTOM and first.status is None:
         return None  # who complains is not who failed
     if first.cause.name == "node_failure":
         return None
@@ -113,18 +117,18 @@ def _rank_of_end(first: Finding, same: Sequence[Finding], ended: Sequence[Findin
     return min(roots, key=lambda f: in_order(f, roots, by_time=True)).ranks[0]
 
 
-def _rank_of_dead_worker(fatal: Sequence[Finding]) -> int | None:
+def _rank_of_dead_worker(fatal: Sequence[LogFinding]) -> int | None:
     """The only rank that lost a process of its data loader, if one did: the kernel took that."""
     ranks = {rank for f in fatal if f.cause.name == "loader_worker_died" for rank in f.ranks}
     return ranks.pop() if len(ranks) == 1 else None
 
 
-def _so_ended(first: Finding, ended: Sequence[Finding]) -> list[Finding]:
+def _so_ended(first: LogFinding, ended: Sequence[LogFinding]) -> list[LogFinding]:
     """Those that ended in the way that the line speaks of, as by that signal."""
-    return [f for f in ended if f.cause is first.cause and f.level is Level.MECHANISM]
+    return [f for f in ended if f.cause is first.cause and f.level is SignLevel.MECHANISM]
 
 
-def _by_themselves(ended: Sequence[Finding]) -> list[Finding]:
+def _by_themselves(ended: Sequence[LogFinding]) -> list[LogFinding]:
     """Those that torchrun saw first, if there are any; of them those that did not abort themselves,
     as ranks do that lost another."""
     others = [finding for finding in ended if finding.status != ABORTED] or list(ended)
@@ -237,7 +241,7 @@ def decide(scan: Scan) -> Verdict:
     return _known(scan, fatal, _behind(scan, fatal, first))
 
 
-def _behind(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Finding:
+def _behind(scan: Scan, fatal: Sequence[LogFinding], first: LogFinding) -> LogFinding:
     """What made the first failure happen, if something else in the log does explain it."""
     lonely = scan.places.isolated_interface
     if first.cause.name in _NETWORK and scan.steps.made < SURVIVED and lonely is not None:
@@ -256,17 +260,17 @@ def _behind(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Finding:
     return first
 
 
-def _explained(first: Finding, cause: str, line: LogLine, about: About) -> Finding:
+def _explained(first: LogFinding, cause: str, line: LogLine, about: About) -> LogFinding:
     return replace(first, cause=CAUSES[cause], sure=Sure.LIKELY, line=line, about=about)
 
 
-def _steps_after(scan: Scan, finding: Finding) -> int:
+def _steps_after(scan: Scan, finding: LogFinding) -> int:
     """How many more steps its own file tells of: another file may be another node's."""
     source = finding.line.place.rpartition(":")[0]
     return scan.steps.by_file.get(source, scan.steps.made) - finding.steps
 
 
-def _placed(finding: Finding, scan: Scan) -> Finding:
+def _placed(finding: LogFinding, scan: Scan) -> LogFinding:
     """With rank or node added where the other tells it."""
     about = finding.about
     if not about.ranks and about.pid is not None:
@@ -281,24 +285,26 @@ def _placed(finding: Finding, scan: Scan) -> Finding:
     return replace(finding, about=about)
 
 
-def _without_passed_by(scan: Scan, found: Sequence[Finding]) -> list[Finding]:
+def _without_passed_by(scan: Scan, found: Sequence[LogFinding]) -> list[LogFinding]:
     """Without what a line only mentions, and nothing came of it in all the lines below."""
     last = max((finding.order for finding in found), default=0)
     if len(scan.sources) > 1 or scan.lines - last <= PASSED_BY:
         return list(found)
-    return [f for f in found if f.level is not Level.CAUSE or f.about.frame or f.status is not None]
+    return [
+        f for f in found if f.level is not SignLevel.CAUSE or f.about.frame or f.status is not None
+    ]
 
 
-def _without_doubtful(found: Sequence[Finding]) -> list[Finding]:
+def _without_doubtful(found: Sequence[LogFinding]) -> list[LogFinding]:
     """Without what may have been got over, if something else explains the end, or there is none."""
     certain = [finding for finding in found if not finding.doubtful]
-    if any(f.level < Level.SYMPTOM for f in certain):
+    if any(f.level < SignLevel.SYMPTOM for f in certain):
         return certain
     last = max((finding.order for finding in certain), default=0)
     return [f for f in found if not f.doubtful or f.order < last <= f.order + PASSED_BY]
 
 
-def _without_aftermath(found: Sequence[Finding]) -> list[Finding]:
+def _without_aftermath(found: Sequence[LogFinding]) -> list[LogFinding]:
     """Without exceptions of ranks that had complained of another before."""
     complained: set[object] = set()
     kept = []
@@ -306,13 +312,13 @@ def _without_aftermath(found: Sequence[Finding]) -> list[Finding]:
         writer = finding.line.rank
         if finding.cause.name == "exception" and writer is not None and writer in complained:
             continue
-        if finding.level is Level.SYMPTOM and finding.status is None:
+        if finding.level is SignLevel.SYMPTOM and finding.status is None:
             complained.add(writer)
         kept.append(finding)
     return kept
 
 
-def _without_late_ends(found: Sequence[Finding]) -> list[Finding]:
+def _without_late_ends(found: Sequence[LogFinding]) -> list[LogFinding]:
     """Without what ended the job from outside after it had failed; or with nothing else, where that
     came first."""
     ends = [finding for finding in found if finding.cause.ends_from_outside]
@@ -324,22 +330,24 @@ def _without_late_ends(found: Sequence[Finding]) -> list[Finding]:
         finding
         for finding in found
         if not finding.cause.ends_from_outside
-        and finding.level < Level.CASCADE
-        and (finding.order < begins or finding.level is Level.GIVEN)
+        and finding.level < SignLevel.CASCADE
+        and (finding.order < begins or finding.level is SignLevel.GIVEN)
         and finding.cause.name not in _UNEXPLAINED
         and not any(_just_after(finding, end) for end in ends)
     ]
-    return earlier or [f for f in found if f.cause.ends_from_outside or f.level is Level.CASCADE]
+    return earlier or [
+        f for f in found if f.cause.ends_from_outside or f.level is SignLevel.CASCADE
+    ]
 
 
-def _just_after(finding: Finding, end: Finding) -> bool:
+def _just_after(finding: LogFinding, end: LogFinding) -> bool:
     """Whether clocks say so, whichever line was printed first."""
-    if finding.level is Level.GIVEN or None in (finding.line.time, end.line.time):
+    if finding.level is SignLevel.GIVEN or None in (finding.line.time, end.line.time):
         return False
     return 0 <= (finding.line.time or 0) - (end.line.time or 0) <= GRACE
 
 
-def _first(found: Sequence[Finding], by_time: bool) -> Finding | None:
+def _first(found: Sequence[LogFinding], by_time: bool) -> LogFinding | None:
     if not found:
         return None
     level = min(finding.level for finding in found)
@@ -348,7 +356,7 @@ def _first(found: Sequence[Finding], by_time: bool) -> Finding | None:
     return min(explained or nearest, key=lambda finding: in_order(finding, nearest, by_time))
 
 
-def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
+def _known(scan: Scan, fatal: Sequence[LogFinding], first: LogFinding) -> Verdict:
     same = [finding for finding in fatal if finding.cause is first.cause]
     rank, node, notes = find_failure(scan, fatal, first, same)
     ranks = sorted({number for finding in same for number in finding.ranks})
@@ -371,11 +379,11 @@ def _known(scan: Scan, fatal: Sequence[Finding], first: Finding) -> Verdict:
     )
 
 
-def _ends_of(rank: int | None, found: Sequence[Finding]) -> list[Finding]:
+def _ends_of(rank: int | None, found: Sequence[LogFinding]) -> list[LogFinding]:
     return [f for f in found if f.status is not None and (rank is None or rank in f.ranks)]
 
 
-def _evidence(found: Iterable[Finding]) -> Iterable[Evidence]:
+def _evidence(found: Iterable[LogFinding]) -> Iterable[Evidence]:
     lines = list(dict.fromkeys(finding.line for finding in found))
     return [_quoted(line) for line in lines[:5]]
 
@@ -385,7 +393,7 @@ def _quoted(line: LogLine) -> Evidence:
     return Evidence(line.place, text if len(text) < 300 else text[:297] + "...")
 
 
-def _consequences(others: Sequence[Finding], first: Iterable[int]) -> Iterable[str]:
+def _consequences(others: Sequence[LogFinding], first: Iterable[int]) -> Iterable[str]:
     """One sentence for each kind of end or complaint of the ranks but the `first`."""
     failed = set(first)
     for name in dict.fromkeys(finding.cause.name for finding in others):
@@ -398,12 +406,12 @@ def _consequences(others: Sequence[Finding], first: Iterable[int]) -> Iterable[s
         yield f"rank{'s' if ranks[1:] else ''} {spans(ranks)}: {how}"
 
 
-def _complaining(finding: Finding) -> tuple[int, ...]:
+def _complaining(finding: LogFinding) -> tuple[int, ...]:
     """Whose end, or whose complaint it is."""
     return finding.ranks or (() if finding.line.rank is None else (finding.line.rank,))
 
 
-def _is_thin(fatal: Sequence[Finding], first: Finding, rank: int | None) -> bool:
+def _is_thin(fatal: Sequence[LogFinding], first: LogFinding, rank: int | None) -> bool:
     """Whether a symptom is all there is, or other ranks tell of other causes at the same time: then
     the order of lines alone says which was first."""
     rivals = [
@@ -414,13 +422,13 @@ def _is_thin(fatal: Sequence[Finding], first: Finding, rank: int | None) -> bool
         if not _clearly_later(finding, first)
     ]
     if first.cause.name == "exception":
-        crashed = (f for f in fatal if f.status is not None and f.level is Level.MECHANISM)
+        crashed = (f for f in fatal if f.status is not None and f.level is SignLevel.MECHANISM)
         rivals += [finding for finding in crashed if finding.ranks and rank not in finding.ranks]
-    rivalled = rank is not None and bool(rivals) and first.level is not Level.GIVEN
-    return first.level >= Level.SYMPTOM or rivalled or first.doubtful
+    rivalled = rank is not None and bool(rivals) and first.level is not SignLevel.GIVEN
+    return first.level >= SignLevel.SYMPTOM or rivalled or first.doubtful
 
 
-def _clearly_later(finding: Finding, first: Finding) -> bool:
+def _clearly_later(finding: LogFinding, first: LogFinding) -> bool:
     if finding.line.time is None or first.line.time is None:
         return False
     return finding.line.time - first.line.time > 1.0
@@ -454,8 +462,8 @@ def _network(scan: Scan) -> tuple[str, ...]:
     )
 
 
-def _unknown(scan: Scan, fatal: Sequence[Finding], first: Finding | None) -> Verdict:
-    ended = [f for f in fatal if f.status is not None and f.level < Level.CASCADE]
+def _unknown(scan: Scan, fatal: Sequence[LogFinding], first: LogFinding | None) -> Verdict:
+    ended = [f for f in fatal if f.status is not None and f.level < SignLevel.CASCADE]
     rank = node = None
     says = "no rule knows what is in this log" if scan.suspects.first else "no sign of a failure"
     do = "look at the lines below, and at the logs of the ranks that are not here"

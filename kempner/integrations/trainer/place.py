@@ -122,7 +122,7 @@ def _set_generators(states: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainerPlace:
     """`samples` of epoch `epoch` are done, over all ranks; a step takes `per_step` of them.
 
     `ranks` is how many there were, and `order` the state of the generator from which this epoch's
@@ -138,7 +138,7 @@ class Place:
     draws: dict[str, Any] | None = None
 
     @classmethod
-    def of_step(cls, step: int, ranks: int, grid: Grid, ranks_now: int) -> Place:
+    def of_step(cls, step: int, ranks: int, grid: Grid, ranks_now: int) -> TrainerPlace:
         """Where a run stood after `step` steps on `ranks` ranks, of which nothing else is known.
 
         `grid` is how `ranks_now` ranks cut the data.
@@ -189,7 +189,7 @@ class Leg:
     updates: int
 
     @classmethod
-    def after(cls, place: Place, grid: Grid) -> Leg:
+    def after(cls, place: TrainerPlace, grid: Grid) -> Leg:
         """What is left of the epoch of `place`."""
         steps = place.samples // grid.per_step
         done = steps * grid.accumulation
@@ -203,7 +203,7 @@ class Leg:
         return self.start + (made - self.done) * grid.batch
 
 
-def steps_to_go(place: Place, grid: Grid, epochs: float) -> int:
+def steps_to_go(place: TrainerPlace, grid: Grid, epochs: float) -> int:
     """The steps from `place` to the end of `epochs` epochs."""
     if place.epoch >= epochs:
         return 0
@@ -228,7 +228,7 @@ class PlacedSampler(Sampler[int]):
         self._left_out = range(0)
         self._order: torch.Tensor | None = None
 
-    def continue_at(self, place: Place, skipped: int) -> None:
+    def continue_at(self, place: TrainerPlace, skipped: int) -> None:
         """Leave out the samples up to `place`; the loop itself skips the first `skipped`."""
         self._left_out, self._order = range(skipped, place.samples), place.order
 
@@ -321,7 +321,7 @@ class DataPlace:
             reader = getattr(loader, "base_dataloader", loader)
             self._worker_draws = WorkerDraws(reader, self._seed, self.world.rank)
 
-    def continue_at(self, place: Place, resume: Callable[[], None]) -> Leg:
+    def continue_at(self, place: TrainerPlace, resume: Callable[[], None]) -> Leg:
         """Go on from `place`; what is left of its epoch. `resume` brings the generators of random
         numbers back, where it is called after the micro batch that had been fetched ahead.
 
@@ -365,12 +365,12 @@ class DataPlace:
         """Whether the last step was the last of its epoch."""
         return self._made >= self._leg.micro_batches
 
-    def place(self, epoch_is_over: bool) -> Place:
+    def place(self, epoch_is_over: bool) -> TrainerPlace:
         """Where training stands; at the start of the next epoch, if this one is over."""
         epoch, samples = self._epoch + 1, 0
         if not epoch_is_over:
             epoch, samples = self._epoch, self._leg.samples(self._made, self.grid)
-        place = Place(epoch, samples, self.grid.per_step, self.world.size)
+        place = TrainerPlace(epoch, samples, self.grid.per_step, self.world.size)
         if self._sampler is None:
             return place
         order = self._sampler.order(begun=samples > 0)

@@ -33,10 +33,10 @@ from kempner.checkpoint.folders import FolderCheckpoints
 from kempner.checkpoint.format.manifest import decode
 from kempner.checkpoint.format.names import MANIFEST
 from kempner.checkpoint.store.retention import Keep
-from kempner.integrations.trainer.place import DataPlace, Grid, Place, steps_to_go
+from kempner.integrations.trainer.place import DataPlace, Grid, TrainerPlace, steps_to_go
 from kempner.integrations.trainer.progress import (
     DueWork,
-    Progress,
+    TrainerProgress,
     callback_states,
     give_back,
     held_by,
@@ -112,7 +112,7 @@ class PreviousRun:
     step: int
     ranks: int
     ranks_now: int
-    progress: Progress | None
+    progress: TrainerProgress | None
 
     @classmethod
     def read(cls, folder: Path, step: int, trainer: Any) -> PreviousRun:
@@ -120,15 +120,15 @@ class PreviousRun:
         manifest = folder / MANIFEST
         ranks = decode(manifest.read_bytes(), manifest).identity.world
         arguments = trainer.args
-        progress = Progress.load(folder, arguments.process_index, arguments.world_size)
+        progress = TrainerProgress.load(folder, arguments.process_index, arguments.world_size)
         source = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         return cls(source, step, ranks, arguments.world_size, progress)
 
-    def place(self, grid: Grid) -> Place:
+    def place(self, grid: Grid) -> TrainerPlace:
         """Where it stood in the data; `grid` is how this world cuts them."""
         if self.progress is not None and self.progress.place is not None:
             return self.progress.place
-        return Place.of_step(self.step, self.ranks, grid, self.ranks_now)
+        return TrainerPlace.of_step(self.step, self.ranks, grid, self.ranks_now)
 
     def plan(self, values: tuple[Any, ...], grid: Grid, arguments: Any) -> tuple[Any, ...]:
         """The Trainer's `set_initial_training_values`, where a step takes more or fewer samples
@@ -181,7 +181,7 @@ class Generators:
 
 def bring_back(trainer: Any, before: PreviousRun, generators: Generators) -> None:
     """When the Trainer is about to train: make up what it had yet to do at the checkpoint."""
-    progress = before.progress or Progress(logged=before.step, first_step=before.step)
+    progress = before.progress or TrainerProgress(logged=before.step, first_step=before.step)
     if progress.loss is not None:
         trainer._tr_loss = progress.loss.to(trainer._tr_loss)
     trainer._total_loss_scalar = progress.total_loss
@@ -202,7 +202,7 @@ def bring_back(trainer: Any, before: PreviousRun, generators: Generators) -> Non
     generators.keep()
 
 
-def _finish_step(trainer: Any, progress: Progress) -> None:
+def _finish_step(trainer: Any, progress: TrainerProgress) -> None:
     """Log, evaluate and save as the control says, as if the step had just been made."""
     trainer._maybe_log_save_evaluate(
         trainer._tr_loss,
@@ -295,7 +295,9 @@ class TrainerRun:
         say of a checkpoint that is none of kempner's.
         """
         grid = self.data.grid
-        place = Place(epochs, micro_batches * grid.batch, grid.per_step, self.data.world.size)
+        place = TrainerPlace(
+            epochs, micro_batches * grid.batch, grid.per_step, self.data.world.size
+        )
         if self.before is not None:
             place = self.before.place(grid)
         leg = self.data.continue_at(place, self.load_generators)
@@ -364,11 +366,11 @@ class TrainerRun:
             folder = path / Path(self._outputs.link_to(state.global_step)).name
             state.save_to_json(str(folder / _STATE))
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> TrainerProgress:
         trainer, end = self._trainer, self.step_end
         earlier = self.before.progress if self.before else None
         seconds = 0.0 if end.start_time is None else time.time() - end.start_time
-        return Progress(
+        return TrainerProgress(
             place=self.data.place(self._epoch_is_over()),
             due=self._due(),
             loss=trainer._tr_loss,
@@ -406,7 +408,7 @@ class TrainerRun:
         last = sys.maxsize if limit is None else max(2, limit)
         return Keep(last=last, pinned=self._outputs.pinned(self._trainer.state))
 
-    def _say_what_changed(self, place: Place) -> None:
+    def _say_what_changed(self, place: TrainerPlace) -> None:
         ranks, per_step = self.data.world.size, self.data.grid.per_step
         if place.ranks != ranks:
             self.session.say(

@@ -71,7 +71,7 @@ class VocabularyParallel:
         """
         rows, tokens = _rows(weight), hidden.flatten(0, 1)
         first = self._mesh.get_local_rank() * rows.shape[0]
-        part = _Part(
+        part = _VocabularyPart(
             first=first,
             rows=min(max(self._vocab_size - first, 0), rows.shape[0]),
             chunk=self._chunk or len(tokens),
@@ -82,7 +82,7 @@ class VocabularyParallel:
         return with_gradients(partial(_chunks, part=part), tokens, rows, targets.flatten())
 
 
-class _Part(NamedTuple):
+class _VocabularyPart(NamedTuple):
     """A rank's part of the vocabulary: its first token id, the number of its rows that are tokens;
     how many tokens are worked on at once, and the ranks with the other parts.
     """
@@ -94,7 +94,7 @@ class _Part(NamedTuple):
 
 
 def _chunks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, part: _Part, gradients: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, part: _VocabularyPart, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss, and what it makes of `hidden` and `weight`, if `gradients` are wanted.
 

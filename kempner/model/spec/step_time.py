@@ -55,7 +55,7 @@ def step_flops(shape: Shape, train: TrainSection, sequences: int, tensor: int = 
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuModel:
     """One GPU.
 
     Attributes:
@@ -77,20 +77,22 @@ class Gpu:
 
 _GB = 10**9
 _ALL = (
-    Gpu("A100-40GB", 40 * _GB, 312e12, 1.555e12, 300e9, "NVIDIA A100 data sheet, SXM, 2021"),
-    Gpu("A100-80GB", 80 * _GB, 312e12, 2.039e12, 300e9, "NVIDIA A100 data sheet, SXM, 2021"),
-    Gpu("H100", 80 * _GB, 989e12, 3.35e12, 450e9, "NVIDIA H100 data sheet, SXM, 2024"),
-    Gpu("H200", 141 * _GB, 989e12, 4.8e12, 450e9, "NVIDIA H200 data sheet, SXM, 2024"),
-    Gpu("B200", 180 * _GB, 2250e12, 8e12, 900e9, "NVIDIA DGX B200 data sheet, 2024"),
-    Gpu("L40S", 48 * _GB, 362e12, 0.864e12, 32e9, "NVIDIA L40S data sheet, 2023; PCIe 4.0 x16"),
-    Gpu("MI300X", 192 * _GB, 1307e12, 5.3e12, 448e9, "AMD Instinct MI300X data sheet, 2023"),
+    GpuModel("A100-40GB", 40 * _GB, 312e12, 1.555e12, 300e9, "NVIDIA A100 data sheet, SXM, 2021"),
+    GpuModel("A100-80GB", 80 * _GB, 312e12, 2.039e12, 300e9, "NVIDIA A100 data sheet, SXM, 2021"),
+    GpuModel("H100", 80 * _GB, 989e12, 3.35e12, 450e9, "NVIDIA H100 data sheet, SXM, 2024"),
+    GpuModel("H200", 141 * _GB, 989e12, 4.8e12, 450e9, "NVIDIA H200 data sheet, SXM, 2024"),
+    GpuModel("B200", 180 * _GB, 2250e12, 8e12, 900e9, "NVIDIA DGX B200 data sheet, 2024"),
+    GpuModel(
+        "L40S", 48 * _GB, 362e12, 0.864e12, 32e9, "NVIDIA L40S data sheet, 2023; PCIe 4.0 x16"
+    ),
+    GpuModel("MI300X", 192 * _GB, 1307e12, 5.3e12, 448e9, "AMD Instinct MI300X data sheet, 2023"),
 )
-GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
+GPUS: Mapping[str, GpuModel] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
 """By name."""
 _SHORT = {"A100": "A100-80GB"}
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str) -> GpuModel:
     """The GPU of that name, in any case; "A100" is that of 80 GB.
 
     Raises `UsageError`, with the names that there are.
@@ -194,7 +196,7 @@ class StepTime:
         return max(parts, key=lambda part: parts[part])
 
 
-def step_time(loads: Sequence[Load], gpu: Gpu, given: Assumptions) -> StepTime:
+def step_time(loads: Sequence[Load], gpu: GpuModel, given: Assumptions) -> StepTime:
     """How long a step takes. Within a load everything overlaps but `waited`; between them nothing.
 
     Within a node and between nodes things are sent at the same time, as a ring over both does.
@@ -214,7 +216,7 @@ def step_time(loads: Sequence[Load], gpu: Gpu, given: Assumptions) -> StepTime:
     return StepTime(compute, memory, within, between)
 
 
-def _own_time(load: Load, gpu: Gpu, given: Assumptions) -> tuple[float, float]:
+def _own_time(load: Load, gpu: GpuModel, given: Assumptions) -> tuple[float, float]:
     """Seconds of operations that compute longer than they read and write, and of the others."""
     computing = moving = 0.0
     for flops, size, number in load.operations:

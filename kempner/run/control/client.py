@@ -44,7 +44,7 @@ from kempner.run.output.console import leave
 from kempner.run.output.logs import logger
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import LEFT_EARLY
-from kempner.run.process.whereabouts import Place
+from kempner.run.process.whereabouts import CodePlace
 from kempner.run.record.events import ConnectionsStalled, LedgerEvent, StandsAt
 from kempner.run.record.run_dir import RunDirectory
 
@@ -265,7 +265,7 @@ class ControlClient:
             logger().warning("cannot write the stacks", reason=error.strerror)
 
     def _tell_place(self) -> None:
-        if (place := self._reports.place()) != Place():
+        if (place := self._reports.place()) != CodePlace():
             self.record(StandsAt(place.line, place.collective))
 
     def _tell_of_stalled(self) -> None:

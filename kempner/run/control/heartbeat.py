@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from kempner.run.control.protocol import Moves, Phase, Report, shorten
 from kempner.run.process.retry import storage_waits
-from kempner.run.process.whereabouts import Place, Whereabouts
+from kempner.run.process.whereabouts import CodePlace, Whereabouts
 
 Waiting: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Makes a block in which a rank waits for others, in what it is given."""
@@ -160,6 +160,6 @@ class Progress:
             Moves(storage.tries, 0 if self._whereabouts is None else self._whereabouts.moves),
         )
 
-    def place(self) -> Place:
+    def place(self) -> CodePlace:
         """Where the program stands, if it is the user's own; may be called from any thread."""
-        return Place() if self._whereabouts is None else self._whereabouts.look()
+        return CodePlace() if self._whereabouts is None else self._whereabouts.look()

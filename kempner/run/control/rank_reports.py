@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from kempner.run.control.heartbeat import Progress
 from kempner.run.control.protocol import Report, Usage
-from kempner.run.process.whereabouts import Place
+from kempner.run.process.whereabouts import CodePlace
 
 USAGE_BEAT = 10.0
 """Seconds between two measurements of what the process uses of its node."""
@@ -21,7 +21,7 @@ class RankReports:
         self.next_at = self._usage_at = 0.0
         """When the next is due, in seconds of `time.monotonic`."""
 
-    def place(self) -> Place:
+    def place(self) -> CodePlace:
         """Where the program stands, if it is the user's own."""
         return self._progress.place()
 

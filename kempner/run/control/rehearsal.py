@@ -13,7 +13,7 @@ _VARIABLE = "KEMPNER_REHEARSE"
 
 
 @dataclass(frozen=True)
-class Part:
+class RehearsalPart:
     """One start of a rehearsed program.
 
     Its ranks write what they see into `folder`, and have their run below `run`. In step `at` rank 0
@@ -31,7 +31,7 @@ class Part:
         return {_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Part | None:
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> RehearsalPart | None:
         """The part that this process belongs to; None where nothing is rehearsed."""
         told = environ.get(_VARIABLE)
         return None if told is None else cls(**json.loads(told))
@@ -39,7 +39,7 @@ class Part:
 
 def place_of(path: str | Path, environ: Mapping[str, str] = os.environ) -> Path:
     """The directory that stands for `path`: itself, or in a rehearsal one that is its own."""
-    part = Part.from_environment(environ)
+    part = RehearsalPart.from_environment(environ)
     if part is None:
         return Path(path)
     return Path(part.run) / re.sub(r"[^\w.-]+", "-", str(path)).strip("-")

@@ -81,7 +81,7 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LeaseReading:
     """What a supervisor's file says; `holder` is None where it is still empty."""
 
     number: int
@@ -89,7 +89,7 @@ class Seen:
     beat: str
 
 
-def reason_to_take(seen: Seen, me: Holder, process_lives: bool) -> str:
+def reason_to_take(seen: LeaseReading, me: Holder, process_lives: bool) -> str:
     """Why the lease can be taken without waiting; empty if the owner may be alive.
 
     `process_lives` is whether a process of this machine is the one that `seen` names.
@@ -221,7 +221,7 @@ class Lease:
 
 
 def wait_until_free(
-    folder: Path, seen: Seen, me: Holder, pause: Callable[[float], None] = time.sleep
+    folder: Path, seen: LeaseReading, me: Holder, pause: Callable[[float], None] = time.sleep
 ) -> None:
     """Return when the owner that was `seen` is known to be gone.
 
@@ -289,7 +289,7 @@ def ask_to_stop(folder: Path) -> bool:
     return True
 
 
-def look(folder: Path) -> Seen | None:
+def look(folder: Path) -> LeaseReading | None:
     """The newest supervisor's file, or None before the first."""
     numbers = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
     if not numbers:
@@ -299,7 +299,7 @@ def look(folder: Path) -> Seen | None:
         holder = Holder(**json.loads(rest))
     except (TypeError, ValueError):
         holder = None  # not written yet, or by another version of kempner
-    return Seen(max(numbers), holder, beat.strip())
+    return LeaseReading(max(numbers), holder, beat.strip())
 
 
 def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:

@@ -42,7 +42,7 @@ class JsonlWriter:
 SCHEMA = 1
 
 
-class Recorder(Protocol):
+class EventRecorder(Protocol):
     """Takes an event for the run's ledger; only rank 0's calls need go anywhere."""
 
     def __call__(self, event: LedgerEvent) -> None: ...

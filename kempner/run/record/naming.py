@@ -18,8 +18,8 @@ from kempner.run.record.history import RunHistory
 from kempner.run.record.identity import (
     ACCEPT_CHANGES,
     OUTPUT_DIR,
+    Consequence,
     RunIdentity,
-    Verdict,
     compare,
     describe_refusal,
     read_identity,
@@ -46,7 +46,7 @@ def choose_run(usual: Path, now: RunIdentity, accepted: Collection[str] = ()) ->
     if before is None:
         return ChosenRun(usual)
     differences = compare(before.only_command(), now.only_command(), accepted)
-    refused = [each for each in differences if each.verdict is Verdict.REFUSED]
+    refused = [each for each in differences if each.verdict is Consequence.REFUSED]
     if not refused:
         return ChosenRun(usual)
     own = usual.with_name(f"{usual.name}-{command_digest(now)}")

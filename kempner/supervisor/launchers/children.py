@@ -22,7 +22,7 @@ from kempner.supervisor.launchers.family import Family
 from kempner.supervisor.launchers.fork_server.client import (
     CannotForkError,
     ForkServerClient,
-    Started,
+    StartedProcess,
 )
 from kempner.supervisor.launchers.rank_output import RankOutput
 from kempner.supervisor.policy.outcome import RankExit
@@ -51,7 +51,7 @@ class Children:
     def __init__(self) -> None:
         self._server: ForkServerClient | None = None
         self._family = Family(lambda: None if self._server is None else self._server.pid)
-        self._started: dict[int, Started] = {}
+        self._started: dict[int, StartedProcess] = {}
         self._killed: set[int] = set()
         self._asked, self._over = threading.Event(), threading.Event()
         self._signalled = False
@@ -183,7 +183,7 @@ class Children:
 
     def _spawn(
         self, child: ChildRank, program: Program
-    ) -> tuple[Started | None, RankOutput | None]:
+    ) -> tuple[StartedProcess | None, RankOutput | None]:
         """The process of a rank: forked if possible, None if a stop came first; and what reads what
         it prints, if that is looked at.
 
@@ -202,9 +202,9 @@ class Children:
 
     def _begin(
         self, child: ChildRank, program: Program, output: int | None, keep: Sequence[int] = ()
-    ) -> Started | None:
+    ) -> StartedProcess | None:
         """The process, as `_spawn`. It prints to `output` and inherits the descriptors `keep`."""
-        started: Started | None = None
+        started: StartedProcess | None = None
         if self._server is not None and program.modules:
             try:
                 started = self._server.fork(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
-from kempner.cluster.machine.job_place import Place, find_place
+from kempner.cluster.machine.job_place import JobPlace, find_place
 from kempner.cluster.network.interfaces import Interface
 from kempner.cluster.network.ports import choose_master
 from kempner.cluster.slurm.allocation import Allocation, avoid, without
@@ -101,7 +101,7 @@ class SrunLauncher(BareLauncher):
         step = self._step(name, nodes, self._tasks_per_node())
         command = [*step, *self._rank(launch, program)]
         job = self._allocation.job if self._allocation.batch else None
-        in_step = find_place(os.environ) is Place.STEP
+        in_step = find_place(os.environ) is JobPlace.STEP
         environ = step_environment(os.environ, in_step) | replace(launch, job=job).environment()
         environ.pop("TORCHELASTIC_RUN_ID", None)
         try:

@@ -19,7 +19,7 @@ where they go by file, within seven."""
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RankConditions:
     """Circumstances that are not the ranks' fault.
 
     `woke_at` is when the supervisor last went on after it was suspended: what it read then had
@@ -52,7 +52,7 @@ class Snapshot:
     """Where each rank runs."""
     usual: PhaseDurations = field(default_factory=dict)
     """How long each phase takes in this run, as far as it is known."""
-    around: Surroundings = Surroundings()
+    around: RankConditions = RankConditions()
 
     @classmethod
     def of(
@@ -64,7 +64,7 @@ class Snapshot:
         usual: PhaseDurations,
         usage: Mapping[int, Usage] | None = None,
         joined: Mapping[int, Connected] | None = None,
-        around: Surroundings = Surroundings(),
+        around: RankConditions = RankConditions(),
     ) -> Self:
         """Of reports that are dated by another clock, on which it is `clock` seconds."""
         return cls(

@@ -13,7 +13,7 @@ from kempner.run.control.progress_watchdog import Standstill, patience
 from kempner.run.control.protocol import DumpStacks, FromSupervisor, Phase, Report
 from kempner.run.output.logs import logger
 from kempner.run.process.retry import LONGEST_PAUSE
-from kempner.run.process.whereabouts import Place
+from kempner.run.process.whereabouts import CodePlace
 from kempner.run.record.events import (
     ConnectionsStalled,
     HangFound,
@@ -200,7 +200,7 @@ class HangEvidence:
         self._attempt, self._tell, self._ledger, self._ask = attempt, tell, ledger, look
         self._look, self._began = ProcessLook({}, look), 0.0
         self._stalled: dict[int, tuple[tuple[str, str], ...]] = {}
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, CodePlace] = {}
         self.hang: Hang | None = None
         """What evidence is collected of; in the end, with what it has brought to light."""
 
@@ -220,7 +220,7 @@ class HangEvidence:
         if isinstance(said, ConnectionsStalled):
             self._stalled[rank] = said.ends
         else:
-            self._places[rank] = Place(said.line, said.collective)
+            self._places[rank] = CodePlace(said.line, said.collective)
 
     def close(self, snapshot: Snapshot) -> None:
         """Tell what has come together, if there is a hang."""
@@ -249,7 +249,7 @@ class HangEvidence:
         self._ledger.record(HangFound(*told, stands), self._attempt)
 
 
-def may_be_at_work(places: Mapping[int, Place], reports: Mapping[int, Report]) -> int | None:
+def may_be_at_work(places: Mapping[int, CodePlace], reports: Mapping[int, Report]) -> int | None:
     """The first rank that may be at work between two steps: that waits in no collective.
 
     None if all do, or if what they are in is no step of the user's.
@@ -262,7 +262,7 @@ def may_be_at_work(places: Mapping[int, Place], reports: Mapping[int, Report]) -
     return None
 
 
-def _say_places(places: Mapping[int, Place], busy: int | None) -> str:
+def _say_places(places: Mapping[int, CodePlace], busy: int | None) -> str:
     """Where ranks stand, one of those that are alike, and what to do if that was work."""
     first: dict[str, int] = {}
     for rank, place in sorted(places.items()):

@@ -34,7 +34,7 @@ HORIZON = 24 * 3600.0
 """Seconds within which growth has to use everything up to be worth a word."""
 
 
-class Growth:
+class GrowthTracker:
     """Follows one number that should stay where it is."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class MemoryMonitor:
 
     def __init__(self, section: ResilienceSection) -> None:
         self._reserve = section.memory_reserve
-        self._growth: dict[tuple[int, str], Growth] = {}
+        self._growth: dict[tuple[int, str], GrowthTracker] = {}
         self._short: set[str] = set()
         self._told: set[tuple[int, str]] = set()
 
@@ -92,7 +92,7 @@ class MemoryMonitor:
                 ("memory", _size(seen), seen.memory.available),
                 ("open files", seen.files, seen.files_limit - seen.files),
             ):
-                growth = self._growth.setdefault((rank, what), Growth())
+                growth = self._growth.setdefault((rank, what), GrowthTracker())
                 seconds = growth.full_in(value, room, snapshot.now)
                 if seconds is None or seconds > HORIZON or (rank, what) in self._told:
                     continue

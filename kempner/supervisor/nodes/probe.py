@@ -56,7 +56,7 @@ class ProbeQuestion:
 
 
 @dataclass(frozen=True)
-class Memory:
+class ProbedMemory:
     """A node's memory in bytes: what a process could still have, and all."""
 
     free: int
@@ -74,7 +74,7 @@ class ProbeResult:
 
     node: str
     time: float
-    memory: Memory
+    memory: ProbedMemory
     disk_free: dict[str, int]
     open_files: int | None
     interface: Interface | None
@@ -122,7 +122,7 @@ def measure(question: ProbeQuestion) -> ProbeResult:
     return ProbeResult(
         node=node,
         time=time.time(),
-        memory=Memory(memory.available, memory.total),
+        memory=ProbedMemory(memory.available, memory.total),
         disk_free=disk_free,
         open_files=None if hard == resource.RLIM_INFINITY else hard,
         interface=interface,

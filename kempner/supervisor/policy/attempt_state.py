@@ -16,7 +16,7 @@ from typing import Final
 from kempner.run.process.signals import ReceivedSignal
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events import StopRequested
-from kempner.supervisor.policy.outcome import OwnLoop
+from kempner.supervisor.policy.outcome import ReportedLoop
 from kempner.supervisor.policy.stop import StandingStop
 
 
@@ -196,7 +196,7 @@ class StopSoFar:
     standing: StandingStop | None = None
     said: StopReason = StopReason.NONE
     unrecorded: tuple[StopRequested, float] | None = None
-    loop: OwnLoop = OwnLoop.UNKNOWN
+    loop: ReportedLoop = ReportedLoop.UNKNOWN
     by_user: bool = False
 
     @property

@@ -17,7 +17,7 @@ OUT_OF_MEMORY = "out of memory: the kernel killed it"
 """Begins what is said of such a rank."""
 
 
-class OwnLoop(Enum):
+class ReportedLoop(Enum):
     """The loop of a program of the user's own that reports, as rank 0 tells."""
 
     UNKNOWN = auto()

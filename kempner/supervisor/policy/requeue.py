@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from kempner.cluster.slurm.job import Event, JobState, classify
+from kempner.cluster.slurm.job import JobEvent, JobState, classify
 from kempner.cluster.slurm.scontrol import RequeueDecision
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.events import NotRequeued, ProgramAdvanced, Requeued, Resubmitted
@@ -22,9 +22,9 @@ RESUMES_ELSEWHERE = (ExitCode.STOPPED, ExitCode.STORAGE_UNAVAILABLE)
 SLURM_SILENT = "Slurm does not respond: submit the same command again to continue"
 
 _WHAT_BECOMES_OF_IT = {
-    Event.REQUEUE: "Slurm requeues the job itself: it continues from its checkpoint",
-    Event.CANCEL: "the job was cancelled: submit it again to continue",
-    Event.TIME_LIMIT_REACHED: "the job's time is over: submit it again to continue",
+    JobEvent.REQUEUE: "Slurm requeues the job itself: it continues from its checkpoint",
+    JobEvent.CANCEL: "the job was cancelled: submit it again to continue",
+    JobEvent.TIME_LIMIT_REACHED: "the job's time is over: submit it again to continue",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kempner.cluster.slurm.job import Event, JobState, classify
+from kempner.cluster.slurm.job import JobEvent, JobState, classify
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.save_times import Durations, nearest_rank
 
@@ -99,14 +99,14 @@ def decide_stop(
     the job itself, or the job may not be requeued: no margin is kept.
     """
     match classify(first, now, warned):
-        case Event.NOTHING:
+        case JobEvent.NOTHING:
             if left is not None and left <= lead:
                 sentence = f"{left:.0f} s are left of the job's time"
                 return StopOrder(StopReason.DEADLINE, sentence, max(0.0, left - margin))
             return None
-        case Event.TIME_LIMIT:
+        case JobEvent.TIME_LIMIT:
             return None if left is None else _decide_on_warning(left, margin)
-        case Event.PREEMPTION:
+        case JobEvent.PREEMPTION:
             grace = 0.0 if left is None else max(0.0, left)
             return StopOrder(StopReason.PREEMPTION, PREEMPTED, grace + kill_wait)
         case event:
@@ -116,10 +116,10 @@ def decide_stop(
 
 
 _REASONS = {
-    Event.TIME_LIMIT_REACHED: StopReason.TIME_LIMIT,
-    Event.REQUEUE: StopReason.REQUEUE,
-    Event.CANCEL: StopReason.CANCEL,
-    Event.ENDED: StopReason.SIGNAL,  # Slurm signals what is left of a job, and does not say why
+    JobEvent.TIME_LIMIT_REACHED: StopReason.TIME_LIMIT,
+    JobEvent.REQUEUE: StopReason.REQUEUE,
+    JobEvent.CANCEL: StopReason.CANCEL,
+    JobEvent.ENDED: StopReason.SIGNAL,  # Slurm signals what is left of a job, and does not say why
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import SlurmError, submission_environment
 from kempner.cluster.slurm.job import JobState, restart_count
-from kempner.cluster.slurm.scontrol import Outcome, PutBack, RequeueDecision, put_back
+from kempner.cluster.slurm.scontrol import PutBack, RequeueDecision, RequeueOutcome, put_back
 from kempner.run.output.logs import logger
 from kempner.run.record.events import JobHandedBack, NotRequeued, Requeued, Resubmitted
 from kempner.run.record.history import RunHistory
@@ -111,7 +111,7 @@ def requeue_or_explain(
         return decide_requeue(decision, at_first, state, job.batch, fruitless, scarce)
 
     end = _try(job, decide)
-    if end.outcome is Outcome.DONE:
+    if end.outcome is RequeueOutcome.DONE:
         asked = job.ask_for_all(end.state, exclusion, after, within=0.0)
         preempted = end.asked is not None and end.asked.times.preempt is not None
         facts, without = job_facts(job), exclusion.without
@@ -126,7 +126,7 @@ def requeue_or_explain(
         return
     if not _was_requeued(history, attempt):  # by a rank that took this process for dead
         ledger.record(NotRequeued(step, end.reason), attempt)
-    if end.outcome is Outcome.REFUSED:
+    if end.outcome is RequeueOutcome.REFUSED:
         # Only bad nodes matter: what its user has excluded, the new job is submitted with anyway.
         again = exclusion.nodes if exclusion.without else []
         logger().error(f"{end.reason}; {_go_on(job, run, ledger, attempt, again)}")
@@ -148,9 +148,9 @@ def end_without_requeue(job: JobMonitor, ledger: Ledger, history: RunHistory, at
 def _try(job: JobMonitor, decide: Callable[[JobState | None], RequeueDecision]) -> PutBack:
     """Requeue the job, trying as long as that is useful; a user's own allocation is left alone."""
     if not job.batch:
-        return PutBack(Outcome.LEFT, decide(None).reason)
+        return PutBack(RequeueOutcome.LEFT, decide(None).reason)
     end = put_back(job.id, decide, job.try_until(), job.note_silence)
-    if end.outcome is Outcome.SILENT:
+    if end.outcome is RequeueOutcome.SILENT:
         return replace(end, reason=f"{SLURM_SILENT} ({end.reason})")
     return end
 

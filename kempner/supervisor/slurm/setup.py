@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from math import inf
 
-from kempner.cluster.machine.job_place import Place, find_place
+from kempner.cluster.machine.job_place import JobPlace, find_place
 from kempner.cluster.network.interfaces import Interface, choose, read_interfaces, route_address
 from kempner.cluster.network.ports import ExportedMaster, exported_master
 from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.allocation import Allocation, allocate
 from kempner.cluster.slurm.command import (
-    Answer,
     AnswerKind,
+    CommandAnswer,
     SlurmError,
     client_environment,
     judge,
@@ -30,7 +30,13 @@ from kempner.cluster.slurm.containers import IMAGE, knows_option
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.slurm.job import NodeShare, job_id, parse_job
 from kempner.cluster.slurm.node_step import NO_GPUS, NodeStepOutput, run_on_nodes
-from kempner.cluster.slurm.resources import TELLING, Resources, Wanted, detect, inherited
+from kempner.cluster.slurm.resources import (
+    TELLING,
+    NodeResources,
+    WantedResources,
+    detect,
+    inherited,
+)
 from kempner.config.sections import Config
 from kempner.run.control.protocol import PROTOCOL
 from kempner.run.output.logs import logger
@@ -95,7 +101,7 @@ def find_job(environ: Mapping[str, str], given: str | None) -> str:
 
 def enter(
     job: str, environ: MutableMapping[str, str], config: Config, *, given: bool, per_task: bool
-) -> tuple[Allocation, Resources]:
+) -> tuple[Allocation, NodeResources]:
     """What the ranks get of `job`, and what its nodes have.
 
     `given` says that the job was named by the user: then this process need not be in it, and what
@@ -104,7 +110,7 @@ def enter(
     be used.
     """
     section, place = config.slurm, find_place(environ)
-    batch = not given and place is Place.BATCH_SCRIPT
+    batch = not given and place is JobPlace.BATCH_SCRIPT
     within = inf if batch else AT_A_TERMINAL
     try:
         fields = patiently(lambda: scontrol.show_job(job, within=0.0), within, _say_once())
@@ -113,13 +119,13 @@ def enter(
             raise UsageError(_not_running(job, state.state, state.reason))
         nodes = scontrol.hostnames(state.nodes.held)
         # What the environment says may be about another job, or about another step of this one.
-        own = not given and place is not Place.STEP
+        own = not given and place is not JobPlace.STEP
         if own:
             _forget(environ, fields)
         here: Mapping[str, str] = environ if own else {}
         resources = detect(
             here,
-            configured=Wanted(section.cpus, section.memory_mb, section.gpus_per_node),
+            configured=WantedResources(section.cpus, section.memory_mb, section.gpus_per_node),
             job=fields,
             node=scontrol.show_node(nodes[0], within),
         )
@@ -157,7 +163,7 @@ def _shares(job: str, within: float) -> Mapping[str, NodeShare]:
 
 def introduction(
     allocation: Allocation,
-    resources: Resources,
+    resources: NodeResources,
     run: RunDirectory,
     arguments: Sequence[str],
     restarts: int,
@@ -343,7 +349,7 @@ def _run(
             told = run_on_nodes(nodes, outside, command, WITHIN, options)
         except OSError as error:
             told = NodeStepOutput("", f"srun: {error.strerror}")
-        silent = judge(Answer(1, "", told.complaints)) is AnswerKind.SILENCE
+        silent = judge(CommandAnswer(1, "", told.complaints)) is AnswerKind.SILENCE
         if _answers(told) or not silent or time.monotonic() > end:
             return told
         time.sleep(PAUSE)

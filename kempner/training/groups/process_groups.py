@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from kempner.cluster.machine.limits import raise_open_file_limit
 from kempner.cluster.machine.visible_gpus import own_part
-from kempner.cluster.network.interfaces import Choice, Interface, disagreement
+from kempner.cluster.network.interfaces import Interface, InterfaceChoice, disagreement
 from kempner.cluster.network.ports import (
     ExportedMaster,
     announce,
@@ -372,7 +372,7 @@ def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _bind(world: World, section: DistributedSection, address: str) -> Choice:
+def _bind(world: World, section: DistributedSection, address: str) -> InterfaceChoice:
     """Have process groups use this node's interface from now on; `address` is the master's."""
     try:
         choice = network_of_rank(os.environ, world, section.interface, address)

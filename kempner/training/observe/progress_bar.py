@@ -53,7 +53,7 @@ class NoDisplay:
 
 
 @dataclass(frozen=True)
-class Place:
+class BarState:
     """What the bar shows: the last step, its loss, tokens per second, seconds to go if known."""
 
     step: int
@@ -71,7 +71,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Row:
+class BarRow:
     """A line of the display: text, a bar of `bar` columns (0: none), text."""
 
     before: str
@@ -79,7 +79,7 @@ class Row:
     after: str
 
 
-def arrange(place: Place, columns: int) -> Row:
+def arrange(place: BarState, columns: int) -> BarRow:
     """What of it fits into a line.
 
     Step and time to go are kept the longest; then the loss, the speed and the bar, in this order.
@@ -90,7 +90,7 @@ def arrange(place: Place, columns: int) -> Row:
         if len(step) + 1 + len(after) < columns:
             break
     bar = columns - 1 - len(step) - len(after) - 2
-    return Row(step, bar if bar >= SHORTEST_BAR else 0, after)
+    return BarRow(step, bar if bar >= SHORTEST_BAR else 0, after)
 
 
 def describe_time(seconds: float) -> str:
@@ -100,7 +100,7 @@ def describe_time(seconds: float) -> str:
     return f"{days} d {hours} h" if days else f"{hours}:{minutes:02}:{whole % 60:02}"
 
 
-class Pace:
+class TimeLeft:
     """How long the rest takes, by the last steps: the first ones are slow."""
 
     def __init__(self, steps: int) -> None:
@@ -134,7 +134,7 @@ class Bar:
 
     def __init__(self, done: int, steps: int) -> None:
         erase_line()
-        self._place, self._pace = Place(done, steps), Pace(steps)
+        self._place, self._pace = BarState(done, steps), TimeLeft(steps)
         self._console = SteadyConsole(highlight=False)
         self._live = Live(
             console=self._console, get_renderable=self._render, refresh_per_second=REFRESHED
@@ -144,7 +144,7 @@ class Bar:
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Move the bar."""
         left = self._pace.left(step, time.monotonic())
-        self._place = Place(step, self._place.steps, loss, tokens_per_second, left)
+        self._place = BarState(step, self._place.steps, loss, tokens_per_second, left)
 
     def say(self, sentence: str) -> None:
         """Print above the bar."""
@@ -165,11 +165,11 @@ class Bar:
         return line
 
 
-class Lines:
+class ProgressLines:
     """A line every few seconds, for files and pipes."""
 
     def __init__(self, steps: int) -> None:
-        self._steps, self._pace = steps, Pace(steps)
+        self._steps, self._pace = steps, TimeLeft(steps)
         self._printed_at = float("-inf")
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
@@ -179,7 +179,7 @@ class Lines:
         if now - self._printed_at < PLAIN_EVERY and step < self._steps:
             return
         self._printed_at = now
-        self.say("  ".join(Place(step, self._steps, loss, tokens_per_second, left).parts()))
+        self.say("  ".join(BarState(step, self._steps, loss, tokens_per_second, left).parts()))
 
     def say(self, sentence: str) -> None:
         say(sentence)
@@ -191,4 +191,4 @@ def open_display(rank: int, done: int, steps: int) -> Display:
     """What suits this rank and where its output goes."""
     if rank != 0:
         return NoDisplay()
-    return Bar(done, steps) if can_rewrite() else Lines(steps)
+    return Bar(done, steps) if can_rewrite() else ProgressLines(steps)

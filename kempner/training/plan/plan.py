@@ -28,7 +28,7 @@ from kempner.model.spec.shape import Shape, flops_per_token
 from kempner.model.spec.step_time import (
     DEFAULTS,
     Assumptions,
-    Gpu,
+    GpuModel,
     Load,
     StepTime,
     find_gpu,
@@ -39,11 +39,13 @@ from kempner.run.output.units import size_text
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.save_times import young_interval
 from kempner.training.compute.communication import situation_of
-from kempner.training.plan.timeline import KINDS, Collective, Memory, Phase, TracedStep
+from kempner.training.plan.timeline import KINDS, Collective, PeakMemory, StepPhase, TracedStep
 from kempner.training.plan.trace import Step, traced
 
 
-def advise(config: Config, mesh: MeshDegrees, choice: Choice, memory: Memory, limit: int) -> str:
+def advise(
+    config: Config, mesh: MeshDegrees, choice: Choice, memory: PeakMemory, limit: int
+) -> str:
     """A sentence: by how much it does not fit, what takes most, and what to change first.
 
     Empty if it fits. What costs least comes first: what the configuration holds against its
@@ -72,7 +74,9 @@ def communication_advice(config: Config, choice: Choice, time: StepTime) -> str:
     return f"to send less often, raise train.global_batch_size={config.train.global_batch_size}"
 
 
-def _remedies(config: Config, mesh: MeshDegrees, choice: Choice, memory: Memory) -> Iterator[str]:
+def _remedies(
+    config: Config, mesh: MeshDegrees, choice: Choice, memory: PeakMemory
+) -> Iterator[str]:
     train = config.train
     if choice.keep_parameters and mesh.data_world > 1:
         yield 'set parallelism.reshard_after_forward="always"'
@@ -117,7 +121,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Saves:
+class PlannedSaves:
     """Checkpoints: bytes of one, seconds to write it, for how many it holds up training; and the
     interval that loses least time, by Young's formula, in seconds and in steps.
     """
@@ -130,7 +134,7 @@ class Saves:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """`world` ranks on `nodes`, each with a GPU; when they communicate, and why so; and what is
     assumed of the machines.
     """
@@ -138,7 +142,7 @@ class Job:
     world: int
     nodes: int
     mesh: MeshDegrees
-    gpu: Gpu
+    gpu: GpuModel
     choice: Choice
     assumptions: Assumptions
 
@@ -149,12 +153,12 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Room:
+class RankMemory:
     """Memory of the rank that needs most, at the moment at which it does, in bytes of tensors; the
     `limit` that a GPU has for them, 0.9 of its memory; what to change if that is not enough.
     """
 
-    memory: Memory
+    memory: PeakMemory
     limit: int
     advice: str = ""
 
@@ -199,13 +203,13 @@ class Plan:
         notes: in what the trace differs from the run.
     """
 
-    job: Job
-    room: Room
+    job: TrainingJob
+    room: RankMemory
     flops: Count
     sent: Count
     exchanges: Sequence[Exchange]
     speed: Speed
-    saves: Saves
+    saves: PlannedSaves
     notes: Sequence[str] = ()
 
     @property
@@ -242,7 +246,7 @@ def plan(
         raise UsageError("model.vocab_size is not set, and no data says it: set it")
     situation = _situation(config, vocab_size, world, nodes, card := find_gpu(gpu))
     mesh, per_node, choice = situation.mesh, situation.ranks_per_node, choose(config, situation)
-    job = Job(world, world // per_node, mesh, card, choice, assumptions)
+    job = TrainingJob(world, world // per_node, mesh, card, choice, assumptions)
     step = Step(config, vocab_size, mesh, choice, situation.micro_batches, fused_norms=True)
     found = traced(step)
     shape = Shape.of(config.model, vocab_size)
@@ -251,7 +255,7 @@ def plan(
     exchanges = _exchanges(found, job)
     return Plan(
         job=job,
-        room=Room(found.memory, limit, advise(config, mesh, choice, found.memory, limit)),
+        room=RankMemory(found.memory, limit, advise(config, mesh, choice, found.memory, limit)),
         flops=Count(found.flops, _flops_by_formula(config, shape, situation)),
         sent=Count(
             sum(e.buffers for e in exchanges if e.collective.operation != "all_to_all"),
@@ -265,7 +269,7 @@ def plan(
 
 
 def _situation(
-    config: Config, vocab_size: int, world: int, nodes: int | None, gpu: Gpu
+    config: Config, vocab_size: int, world: int, nodes: int | None, gpu: GpuModel
 ) -> Situation:
     mesh = resolve_degrees(config.parallelism, world)
     check_tensor_degree(config, vocab_size)
@@ -326,7 +330,7 @@ def _buffers_by_formula(config: Config, shape: Shape, situation: Situation, choi
     return total + of_groups.sequence + of_groups.all_reduce
 
 
-def _speed(config: Config, shape: Shape, found: TracedStep, job: Job) -> Speed:
+def _speed(config: Config, shape: Shape, found: TracedStep, job: TrainingJob) -> Speed:
     time = step_time([_load(phase, job) for phase in found.phases], job.gpu, job.assumptions)
     tokens = config.train.global_batch_size * config.train.seq_len
     needed = flops_per_token(shape, config.train.seq_len) * tokens
@@ -334,7 +338,7 @@ def _speed(config: Config, shape: Shape, found: TracedStep, job: Job) -> Speed:
     return Speed(time, tokens / time.total, mfu, communication_advice(config, job.choice, time))
 
 
-def _load(phase: Phase, job: Job) -> Load:
+def _load(phase: StepPhase, job: TrainingJob) -> Load:
     within = between = waited = 0.0
     for collective, size in phase.sent.items():
         traffic = _traffic(collective, size, job)
@@ -347,7 +351,7 @@ def _load(phase: Phase, job: Job) -> Load:
     return Load(phase.times, operations, within, between, waited)
 
 
-def _exchanges(found: TracedStep, job: Job) -> list[Exchange]:
+def _exchanges(found: TracedStep, job: TrainingJob) -> list[Exchange]:
     given, listed = job.assumptions, []
     for collective, size in found.sent.items():
         traffic = _traffic(collective, size, job)
@@ -357,12 +361,14 @@ def _exchanges(found: TracedStep, job: Job) -> list[Exchange]:
     return sorted(listed, key=lambda exchange: -exchange.seconds)
 
 
-def _traffic(collective: Collective, size: int, job: Job) -> Traffic:
+def _traffic(collective: Collective, size: int, job: TrainingJob) -> Traffic:
     passes = 2 if collective.operation == "all_reduce" else 1
     return ring_traffic(passes * size, collective.dimension, job.mesh, job.ranks_per_node)
 
 
-def _saves(config: Config, found: TracedStep, job: Job, step_seconds: float) -> Saves:
+def _saves(
+    config: Config, found: TracedStep, job: TrainingJob, step_seconds: float
+) -> PlannedSaves:
     given = job.assumptions
     seconds = found.state / given.storage
     copied = found.state / job.world / given.to_host
@@ -370,4 +376,6 @@ def _saves(config: Config, found: TracedStep, job: Job, step_seconds: float) -> 
     young = young_interval(pause, given.node_failure / job.nodes)
     # One that begins before the last is durable gains nothing.
     interval = max(young, seconds)
-    return Saves(found.state, seconds, pause, interval, max(1, round(interval / step_seconds)))
+    return PlannedSaves(
+        found.state, seconds, pause, interval, max(1, round(interval / step_seconds))
+    )

@@ -26,7 +26,7 @@ KINDS = (
     "backward",
     "other",
 )
-"""What memory is for; the attributes of `Memory`."""
+"""What memory is for; the attributes of `PeakMemory`."""
 PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOSS, BACKWARD, OTHER = range(len(KINDS))
 NOT_THERE = len(KINDS)
 """The kind of what another kernel would not allocate."""
@@ -37,7 +37,7 @@ Work: TypeAlias = "Counter[tuple[int, int]]"
 Rows: TypeAlias = npt.NDArray[np.int64]
 
 
-class Place(NamedTuple):
+class StepPlace(NamedTuple):
     """A part of a step: a block, or what comes before the blocks (-1), or after them (None)."""
 
     stage: Stage
@@ -56,14 +56,14 @@ class Collective(NamedTuple):
 class Segment:
     """One part of a step: bytes held after each of its events, [events, kinds]; what it does."""
 
-    place: Place
+    place: StepPlace
     memory: Rows
     work: Work
     sent: Counter[Collective]
 
 
 @dataclass(frozen=True)
-class Phase:
+class StepPhase:
     """A part of a step whose communication can go on while it computes, `times` in a step.
 
     `sent` has the bytes of the collectives' whole buffers.
@@ -76,7 +76,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PeakMemory:
     """Bytes of one rank at the moment of a step at which it has most."""
 
     parameters: int
@@ -112,7 +112,7 @@ class Trace:
     state: int
 
 
-def peak(trace: Trace) -> Memory:
+def peak(trace: Trace) -> PeakMemory:
     """The moment at which most is held."""
     return _most([segment.memory for segment in trace.segments])
 
@@ -132,8 +132,8 @@ def phases(trace: Trace) -> dict[tuple[Stage, int], tuple[Work, Counter[Collecti
 class TracedStep:
     """A whole step of a model of any depth."""
 
-    memory: Memory
-    phases: Sequence[Phase]
+    memory: PeakMemory
+    phases: Sequence[StepPhase]
     state: int
 
     @property
@@ -211,19 +211,19 @@ def _line(one: Counter[Any], other: Counter[Any], times: int) -> Counter[Any]:
     return Counter({key: one[key] + times * (other[key] - one[key]) for key in keys})
 
 
-def _most(rows: Sequence[Rows]) -> Memory:
+def _most(rows: Sequence[Rows]) -> PeakMemory:
     best = max(
         (part[part.sum(1).argmax()] for part in rows if len(part)), key=lambda row: row.sum()
     )
-    return Memory(*(int(size) for size in best))
+    return PeakMemory(*(int(size) for size in best))
 
 
 def _repeated(
     found: Mapping[tuple[Stage, int], tuple[Work, Counter[Collective]]], micro_steps: int
-) -> list[Phase]:
+) -> list[StepPhase]:
     traced = 1 + max(micro_step for _, micro_step in found)
     between = 1 + micro_steps - traced
     return [
-        Phase(stage, between if traced > 2 and micro_step == 1 else 1, work, sent)
+        StepPhase(stage, between if traced > 2 and micro_step == 1 else 1, work, sent)
         for (stage, micro_step), (work, sent) in found.items()
     ]

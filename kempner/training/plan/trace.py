@@ -50,8 +50,8 @@ from kempner.training.plan.timeline import (
     OTHER,
     PARAMETERS,
     Collective,
-    Place,
     Segment,
+    StepPlace,
     Trace,
     TracedStep,
     Work,
@@ -123,7 +123,7 @@ def sent_by(func: Any, args: tuple[Any, ...]) -> tuple[str, int, Any] | None:
     return _OPERATIONS[name], sum(tensor.nbytes for tensor in tensors), group
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered, operation by operation.
 
     Memory is that of storages: one exists from the operation that returned it, or from its
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, object] = {}
         self._kinds: list[int] = []
         self._sizes: list[int] = []
-        self._segments: list[tuple[Place, int]] = []
+        self._segments: list[tuple[StepPlace, int]] = []
         self._work: list[Work] = []
         self._sent: list[Counter[Collective]] = []
         self.kind = OTHER
@@ -188,7 +188,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count(func, args, kwargs, result, given, made, bool(fresh))
         return result
 
-    def mark(self, place: Place, kind: int) -> None:
+    def mark(self, place: StepPlace, kind: int) -> None:
         """A new part of the step begins, whose new tensors are of this kind, unless told."""
         self.kind = kind
         self._segments.append((place, self._event + 1))
@@ -349,7 +349,7 @@ def trace(step: Step, layers: int) -> Trace:
     train = config.train
     with fake_ranks(step.mesh) as mesh, _undisturbed():
         names = {str(mesh.get_group(name).group_name): name for name in mesh.mesh_dim_names or ()}
-        recorder = Recorder(lambda group: names.get(group, "world"))
+        recorder = OperationRecorder(lambda group: names.get(group, "world"))
         # Where the ranks are is computed with tensors, too, and those must be real.
         model = assemble(config, step.vocab_size, torch.device("meta"), mesh, step.choice)
         with FakeTensorMode(allow_non_fake_inputs=True), recorder:
@@ -398,7 +398,7 @@ def _step(
 class _Marks:
     """Tells a recorder where a step is: by hooks, which change nothing of what is computed."""
 
-    def __init__(self, recorder: Recorder, layers: int, fused_norms: bool) -> None:
+    def __init__(self, recorder: OperationRecorder, layers: int, fused_norms: bool) -> None:
         self._recorder, self._layers, self._fused_norms = recorder, layers, fused_norms
         self._micro_step = -1
 
@@ -419,12 +419,12 @@ class _Marks:
         kind = kinds.get(stage, OTHER)
         if stage == "forward" and block is None:
             kind = LOSS
-        self._recorder.mark(Place(stage, max(self._micro_step, 0), block), kind)
+        self._recorder.mark(StepPlace(stage, max(self._micro_step, 0), block), kind)
 
     def update(self) -> None:
         """All micro steps are done."""
         self._recorder.keep_gradients()
-        self._recorder.mark(Place("update"), OTHER)
+        self._recorder.mark(StepPlace("update"), OTHER)
 
     def _forward(self, module: nn.Module, inputs: object) -> None:
         self._recorder.keep_gradients()

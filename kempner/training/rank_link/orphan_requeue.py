@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kempner.cluster.slurm.command import SlurmError
 from kempner.cluster.slurm.job import JobState, restart_count
-from kempner.cluster.slurm.scontrol import Outcome, RequeueDecision, SlurmAccess, put_back
+from kempner.cluster.slurm.scontrol import RequeueDecision, RequeueOutcome, SlurmAccess, put_back
 from kempner.run.output.logs import logger
 from kempner.run.process.awake_clock import AwakeClock
 from kempner.run.process.exit_codes import ExitCode
@@ -28,7 +28,7 @@ from kempner.run.record.lease import (
     RELEASED,
     RENEWALS,
     Holder,
-    Seen,
+    LeaseReading,
     holder_lives,
     look,
 )
@@ -102,9 +102,9 @@ def hand_back(
         state, restart_count(os.environ), _superseded(run, attempt), fruitless
     )
     end = put_back(job, decide, time.monotonic() + TRY_FOR, _note_silence, means)
-    if end.outcome is Outcome.DONE and end.asked is not None:
+    if end.outcome is RequeueOutcome.DONE and end.asked is not None:
         _record(job, run, attempt, rank, end.asked)
-    unanswered = end.outcome in (Outcome.REFUSED, Outcome.SILENT)
+    unanswered = end.outcome in (RequeueOutcome.REFUSED, RequeueOutcome.SILENT)
     logger().warning(
         f"{end.reason}; submit the same command again to continue" if unanswered else end.reason
     )
@@ -187,7 +187,7 @@ LOOK_EVERY = 0.5
 class Watched:
     """What was seen of a lease, unchanged since `since`, in seconds of some clock."""
 
-    seen: Seen
+    seen: LeaseReading
     since: float
 
 

@@ -48,7 +48,7 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader
 
 import kempner
-from kempner.run.control.rehearsal import Part
+from kempner.run.control.rehearsal import RehearsalPart
 from kempner.training.rehearsal.digest import of_rows, of_state, of_tensor, tensors_in
 
 
@@ -416,7 +416,7 @@ STOPPED_WITHIN = 10.0
 class Recorder:
     """Records what one rank does in its steps."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: RehearsalPart) -> None:
         self._part, self._step = part, 0
         rank = int(os.environ.get("RANK", "0"))
         self._disturbs = rank == 0

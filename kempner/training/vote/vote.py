@@ -19,7 +19,7 @@ _NO_HURRY = _NEVER = -(1 << 62)
 
 
 @dataclass(frozen=True)
-class Steps:
+class LoopSteps:
     """How a loop of the user's own goes on a rank.
 
     `idle` is in how many steps, up to the last, no optimizer has stepped; `left_after` the step
@@ -92,9 +92,9 @@ class Vote:
     superseded: bool = False
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> LoopSteps:
         """How the steps go on this rank; kempner's own loop neither idles nor leaves."""
-        return Steps()
+        return LoopSteps()
 
     def encode(self, rank: int) -> list[int]:
         """Of `rank`, as integers of which the greatest wins: fewer milliseconds left give more."""
@@ -109,10 +109,10 @@ class Vote:
 class StepVote(Vote):
     """The vote of a rank in a loop of the user's own."""
 
-    own: Steps = Steps()
+    own: LoopSteps = LoopSteps()
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> LoopSteps:
         """How the steps go on this rank."""
         return self.own
 

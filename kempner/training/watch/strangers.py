@@ -143,7 +143,7 @@ class HeldObjects:
         return [self.optimizer, *(o for o in self.state.values() if isinstance(o, Optimizer))]
 
 
-class Strangers:
+class UnheldObjects:
     """Objects that are not held, and whether the loop changes them."""
 
     def __init__(self, given: HeldObjects) -> None:

@@ -37,7 +37,7 @@ from kempner.checkpoint.registered.objects import Held
 from kempner.checkpoint.tensors.state import is_sharded, local_part
 from kempner.run.process.exit_codes import MismatchError, UsageError
 from kempner.training.compute.seeds import set_rng
-from kempner.training.watch.strangers import HeldObjects, Strangers, find_living
+from kempner.training.watch.strangers import HeldObjects, UnheldObjects, find_living
 
 GRADIENTS = "kept.gradients"
 """Under which they are held: no name that a program could register."""
@@ -233,7 +233,7 @@ class Watch:
         self._generators = GlobalGenerators()
         names = ParameterNames(self._model)
         self._gradients = KeptGradients(given.optimizers, names)
-        self._strangers = Strangers(given)
+        self._strangers = UnheldObjects(given)
         self._loaded: dict[str, int] = {}
         self._early: str | None = None
         self._steps, self._saved, self._looking = 0, False, True

@@ -47,7 +47,7 @@ from kempner.training.homes import Claim, Home
 from kempner.training.main import Ownership
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.session import Session
-from kempner.training.survivor import Plan, Survivor
+from kempner.training.survivor import LoopPlan, Survivor
 from kempner.training.watch.strangers import HeldObjects
 from kempner.training.watch.watch import Watch
 
@@ -140,7 +140,7 @@ def run(
         SimpleNamespace(code=None),  # type: ignore[arg-type]
     )
     watch = Unlooking(gather(model, optimizer, {}, {}), HeldObjects(model, optimizer, {}, {}))
-    survivor = Survivor[int](Plan(steps, save_every, seed=0), session, checkpoints, None, watch)
+    survivor = Survivor[int](LoopPlan(steps, save_every, seed=0), session, checkpoints, None, watch)
     try:
         for step in survivor:
             in_step(step, checkpoints)

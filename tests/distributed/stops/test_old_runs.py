@@ -25,7 +25,7 @@ from old_runs import (
     steps_of,
 )
 
-from kempner.checkpoint.compare import Verdict, own, pairs, stock
+from kempner.checkpoint.compare import TensorVerdict, own, pairs, stock
 from kempner.checkpoint.format.names import METADATA
 from kempner.run.record.ledger import read_lines
 
@@ -96,7 +96,7 @@ def assert_saved_state_is_read(folder: Path, run: OldRun, saved: int) -> None:
         return
     found = list(pairs(own(checkpoint), stock(checkpoint), lambda _: None))
     assert found
-    assert {pair.verdict for pair in found} == {Verdict.IDENTICAL}
+    assert {pair.verdict for pair in found} == {TensorVerdict.IDENTICAL}
 
 
 def test_an_old_run_goes_on_where_it_was_and_takes_every_sample_once(gone_on: GoneOn) -> None:

@@ -42,7 +42,7 @@ from kempner.training.observe.evaluation import Evaluation
 from kempner.training.policy.anomalies import Health
 from kempner.training.rank_link.shutdown import StopListener
 from kempner.training.session import Session
-from kempner.training.survivor import Plan as LoopPlan
+from kempner.training.survivor import LoopPlan as LoopPlan
 from kempner.training.survivor import Survivor
 from kempner.training.watch.strangers import HeldObjects
 from kempner.training.watch.watch import LOOKS, Watch

@@ -10,9 +10,9 @@ import pytest
 
 from kempner.cluster.network.interfaces import (
     INFINIBAND,
-    Choice,
     Interface,
-    Network,
+    InterfaceChoice,
+    InterfaceNetwork,
     choose,
     disagreement,
     read_interfaces,
@@ -96,7 +96,7 @@ def pick(
     configured: str | None = None,
     route_address: str = "10.20.0.11",
     **environ: str,
-) -> Choice:
+) -> InterfaceChoice:
     return choose(
         [LOOPBACK, MANAGEMENT, *interfaces],
         on_one_node=on_one_node,
@@ -219,7 +219,7 @@ def test_this_machines_interfaces_are_read() -> None:
     loopback = next(i for i in read_interfaces() if i.name == "lo")
     assert (loopback.address, loopback.network, loopback.usable) == (
         "127.0.0.1/8",
-        Network.LOOPBACK,
+        InterfaceNetwork.LOOPBACK,
         True,
     )
 

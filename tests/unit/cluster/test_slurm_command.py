@@ -17,8 +17,8 @@ from kempner.cluster.slurm import scontrol
 from kempner.cluster.slurm.command import (
     LONGEST_PAUSE,
     UNCLEAR_WITHIN,
-    Answer,
     AnswerKind,
+    CommandAnswer,
     SlurmError,
     SlurmMissingError,
     SlurmRefusedError,
@@ -128,28 +128,34 @@ def test_the_binding_of_another_steps_task_does_not_reach_a_step(
 @pytest.mark.parametrize(
     ("answer", "worth"),
     [
-        (Answer(0, ""), AnswerKind.SILENCE),
-        (Answer(1, ""), AnswerKind.SILENCE),
-        (Answer(0, "JobId=7 JobSt"), AnswerKind.SILENCE),
-        (Answer(1, "JobId=7 JobSt"), AnswerKind.SILENCE),
-        (Answer(None, ""), AnswerKind.SILENCE),
-        (Answer(-15, "", "Terminated"), AnswerKind.SILENCE),
-        (Answer(1, "", AWAY), AnswerKind.SILENCE),
-        (Answer(0, "", AWAY), AnswerKind.SILENCE),
-        (Answer(1, "", "Unexpected message received for job 2"), AnswerKind.SILENCE),
-        (Answer(1, "", "Zero Bytes were transmitted or received"), AnswerKind.SILENCE),
-        (Answer(1, "", "Socket timed out on send/recv operation"), AnswerKind.SILENCE),
-        (Answer(1, "", "sacct: error: Problem talking to the database"), AnswerKind.SILENCE),
-        (Answer(1, "", "Invalid job id specified for job 7"), AnswerKind.REFUSAL),
-        (Answer(0, "", "slurm_load_jobs error: Invalid job id specified"), AnswerKind.REFUSAL),
-        (Answer(1, "Access/permission denied", ""), AnswerKind.REFUSAL),
-        (Answer(1, "", "Requested operation is presently disabled for job 2"), AnswerKind.REFUSAL),
-        (Answer(1, "", "Job is pending execution for job 3"), AnswerKind.REFUSAL),
-        (Answer(1, "", "our site's own words"), AnswerKind.UNCLEAR),
-        (Answer(0, "", "a plugin complains"), AnswerKind.SILENCE),
+        (CommandAnswer(0, ""), AnswerKind.SILENCE),
+        (CommandAnswer(1, ""), AnswerKind.SILENCE),
+        (CommandAnswer(0, "JobId=7 JobSt"), AnswerKind.SILENCE),
+        (CommandAnswer(1, "JobId=7 JobSt"), AnswerKind.SILENCE),
+        (CommandAnswer(None, ""), AnswerKind.SILENCE),
+        (CommandAnswer(-15, "", "Terminated"), AnswerKind.SILENCE),
+        (CommandAnswer(1, "", AWAY), AnswerKind.SILENCE),
+        (CommandAnswer(0, "", AWAY), AnswerKind.SILENCE),
+        (CommandAnswer(1, "", "Unexpected message received for job 2"), AnswerKind.SILENCE),
+        (CommandAnswer(1, "", "Zero Bytes were transmitted or received"), AnswerKind.SILENCE),
+        (CommandAnswer(1, "", "Socket timed out on send/recv operation"), AnswerKind.SILENCE),
+        (CommandAnswer(1, "", "sacct: error: Problem talking to the database"), AnswerKind.SILENCE),
+        (CommandAnswer(1, "", "Invalid job id specified for job 7"), AnswerKind.REFUSAL),
+        (
+            CommandAnswer(0, "", "slurm_load_jobs error: Invalid job id specified"),
+            AnswerKind.REFUSAL,
+        ),
+        (CommandAnswer(1, "Access/permission denied", ""), AnswerKind.REFUSAL),
+        (
+            CommandAnswer(1, "", "Requested operation is presently disabled for job 2"),
+            AnswerKind.REFUSAL,
+        ),
+        (CommandAnswer(1, "", "Job is pending execution for job 3"), AnswerKind.REFUSAL),
+        (CommandAnswer(1, "", "our site's own words"), AnswerKind.UNCLEAR),
+        (CommandAnswer(0, "", "a plugin complains"), AnswerKind.SILENCE),
     ],
 )
-def test_only_a_refusal_is_no(answer: Answer, worth: AnswerKind) -> None:
+def test_only_a_refusal_is_no(answer: CommandAnswer, worth: AnswerKind) -> None:
     assert judge(answer) is worth
 
 

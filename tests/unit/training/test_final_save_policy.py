@@ -24,7 +24,7 @@ from kempner.training.policy.final_save import (
     tell_loss,
 )
 from kempner.training.vote.final_save import refuse_to_go_on_unsaved
-from kempner.training.vote.vote import LoopExit, Steps, StepVote, Vote, VoteResult
+from kempner.training.vote.vote import LoopExit, LoopSteps, StepVote, Vote, VoteResult
 
 NOW = SaveSituation(
     step=37,
@@ -173,13 +173,13 @@ def test_the_ledger_gives_the_durations_back() -> None:
             VoteResult(failed_saves=3, unsaved_for=1.5, save_again=True),
         ),
         ([Vote(unsaved_for=math.inf), Vote(unsaved_for=9.0)], VoteResult(unsaved_for=math.inf)),
-        ([StepVote(own=Steps(idle=5)), StepVote(own=Steps(2))], VoteResult(idle=2)),
+        ([StepVote(own=LoopSteps(idle=5)), StepVote(own=LoopSteps(2))], VoteResult(idle=2)),
         (
-            [Vote(), StepVote(own=Steps(left_after=4)), Vote()],
+            [Vote(), StepVote(own=LoopSteps(left_after=4)), Vote()],
             VoteResult(parting=LoopExit(left=1, stayed=2, first=4, last=4)),
         ),
         (
-            [StepVote(own=Steps(left_after=0)), StepVote(own=Steps(left_after=3))],
+            [StepVote(own=LoopSteps(left_after=0)), StepVote(own=LoopSteps(left_after=3))],
             VoteResult(parting=LoopExit(left=1, stayed=None, first=0, last=3)),
         ),
     ],

@@ -11,11 +11,11 @@ from kempner.config.fault_spec import refuse_absent_ranks
 from kempner.config.sections import Config
 from kempner.data.order.global_batches import micro_steps
 from kempner.insight.doctor.facts.node import NodeAnswer
-from kempner.insight.doctor.facts.plan import Plan
+from kempner.insight.doctor.facts.plan import JobPlan
 from kempner.insight.doctor.facts.slurm import SlurmFacts
 from kempner.insight.doctor.finding import (
+    CheckOutcome,
     Finding,
-    Outcome,
     fail,
     finding,
     passed,
@@ -39,7 +39,7 @@ class JobFacts:
     batch: bool = True
 
 
-def check_slurm(slurm: SlurmFacts | None, used: bool) -> Outcome:
+def check_slurm(slurm: SlurmFacts | None, used: bool) -> CheckOutcome:
     """Whether controller and accounting answer; `used` is whether the run is to be a Slurm job."""
     if slurm is None:
         if used:
@@ -60,7 +60,7 @@ def check_slurm(slurm: SlurmFacts | None, used: bool) -> Outcome:
     return passed("the controller and the accounting answer")
 
 
-def check_requeue(job: JobFacts, plan: Plan | None, resubmit: bool) -> Outcome:
+def check_requeue(job: JobFacts, plan: JobPlan | None, resubmit: bool) -> CheckOutcome:
     """Whether the job comes back after an interruption."""
     if not job.batch:
         return skipped("the allocation is interactive: it ends with its time")
@@ -79,7 +79,7 @@ def check_requeue(job: JobFacts, plan: Plan | None, resubmit: bool) -> Outcome:
     )
 
 
-def check_time(slurm: SlurmFacts | None, limit: float | None) -> Outcome:
+def check_time(slurm: SlurmFacts | None, limit: float | None) -> CheckOutcome:
     """Whether the partition is open, and gives as much time as is asked for."""
     partition = None if slurm is None else slurm.partition
     if slurm is not None and slurm.no_partition:
@@ -97,7 +97,7 @@ def check_time(slurm: SlurmFacts | None, limit: float | None) -> Outcome:
 
 
 @dataclass(frozen=True)
-class World:
+class PlannedWorld:
     """The ranks of the planned run: on how many nodes, how many on each, `gpus` that the job gives
     to a node (None if unknown), and the source of these numbers."""
 
@@ -120,7 +120,7 @@ class World:
         return f"{count(self.size, 'rank')}{nodes} ({self.source})"
 
 
-def check_mesh(config: Config, world: World, vocab_size: int | None) -> Outcome:
+def check_mesh(config: Config, world: PlannedWorld, vocab_size: int | None) -> CheckOutcome:
     """Whether the ranks make the mesh that is configured, and the mesh cuts the model evenly."""
     try:
         refuse_absent_ranks(config.resilience.faults, world.size)
@@ -144,7 +144,7 @@ def check_mesh(config: Config, world: World, vocab_size: int | None) -> Outcome:
     return passed(f"{world.words}: {mesh}")
 
 
-def check_ranks(world: World, answers: Sequence[NodeAnswer], hidden: bool) -> list[Finding]:
+def check_ranks(world: PlannedWorld, answers: Sequence[NodeAnswer], hidden: bool) -> list[Finding]:
     """Ranks per node against the GPUs that the job gives and that each node really has.
 
     `hidden` says that the nodes could not be asked about those of the job.
@@ -166,7 +166,7 @@ def check_ranks(world: World, answers: Sequence[NodeAnswer], hidden: bool) -> li
     return per_node(check, answers, lambda a: a.node, lambda a: _ranks_here(world, a))
 
 
-def _ranks_here(world: World, answer: NodeAnswer) -> Outcome:
+def _ranks_here(world: PlannedWorld, answer: NodeAnswer) -> CheckOutcome:
     survey, software = answer.gpus, answer.software
     there = max(len(survey.gpus), software.devices)
     if survey.trouble:
@@ -196,7 +196,7 @@ def _ranks_here(world: World, answer: NodeAnswer) -> Outcome:
 
 
 def check_gpu_memory(
-    config: Config, world: World, vocab_size: int | None, answers: Sequence[NodeAnswer]
+    config: Config, world: PlannedWorld, vocab_size: int | None, answers: Sequence[NodeAnswer]
 ) -> list[Finding]:
     """Whether what a rank needs, as estimated, is on its GPU; nothing where there are none."""
     sizes = {gpu.memory_total for answer in answers for gpu in answer.gpus.gpus}
@@ -273,7 +273,7 @@ def predict_save(
     return SaveTime(seconds, f"a checkpoint of {size_text(size)} takes about {_s(seconds)} ({how})")
 
 
-def check_write(answers: Sequence[NodeAnswer], save: SaveTime) -> Outcome:
+def check_write(answers: Sequence[NodeAnswer], save: SaveTime) -> CheckOutcome:
     """Whether the checkpoints' folder takes data at all, and how fast."""
     for answer in answers:
         test = answer.folders.write
@@ -287,7 +287,9 @@ def check_write(answers: Sequence[NodeAnswer], save: SaveTime) -> Outcome:
     return passed(save.sentence)
 
 
-def check_window(plan: Plan | None, limit: float | None, save: SaveTime, lead: Lead) -> Outcome:
+def check_window(
+    plan: JobPlan | None, limit: float | None, save: SaveTime, lead: Lead
+) -> CheckOutcome:
     """Whether a stop and its save fit between Slurm's warning and the job's end.
 
     `limit` is the job's whole time in seconds, None without one.
@@ -325,7 +327,7 @@ def check_window(plan: Plan | None, limit: float | None, save: SaveTime, lead: L
     return passed(f"a warning of {_s(warning.seconds)}, of which a stop takes about {_s(needed)}")
 
 
-def check_grace(slurm: SlurmFacts, save: SaveTime) -> Outcome:
+def check_grace(slurm: SlurmFacts, save: SaveTime) -> CheckOutcome:
     """Whether a save fits into what a preemption leaves."""
     partition = slurm.partition
     if partition is None:

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kempner.cluster.machine.limits import MEMORY, ROOM, SKEW, clock_skew, open_files_needed
-from kempner.cluster.network.interfaces import Network, disagreement
+from kempner.cluster.network.interfaces import InterfaceNetwork, disagreement
 from kempner.insight.doctor.facts.gpus import Gpu
 from kempner.insight.doctor.facts.node import NodeAnswer
 from kempner.insight.doctor.facts.nodes import Survey
 from kempner.insight.doctor.finding import (
+    CheckOutcome,
     Finding,
     Level,
-    Outcome,
     fail,
     finding,
     passed,
@@ -64,7 +64,7 @@ def _last_line(text: str) -> str:
 def check_clocks(survey: Survey, controller_ahead: float | None) -> list[Finding]:
     """The nodes' clocks against this one, and Slurm's."""
 
-    def judge(answer: NodeAnswer) -> Outcome:
+    def judge(answer: NodeAnswer) -> CheckOutcome:
         ahead = answer.network.clock_ahead
         if ahead is None:
             ahead = clock_skew(answer.time, survey.during)
@@ -76,7 +76,7 @@ def check_clocks(survey: Survey, controller_ahead: float | None) -> list[Finding
     return found
 
 
-def _clock(skew: float, whose: str) -> Outcome:
+def _clock(skew: float, whose: str) -> CheckOutcome:
     if abs(skew) <= _ODD_SKEW:
         return passed("the clocks agree")
     way = "ahead" if skew > 0 else "behind"
@@ -99,7 +99,7 @@ def check_limits(answers: Sequence[NodeAnswer], ranks: int, workers: int) -> lis
     return found
 
 
-def _open_files(answer: NodeAnswer, needed: int, ranks: int) -> Outcome:
+def _open_files(answer: NodeAnswer, needed: int, ranks: int) -> CheckOutcome:
     most = answer.limits.open_files
     if most is not None and most < needed:
         return fail(
@@ -109,7 +109,7 @@ def _open_files(answer: NodeAnswer, needed: int, ranks: int) -> Outcome:
     return passed(f"{'no limit' if most is None else f'{most:,} allowed'}, {needed:,} needed")
 
 
-def _locked_memory(answer: NodeAnswer) -> Outcome:
+def _locked_memory(answer: NodeAnswer) -> CheckOutcome:
     most = answer.limits.memlock
     if most is not None and answer.network.infiniband:
         sentence = (
@@ -122,7 +122,7 @@ def _locked_memory(answer: NodeAnswer) -> Outcome:
     return passed(f"{size_text(most)} may be locked, and there is no InfiniBand that needs more")
 
 
-def _shm(answer: NodeAnswer, workers: int) -> Outcome:
+def _shm(answer: NodeAnswer, workers: int) -> CheckOutcome:
     free, total = answer.limits.shm_free, answer.limits.shm_total
     if free < ROOM:
         return fail(
@@ -137,7 +137,7 @@ def _shm(answer: NodeAnswer, workers: int) -> Outcome:
     return passed(f"{size_text(free)} free")
 
 
-def _temporary(answer: NodeAnswer) -> Outcome:
+def _temporary(answer: NodeAnswer) -> CheckOutcome:
     folder, free = answer.limits.temporary
     if free < ROOM:
         return fail(f"{folder} has {size_text(free)} left: remove old files, or set TMPDIR")
@@ -148,7 +148,7 @@ def check_memory(answers: Sequence[NodeAnswer], staged: float) -> list[Finding]:
     """Free memory; `staged` is how many bytes of a checkpoint the ranks of a node copy for a save
     in the background."""
 
-    def judge(answer: NodeAnswer) -> Outcome:
+    def judge(answer: NodeAnswer) -> CheckOutcome:
         free, total = answer.limits.memory_free, answer.limits.memory_total
         numbers = f"{size_text(free)} of {size_text(total)} memory is free"
         if free < MEMORY * total:
@@ -176,7 +176,7 @@ def check_software(answers: Sequence[NodeAnswer]) -> list[Finding]:
     return found
 
 
-def _software(answer: NodeAnswer) -> Outcome:
+def _software(answer: NodeAnswer) -> CheckOutcome:
     software = answer.software
     if software.trouble:
         return fail(
@@ -222,14 +222,14 @@ def check_gpus(answers: Sequence[NodeAnswer], ours: bool, busy: bool) -> list[Fi
     return per_node(check, answers, lambda a: a.node, lambda a: _judge(a, ours, busy))
 
 
-def _judge(answer: NodeAnswer, ours: bool, busy: bool) -> Outcome:
+def _judge(answer: NodeAnswer, ours: bool, busy: bool) -> CheckOutcome:
     gpus = answer.gpus.gpus
     ailing = [(gpu, each) for gpu in gpus for each in _health_problems(gpu, ours, busy)]
     if not ailing:
         return passed(f"{len(gpus)} x {gpus[0].name}: nothing wrong" if gpus else "no GPU")
     level = worst(Finding("", level, "") for _, (level, _) in ailing)
     clauses = [f"GPU {gpu.index} {words}" for gpu, (_, words) in ailing]
-    return Outcome(level, "; ".join(clauses))
+    return CheckOutcome(level, "; ".join(clauses))
 
 
 def _health_problems(gpu: Gpu, ours: bool, busy: bool) -> Iterator[tuple[Level, str]]:
@@ -284,7 +284,7 @@ def check_interfaces(answers: Sequence[NodeAnswer]) -> list[Finding]:
     return [*found, finding("interface", fail(odd))] if odd and usable else found
 
 
-def _interface(answer: NodeAnswer, several: bool) -> Outcome:
+def _interface(answer: NodeAnswer, several: bool) -> CheckOutcome:
     network = answer.network
     bound = network.interface
     if network.trouble:
@@ -296,7 +296,7 @@ def _interface(answer: NodeAnswer, several: bool) -> Outcome:
         )
     if network.warning:
         return warn(f"{network.warning}; set distributed.interface if another one is faster")
-    if several and bound is not None and bound.network is Network.LOOPBACK:
+    if several and bound is not None and bound.network is InterfaceNetwork.LOOPBACK:
         return fail(
             f"{bound.name} leads to no other node: set distributed.interface to one that does, or "
             "leave it out"
@@ -306,7 +306,7 @@ def _interface(answer: NodeAnswer, several: bool) -> Outcome:
     return passed(f"{bound.name} is up and has an address")
 
 
-def check_ports(facts: PortFacts, in_job: bool) -> Outcome:
+def check_ports(facts: PortFacts, in_job: bool) -> CheckOutcome:
     """Whether the supervisor finds free ports to listen on: one for the ranks, and in a Slurm job
     another one for the agents of its nodes."""
     if facts.wanted is None:

@@ -16,9 +16,9 @@ from kempner.insight.doctor.facts.node import NodeAnswer
 from kempner.insight.doctor.facts.nodes import Survey
 from kempner.insight.doctor.facts.storage import Disk, RunState
 from kempner.insight.doctor.finding import (
+    CheckOutcome,
     Finding,
     Level,
-    Outcome,
     fail,
     finding,
     passed,
@@ -36,7 +36,7 @@ _FILES_OF_A_RANK = 2
 """Its shard, and the sums of that."""
 
 
-def check_run(run: RunState) -> Outcome:
+def check_run(run: RunState) -> CheckOutcome:
     """Whether the run may be started now."""
     if run.gave_up:
         return fail(f"{run.path} was given up ({run.gave_up}): correct that, and delete GAVE_UP")
@@ -47,7 +47,7 @@ def check_run(run: RunState) -> Outcome:
     return passed(f"{run.path} can be started")
 
 
-def check_room(disk: Disk, size: int | None, keep: int) -> Outcome:
+def check_room(disk: Disk, size: int | None, keep: int) -> CheckOutcome:
     """Space for `keep` + 1 checkpoints of `size` bytes, None where a rank alone knows it."""
     if disk.trouble:
         return fail(f"{disk.existing} cannot be looked at: {disk.trouble}; set checkpoint.dir")
@@ -57,14 +57,14 @@ def check_room(disk: Disk, size: int | None, keep: int) -> Outcome:
     if room.sentence:
         # One that is there can be deleted, so that another start may do.
         level = Level.FAIL if room.refused else Level.WARN
-        return Outcome(level, f"{disk.folder}: {room.sentence}")
+        return CheckOutcome(level, f"{disk.folder}: {room.sentence}")
     more = max(1, keep + 1 - disk.committed)
     return passed(
         f"{disk.folder}: room for {disk.free // max(1, size):,} checkpoints, {more} to come"
     )
 
 
-def check_inodes(disk: Disk, ranks: int, keep: int) -> Outcome:
+def check_inodes(disk: Disk, ranks: int, keep: int) -> CheckOutcome:
     """Files that may still be made, against those of `keep` + 1 checkpoints."""
     if disk.trouble or disk.inodes is None:
         return skipped("the file system counts no inodes")
@@ -86,7 +86,7 @@ def check_shared(survey: Survey) -> list[Finding]:
         for folder, why in survey.unwritable.items()
     ]
 
-    def judge(answer: NodeAnswer) -> Outcome:
+    def judge(answer: NodeAnswer) -> CheckOutcome:
         # Each was asked about a hidden folder in the one that is meant.
         troubles = {str(Path(f).parent): why for f, why in answer.folders.troubles.items()}
         for folder in survey.unseen.get(answer.node, ()):
@@ -130,7 +130,7 @@ def check_caches(
     if not offline:
         return []
 
-    def judge(answer: NodeAnswer) -> Outcome:
+    def judge(answer: NodeAnswer) -> CheckOutcome:
         troubles = [f"{folder} {why}" for folder, why in answer.folders.caches.items()]
         if troubles:
             said = (
@@ -158,7 +158,7 @@ def check_data(config: Config, data: DataSet, held_out: DataSet | None) -> list[
     return found
 
 
-def _present(data: DataSet) -> Outcome:
+def _present(data: DataSet) -> CheckOutcome:
     if data.index is None:
         return fail(data.trouble)
     if data.unreadable:
@@ -167,7 +167,7 @@ def _present(data: DataSet) -> Outcome:
     return passed(f"{data.folder}: {index.tokens:,} tokens in {count(len(index.shards), 'file')}")
 
 
-def _tokenizer(config: Config, data: DataSet) -> Outcome:
+def _tokenizer(config: Config, data: DataSet) -> CheckOutcome:
     if data.index is None:
         return skipped(f"not known, since {data.key}={data.folder} cannot be used")
     if data.tokenizer:
@@ -181,7 +181,7 @@ def _tokenizer(config: Config, data: DataSet) -> Outcome:
     return passed(f"{name}: {data.index.vocab_size} token ids, the model has {size}")
 
 
-def _held_out(config: Config, data: DataSet, held_out: DataSet) -> Outcome:
+def _held_out(config: Config, data: DataSet, held_out: DataSet) -> CheckOutcome:
     trouble = held_out.trouble or held_out.unreadable or held_out.tokenizer
     if trouble:
         return fail(trouble)

@@ -23,7 +23,7 @@ from kempner.cluster.machine.limits import SHARED_WITHIN
 from kempner.cluster.network.interfaces import (
     INFINIBAND,
     Interface,
-    Network,
+    InterfaceNetwork,
     choose,
     read_interfaces,
     route_address,
@@ -154,7 +154,7 @@ def network_facts(question: NetworkQuestion) -> NetworkFacts:
 def _meet(facts: NetworkFacts, question: NetworkQuestion) -> NetworkFacts:
     """Ask the doctor for the time through the interface, where it has an address on its network."""
     bound = facts.interface
-    if bound is None or bound.network is Network.LOOPBACK:
+    if bound is None or bound.network is InterfaceNetwork.LOOPBACK:
         return facts
     there = _address_in_reach(bound, question.meet_at)
     if there is None:

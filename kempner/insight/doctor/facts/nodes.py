@@ -36,7 +36,7 @@ ASK_WITHIN = IMPORT_WITHIN + 60.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class NodeQuestions:
     """What to ask nodes about: `shared` folders, in the first of which the checkpoints go; `copies`
     and `caches` as in `FolderQuestion`; `write` is whether to test how fast they write."""
 
@@ -66,7 +66,7 @@ class Survey:
     gpus_hidden: bool = False
 
 
-def survey_here(wanted: Wanted) -> Survey:
+def survey_here(wanted: NodeQuestions) -> Survey:
     """Ask this machine alone."""
     with _marked(wanted, 1) as (question, unwritable):
         began = time.time()
@@ -74,7 +74,7 @@ def survey_here(wanted: Wanted) -> Survey:
         return Survey((answer.node,), (answer,), (began, time.time()), {}, unwritable)
 
 
-def survey_nodes(wanted: Wanted, allocation: Allocation) -> Survey:
+def survey_nodes(wanted: NodeQuestions, allocation: Allocation) -> Survey:
     """Ask all nodes of an allocation, spare ones included, in one step of srun."""
     nodes = (*allocation.nodes, *allocation.spare)
     gpus = allocation.gpus_per_node
@@ -104,7 +104,7 @@ def survey_nodes(wanted: Wanted, allocation: Allocation) -> Survey:
 
 
 @contextmanager
-def _marked(wanted: Wanted, writers: int) -> Iterator[tuple[NodeQuestion, dict[str, str]]]:
+def _marked(wanted: NodeQuestions, writers: int) -> Iterator[tuple[NodeQuestion, dict[str, str]]]:
     """A hidden folder in each of the shared ones, with something for nodes to read; gone after."""
     nonce, unwritable, made = secrets.token_hex(8), {}, []
     try:

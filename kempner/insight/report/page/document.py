@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kempner.insight.report.attempts import Kind
+from kempner.insight.report.attempts import InterruptionKind
 from kempner.insight.report.page import tables
 from kempner.insight.report.page.tables import strip
 from kempner.insight.report.page.words import date, duration, number, share, text
@@ -217,10 +217,10 @@ def story(report: RunReport) -> str:
     if many:
         kinds = [one.kind for one in report.interruptions]
         words = (
-            (Kind.FAILURE, "failure", "failures"),
-            (Kind.HANG, Kind.HANG.value, "hangs"),
-            (Kind.STOP, "stop", "stops"),
-            (Kind.SILENT, "end without a message", "ends without a message"),
+            (InterruptionKind.FAILURE, "failure", "failures"),
+            (InterruptionKind.HANG, InterruptionKind.HANG.value, "hangs"),
+            (InterruptionKind.STOP, "stop", "stops"),
+            (InterruptionKind.SILENT, "end without a message", "ends without a message"),
         )
         listed = ", ".join(
             count(kinds.count(kind), one, more) for kind, one, more in words if kind in kinds

@@ -13,7 +13,7 @@ import numpy as np
 from kempner.insight.report.interruptions import Cost, Interruption
 from kempner.insight.report.page.words import (
     UNKNOWN,
-    Unit,
+    TimeUnit,
     duration,
     number,
     share,
@@ -52,10 +52,10 @@ def _head(head: str) -> str:
     return f"<th{kind}>{head.removeprefix('>')}</th>" if head else "<td></td>"
 
 
-def unit_of(*reports: RunReport) -> Unit:
+def unit_of(*reports: RunReport) -> TimeUnit:
     """What time on all ranks of these runs is shown in."""
     counted = " or ".join(sorted({report.time.machines.counted for report in reports}))
-    return Unit.fit(max(sum(r.time.gpu_hours.values()) for r in reports), counted)
+    return TimeUnit.fit(max(sum(r.time.gpu_hours.values()) for r in reports), counted)
 
 
 def time_table(report: RunReport) -> str:
@@ -98,7 +98,7 @@ def interruption_table(report: RunReport) -> str:
     return table(heads, rows, "interruptions") + left_out
 
 
-def _interruption(one: Interruption, report: RunReport, unit: Unit) -> tuple[str, ...]:
+def _interruption(one: Interruption, report: RunReport, unit: TimeUnit) -> tuple[str, ...]:
     kind = "failed" if one.kind.is_failure else "asked"
     spent = [
         f"{words} {duration(seconds)}{more}"

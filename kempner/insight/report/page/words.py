@@ -48,7 +48,7 @@ def share(part: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class Unit:
+class TimeUnit:
     """What time on all ranks is shown in, such as `GPU hours`, and how many of it are an hour."""
 
     name: str

@@ -78,7 +78,7 @@ PERSISTENT = 2
 
 
 @dataclass
-class Steps:
+class StepsInLog:
     """Steps that the lines tell of: how many `made`, also by the end of each file."""
 
     made: int = 0

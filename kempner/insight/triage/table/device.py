@@ -6,9 +6,9 @@ nothing against the GPU.
 
 from __future__ import annotations
 
-from kempner.insight.triage.rules import Cause, Level, Sign, Sure
+from kempner.insight.triage.rules import Cause, Sign, SignLevel, Sure
 
-GIVEN, MECHANISM = Level.GIVEN, Level.MECHANISM
+GIVEN, MECHANISM = SignLevel.GIVEN, SignLevel.MECHANISM
 LIKELY = Sure.LIKELY
 
 _XID = r"NVRM: Xid \([^)]*\): "

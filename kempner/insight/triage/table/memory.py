@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kempner.insight.triage.rules import Blame, Cause, Level, Sign, Sure
+from kempner.insight.triage.rules import Blame, Cause, Sign, SignLevel, Sure
 
-GIVEN, MECHANISM = Level.GIVEN, Level.MECHANISM
+GIVEN, MECHANISM = SignLevel.GIVEN, SignLevel.MECHANISM
 LIKELY, NAMED = Sure.LIKELY, Blame.NAMED
 
 CAUSES = (

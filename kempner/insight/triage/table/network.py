@@ -5,9 +5,9 @@ Most of these are symptoms: the rank that complains is seldom the one that faile
 
 from __future__ import annotations
 
-from kempner.insight.triage.rules import Blame, Cause, Level, Sign, Sure
+from kempner.insight.triage.rules import Blame, Cause, Sign, SignLevel, Sure
 
-MECHANISM, SYMPTOM = Level.MECHANISM, Level.SYMPTOM
+MECHANISM, SYMPTOM = SignLevel.MECHANISM, SignLevel.SYMPTOM
 LIKELY, POSSIBLE, NAMED = Sure.LIKELY, Sure.POSSIBLE, Blame.NAMED
 
 

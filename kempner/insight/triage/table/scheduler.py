@@ -5,9 +5,9 @@ Slurm's words: https://slurm.schedmd.com/sacct.html#SECTION_JOB-STATE-CODES and 
 
 from __future__ import annotations
 
-from kempner.insight.triage.rules import Blame, Cause, Level, Sign, Sure
+from kempner.insight.triage.rules import Blame, Cause, Sign, SignLevel, Sure
 
-GIVEN, MECHANISM, CASCADE = Level.GIVEN, Level.MECHANISM, Level.CASCADE
+GIVEN, MECHANISM, CASCADE = SignLevel.GIVEN, SignLevel.MECHANISM, SignLevel.CASCADE
 LIKELY, NAMED = Sure.LIKELY, Blame.NAMED
 
 _GOT = r"(?i:\b(?:got|receive[ds]?|receiving|caught|trapped|bypassing|handl\w+)\b)[^.]{0,40}?"

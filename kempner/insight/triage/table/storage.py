@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kempner.insight.triage.rules import Cause, Level, Sign, Sure
+from kempner.insight.triage.rules import Cause, Sign, SignLevel, Sure
 
-MECHANISM, LIKELY = Level.MECHANISM, Sure.LIKELY
+MECHANISM, LIKELY = SignLevel.MECHANISM, Sure.LIKELY
 
 CAUSES = (
     Cause(

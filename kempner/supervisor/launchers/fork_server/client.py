@@ -25,11 +25,11 @@ from kempner.run.process.worker_process import SAFE_MODULE
 from kempner.supervisor.launchers.fork_server import server
 from kempner.supervisor.launchers.fork_server.messages import (
     LARGEST,
-    Ended,
-    Order,
+    ForkOrder,
+    ForkRefused,
+    ProcessEnded,
     ProcessForked,
-    Ready,
-    Refused,
+    ServerReady,
     arguments_of_python,
     decode,
     encode,
@@ -58,7 +58,7 @@ class CannotForkError(Exception):
     """The order was not carried out, and will not be: one sentence."""
 
 
-class Started(Protocol):
+class StartedProcess(Protocol):
     """A process of ours, however it was started."""
 
     pid: int
@@ -92,7 +92,7 @@ class ForkedProcess:
             self._told.set_result(status)
 
     def wait(self) -> int | None:
-        """Its exit status, once it has ended; see `Started`. To be called once."""
+        """Its exit status, once it has ended; see `StartedProcess`. To be called once."""
         if self._ended is not None:
             over = select.poll()
             over.register(self._ended, select.POLLIN)
@@ -175,7 +175,11 @@ class ForkServerClient:
             raise CannotForkError("there is no fork server")
         return running.fork(
             partial(
-                Order, arguments=arguments, environ={**environ, **AS_FORKED}, ours=ours, cpus=cpus
+                ForkOrder,
+                arguments=arguments,
+                environ={**environ, **AS_FORKED},
+                ours=ours,
+                cpus=cpus,
             ),
             output,
         )
@@ -220,7 +224,7 @@ class _ServerProcess:
                 )
         return cls(process, ours)
 
-    def fork(self, make: Callable[[int], Order], output: int | None) -> ForkedProcess:
+    def fork(self, make: Callable[[int], ForkOrder], output: int | None) -> ForkedProcess:
         """As `ForkServerClient.fork`, what `make` returns for its number."""
         order = make(next(self._numbers))
         answer: Future[ForkedProcess] = Future()
@@ -273,7 +277,7 @@ class _ServerProcess:
 
     def _hear(self, packet: bytes) -> None:
         match decode(packet):
-            case Ready():
+            case ServerReady():
                 self._ready.set_result(None)
             case ProcessForked(number, pid, orphan):
                 forked = ForkedProcess(pid, self.kill, orphan)
@@ -283,8 +287,8 @@ class _ServerProcess:
                     answer.set_result(forked)
                 elif orphan:
                     os.kill(pid, signal.SIGKILL)  # the order was given up meanwhile
-            case Refused(number, reason):
+            case ForkRefused(number, reason):
                 if (answer := self.waited_for.get(number)) is not None:
                     answer.set_exception(CannotForkError(reason))
-            case Ended(pid, status):
+            case ProcessEnded(pid, status):
                 self._forked.pop(pid).ended(status)

@@ -21,7 +21,7 @@ LARGEST = 1 << 20
 
 
 @dataclass(frozen=True)
-class Order:
+class ForkOrder:
     """To the server: fork, and be `python ARGUMENTS...` in this environment.
 
     `ours` is a program that blocks the stop signals until it traps them; any other one gets
@@ -38,7 +38,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Ready:
+class ServerReady:
     """From the server: everything is imported."""
 
     kind: ClassVar[str] = "ready"
@@ -58,7 +58,7 @@ class ProcessForked:
 
 
 @dataclass(frozen=True)
-class Refused:
+class ForkRefused:
     """From the server: an order was not carried out, since a fork would not be safe now."""
 
     number: int
@@ -67,7 +67,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessEnded:
     """From the server: a process has ended, with an exit code or minus the signal."""
 
     pid: int
@@ -75,9 +75,11 @@ class Ended:
     kind: ClassVar[str] = "ended"
 
 
-Message: TypeAlias = Order | Ready | ProcessForked | Refused | Ended
+Message: TypeAlias = ForkOrder | ServerReady | ProcessForked | ForkRefused | ProcessEnded
 
-_KINDS = {kind.kind: kind for kind in (Order, Ready, ProcessForked, Refused, Ended)}
+_KINDS = {
+    kind.kind: kind for kind in (ForkOrder, ServerReady, ProcessForked, ForkRefused, ProcessEnded)
+}
 
 
 def encode(message: Message) -> bytes:

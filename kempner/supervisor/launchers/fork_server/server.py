@@ -33,12 +33,12 @@ from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.signals import STOP_SIGNALS, follow_parent, signal_at_end_of
 from kempner.supervisor.launchers.fork_server.messages import (
     LARGEST,
-    Ended,
+    ForkOrder,
+    ForkRefused,
     Message,
-    Order,
+    ProcessEnded,
     ProcessForked,
-    Ready,
-    Refused,
+    ServerReady,
     decode,
     encode,
 )
@@ -64,7 +64,7 @@ class ForkServer:
         self._children: dict[int, int] = {}
         """Process ids, by the descriptors that tell of their ends (pidfd_open(2))."""
 
-    def serve(self) -> Order | None:
+    def serve(self) -> ForkOrder | None:
         """Carry out orders. Returns in each child with its order; in the server only when the
         client is gone, with None."""
         while True:
@@ -76,14 +76,14 @@ class ForkServer:
                 if not packet:
                     return None
                 order = decode(packet)
-                assert isinstance(order, Order)
+                assert isinstance(order, ForkOrder)
                 if self._fork(order, outputs):
                     return order
 
-    def _fork(self, order: Order, outputs: Sequence[int]) -> bool:
+    def _fork(self, order: ForkOrder, outputs: Sequence[int]) -> bool:
         """Carry out an order; whether this is the child."""
         if why := why_not_to_fork():
-            self._say(Refused(order.number, why))
+            self._say(ForkRefused(order.number, why))
         else:
             if not order.ours:
                 return self._fork_orphan(order, outputs)
@@ -99,7 +99,7 @@ class ForkServer:
             os.close(output)
         return False
 
-    def _fork_orphan(self, order: Order, outputs: Sequence[int]) -> bool:
+    def _fork_orphan(self, order: ForkOrder, outputs: Sequence[int]) -> bool:
         """As `_fork`; the child becomes that of this process's parent, a sub-reaper.
 
         The signal that it gets when its parent ends then means that the supervisor is gone, and not
@@ -139,7 +139,7 @@ class ForkServer:
         os.close(ended)
         pid = self._children.pop(ended)
         _, status = os.waitpid(pid, 0)
-        self._say(Ended(pid, os.waitstatus_to_exitcode(status)))
+        self._say(ProcessEnded(pid, os.waitstatus_to_exitcode(status)))
 
     def _say(self, message: Message) -> None:
         with suppress(OSError):  # the next look at the channel finds out
@@ -164,7 +164,7 @@ def set_name(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
-def run(order: Order) -> None:
+def run(order: ForkOrder) -> None:
     """Be the program of an order, as if Python had just been started with it."""
     os.environ.clear()
     os.environ.update(order.environ)
@@ -207,7 +207,7 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
         importlib.import_module(module)
     gc.freeze()  # a collection in a child would write to, and so copy, every page of this
     with suppress(OSError):  # the client is gone: `serve` finds out
-        channel.send(encode(Ready()))
+        channel.send(encode(ServerReady()))
     order = ForkServer(channel, parent).serve()
     if order is not None:
         run(order)

@@ -14,8 +14,8 @@ from kempner.checkpoint.io.verified_reader import MemoryCopy
 from kempner.checkpoint.slots.memory import (
     IMAGE_AT,
     Branch,
-    Held,
     LentSlots,
+    SlotContents,
     SlotHolder,
     SlotMemory,
     images_of,
@@ -36,7 +36,7 @@ def keep(content: bytes, step: int = 5) -> LentSlots:
     lent = SlotHolder().lend(1, {})
     slot = SlotMemory.grown(lent.slots[1], len(content))
     slot.image[:] = content
-    slot.publish(Held(TrainState(step), Branch("dead"), 1, 2, 0, 0, len(content)))
+    slot.publish(SlotContents(TrainState(step), Branch("dead"), 1, 2, 0, 0, len(content)))
     return lent
 
 

@@ -12,7 +12,7 @@ from kempner.cluster.network.interfaces import Interface
 from kempner.cluster.slurm.node_step import in_lines
 from kempner.insight.doctor.checks.fit import (
     JobFacts,
-    World,
+    PlannedWorld,
     check_ranks,
     check_requeue,
     check_slurm,
@@ -43,7 +43,7 @@ from kempner.insight.doctor.facts.node import (
     read_answers,
 )
 from kempner.insight.doctor.facts.nodes import Survey
-from kempner.insight.doctor.facts.plan import EarlySignal, Plan
+from kempner.insight.doctor.facts.plan import EarlySignal, JobPlan
 from kempner.insight.doctor.facts.slurm import Partition, SlurmFacts
 from kempner.insight.doctor.facts.software import Software
 from kempner.insight.doctor.facts.storage import Disk, RunState
@@ -162,7 +162,7 @@ def test_gpus_of_the_job_that_somebody_still_uses() -> None:
 
 
 def test_gpus_that_the_job_has_and_no_node_shows() -> None:
-    job = World(1, 4, 4, "job 7", in_job=True)
+    job = PlannedWorld(1, 4, 4, "job 7", in_job=True)
     assert bad(check_ranks(job, [WELL], hidden=False)) == {"ranks and GPUs": "fail"}
     assert bad(check_ranks(job, [WELL], hidden=True)) == {}
     login = replace(job, in_job=False)  # a login node has none
@@ -207,7 +207,7 @@ def test_a_folder_that_takes_nothing() -> None:
 def test_the_warning_covers_two_saves(
     warning: int, limit: float | None, level: str, line: str
 ) -> None:
-    plan = Plan("job.sh", warning=EarlySignal("TERM", warning, to_script=True))
+    plan = JobPlan("job.sh", warning=EarlySignal("TERM", warning, to_script=True))
     save = predict_save(6000, writes(100), 1, measured_on_all=True)
     found = check_window(plan, limit, save, lambda seconds: 2 * seconds + 25)
     assert (found.level.value, line in found.sentence) == (level, True)

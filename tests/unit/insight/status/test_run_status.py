@@ -19,7 +19,7 @@ from kempner.insight.status.runs import find_runs, places
 from kempner.insight.status.summary import Status, gather, measure, summarise
 from kempner.run.control.protocol import Phase, Report
 from kempner.run.record.attempts import begin_attempt
-from kempner.run.record.lease import RELEASED, Holder, Lease, Seen
+from kempner.run.record.lease import RELEASED, Holder, Lease, LeaseReading
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.events import LastReport
 from kempner.supervisor.control.rank_status import RankStatusFile
@@ -103,7 +103,7 @@ HOLDER = Holder("node1", "other", 1, 1, None, 0, "", lasts=45.0)
     ],
 )
 def test_a_glance_at_a_lease(beat: str, age: float, unchanged: float, alive: bool | None) -> None:
-    assert judge_lease(Seen(1, HOLDER, beat), age, unchanged) is alive
+    assert judge_lease(LeaseReading(1, HOLDER, beat), age, unchanged) is alive
 
 
 def test_the_newest_checkpoint_is_found_where_the_run_says_that_it_is(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from kempner.checkpoint.slots.memory import (
     Board,
     Branch,
     CopyHolder,
-    Held,
     LentSlots,
     Notes,
+    SlotContents,
     SlotHolder,
     SlotMemory,
 )
@@ -78,9 +78,9 @@ def image_of(step: int) -> bytes:
     return bytes([step]) + IMAGE[1:]
 
 
-def held_at(step: int, since: int = 0) -> Held:
+def held_at(step: int, since: int = 0) -> SlotContents:
     branch = Branch("now", since)
-    return Held(TrainState(step), branch, 0, 2, 9, 4, len(IMAGE), {"world": 2})
+    return SlotContents(TrainState(step), branch, 0, 2, 9, 4, len(IMAGE), {"world": 2})
 
 
 @pytest.fixture

@@ -23,11 +23,11 @@ from kempner.supervisor.launchers.family import PR_SET_CHILD_SUBREAPER, Family
 from kempner.supervisor.launchers.fork_server import client
 from kempner.supervisor.launchers.fork_server.client import CannotForkError, ForkServerClient
 from kempner.supervisor.launchers.fork_server.messages import (
-    Ended,
-    Order,
+    ForkOrder,
+    ForkRefused,
+    ProcessEnded,
     ProcessForked,
-    Ready,
-    Refused,
+    ServerReady,
     arguments_of_python,
     decode,
     encode,
@@ -77,11 +77,11 @@ def sleeper(folder: Path, seconds: float = 100.0) -> list[str]:
 @pytest.mark.parametrize(
     "message",
     [
-        Order(3, ("-m", "kempner"), {"A": "b", "odd": "\udce9"}, True),
-        Ready(),
+        ForkOrder(3, ("-m", "kempner"), {"A": "b", "odd": "\udce9"}, True),
+        ServerReady(),
         ProcessForked(3, 77),
-        Refused(3, "no"),
-        Ended(77, -9),
+        ForkRefused(3, "no"),
+        ProcessEnded(77, -9),
     ],
 )
 def test_messages_arrive_as_they_were(message: Any) -> None:

@@ -15,7 +15,7 @@ from kempner.cluster.slurm.scontrol import SlurmAccess
 from kempner.run.output import logs
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.events import CheckpointCommitted
-from kempner.run.record.lease import RELEASED, Holder, Seen
+from kempner.run.record.lease import RELEASED, Holder, LeaseReading
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.rank_link import orphan_requeue
@@ -145,16 +145,21 @@ HOLDER = Holder("node1", "boot-a/1", 10, 500, "7", 0, "now", lasts=45.0)
 @pytest.mark.parametrize(
     ("seen", "seconds", "lives", "died"),
     [
-        (Seen(1, HOLDER, "4"), 0.0, False, True),
-        (Seen(1, HOLDER, "4"), 1000.0, True, False),  # storage that hangs, say
-        (Seen(1, HOLDER, RELEASED), 1000.0, False, False),  # it has decided what becomes of the job
-        (Seen(1, replace(HOLDER, machine="boot-b/1"), "4"), 7.0, False, False),
-        (Seen(1, replace(HOLDER, machine="boot-b/1"), "4"), 8.0, False, True),
-        (Seen(1, None, ""), 1000.0, False, False),
+        (LeaseReading(1, HOLDER, "4"), 0.0, False, True),
+        (LeaseReading(1, HOLDER, "4"), 1000.0, True, False),  # storage that hangs, say
+        (
+            LeaseReading(1, HOLDER, RELEASED),
+            1000.0,
+            False,
+            False,
+        ),  # it has decided what becomes of the job
+        (LeaseReading(1, replace(HOLDER, machine="boot-b/1"), "4"), 7.0, False, False),
+        (LeaseReading(1, replace(HOLDER, machine="boot-b/1"), "4"), 8.0, False, True),
+        (LeaseReading(1, None, ""), 1000.0, False, False),
     ],
 )
 def test_a_supervisor_that_no_longer_renews_its_lease_has_died(
-    seen: Seen, seconds: float, lives: bool, died: bool
+    seen: LeaseReading, seconds: float, lives: bool, died: bool
 ) -> None:
     assert has_died(Watched(seen, 100.0), 100.0 + seconds, "boot-a/1", lives) is died
 
@@ -165,9 +170,9 @@ def test_the_lease_is_looked_at_from_time_to_time_and_what_has_died_stays_dead(
     """Hundreds of ranks ask again and again."""
     at = SimpleNamespace(now=0.0, beat="4", looks=0)
 
-    def look(folder: Path) -> Seen:
+    def look(folder: Path) -> LeaseReading:
         at.looks += 1
-        return Seen(1, replace(HOLDER, machine="boot-b/1"), at.beat)
+        return LeaseReading(1, replace(HOLDER, machine="boot-b/1"), at.beat)
 
     monkeypatch.setattr(orphan_requeue, "look", look)
     monkeypatch.setattr(orphan_requeue, "AwakeClock", lambda: SimpleNamespace(now=lambda: at.now))

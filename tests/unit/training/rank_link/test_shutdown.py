@@ -15,43 +15,46 @@ from kempner.run.process.stop_reason import StopReason, reason_of_signal
 from kempner.training.rank_link import shutdown as shutdown_module
 from kempner.training.rank_link.shutdown import (
     TRANSITIONS,
-    Action,
+    ListenerAction,
+    ListenerTrigger,
     State,
     StopListener,
     StopRequest,
-    Trigger,
 )
 
 
 @pytest.mark.parametrize(
     ("state", "trigger", "then", "action"),
     [
-        (State.ALONE, Trigger.CONNECT, State.CONNECTED, Action.NOTHING),
-        (State.ALONE, Trigger.JOIN, State.IN_GROUP, Action.NOTHING),
-        (State.ALONE, Trigger.SIGNAL, State.LEAVING, Action.EXIT),
-        (State.ALONE, Trigger.ORDER, State.LEAVING, Action.EXIT),
-        (State.CONNECTED, Trigger.CONNECT, State.CONNECTED, Action.NOTHING),
-        (State.CONNECTED, Trigger.JOIN, State.IN_GROUP, Action.NOTHING),
-        (State.CONNECTED, Trigger.SIGNAL, State.LEAVING, Action.TELL_AND_EXIT),
-        (State.CONNECTED, Trigger.ORDER, State.LEAVING, Action.TELL_AND_EXIT),
-        (State.IN_GROUP, Trigger.CONNECT, State.IN_GROUP, Action.NOTHING),
-        (State.IN_GROUP, Trigger.JOIN, State.IN_GROUP, Action.NOTHING),
-        (State.IN_GROUP, Trigger.SIGNAL, State.IN_GROUP, Action.REQUEST_AND_TELL),
-        (State.IN_GROUP, Trigger.ORDER, State.IN_GROUP, Action.REQUEST),
-        (State.ALONE, Trigger.INSIST, State.LEAVING, Action.EXIT),
-        (State.CONNECTED, Trigger.INSIST, State.LEAVING, Action.TELL_AND_EXIT),
-        (State.IN_GROUP, Trigger.INSIST, State.LEAVING, Action.EXIT_AT_ONCE),
-        *[(State.LEAVING, trigger, State.LEAVING, Action.NOTHING) for trigger in Trigger],
+        (State.ALONE, ListenerTrigger.CONNECT, State.CONNECTED, ListenerAction.NOTHING),
+        (State.ALONE, ListenerTrigger.JOIN, State.IN_GROUP, ListenerAction.NOTHING),
+        (State.ALONE, ListenerTrigger.SIGNAL, State.LEAVING, ListenerAction.EXIT),
+        (State.ALONE, ListenerTrigger.ORDER, State.LEAVING, ListenerAction.EXIT),
+        (State.CONNECTED, ListenerTrigger.CONNECT, State.CONNECTED, ListenerAction.NOTHING),
+        (State.CONNECTED, ListenerTrigger.JOIN, State.IN_GROUP, ListenerAction.NOTHING),
+        (State.CONNECTED, ListenerTrigger.SIGNAL, State.LEAVING, ListenerAction.TELL_AND_EXIT),
+        (State.CONNECTED, ListenerTrigger.ORDER, State.LEAVING, ListenerAction.TELL_AND_EXIT),
+        (State.IN_GROUP, ListenerTrigger.CONNECT, State.IN_GROUP, ListenerAction.NOTHING),
+        (State.IN_GROUP, ListenerTrigger.JOIN, State.IN_GROUP, ListenerAction.NOTHING),
+        (State.IN_GROUP, ListenerTrigger.SIGNAL, State.IN_GROUP, ListenerAction.REQUEST_AND_TELL),
+        (State.IN_GROUP, ListenerTrigger.ORDER, State.IN_GROUP, ListenerAction.REQUEST),
+        (State.ALONE, ListenerTrigger.INSIST, State.LEAVING, ListenerAction.EXIT),
+        (State.CONNECTED, ListenerTrigger.INSIST, State.LEAVING, ListenerAction.TELL_AND_EXIT),
+        (State.IN_GROUP, ListenerTrigger.INSIST, State.LEAVING, ListenerAction.EXIT_AT_ONCE),
+        *[
+            (State.LEAVING, trigger, State.LEAVING, ListenerAction.NOTHING)
+            for trigger in ListenerTrigger
+        ],
     ],
 )
 def test_what_follows_in_each_state(
-    state: State, trigger: Trigger, then: State, action: Action
+    state: State, trigger: ListenerTrigger, then: State, action: ListenerAction
 ) -> None:
     assert TRANSITIONS[state, trigger] == (then, action)
 
 
 def test_the_table_knows_every_pair() -> None:
-    assert set(TRANSITIONS) == {(state, trigger) for state in State for trigger in Trigger}
+    assert set(TRANSITIONS) == {(state, trigger) for state in State for trigger in ListenerTrigger}
 
 
 @pytest.mark.parametrize(

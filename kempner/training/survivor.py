@@ -5,33 +5,17 @@ complete; after a `break` or a `return` it goes on at the next start. After an e
 checkpoint stays as it is, since the step under way is not whole.
 
 The batches of a loop's steps: from a loader, and held by its checkpoints.
-
-How a program leaves the loop over its steps: by `break` or `return`, or by an exception.
-
-Python closes a generator in the same way in either case. So the iterator looks, when it is dropped,
-at what the frame is doing that drops it. `break` and `return` compile to an instruction that drops
-the iterator of their loop; an exception drops it in the instruction that has raised, to which a
-traceback refers. An iterator that is dropped elsewhere was kept in a variable: the loop was left
-some time before, and the model may have changed since. Then nothing is to be committed.
 """
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401  (registers its end before `_abandon_open`)
-import dis
-import gc
 import json
 import os
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import CO_GENERATOR
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -48,6 +32,7 @@ from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import ExitCode, RunError, UsageError
 from kempner.run.process.retry import storage_waits
 from kempner.run.process.stop_reason import StopReason
+from kempner.training.leaving import Steps, StepsEnd, describe_uncommitted
 from kempner.training.own_loop import OwnLoop, describe_idleness
 from kempner.training.session import Session, at_prompt
 from kempner.training.vote.vote import VoteResult
@@ -105,111 +90,6 @@ class Batches:
 
     def _go_to(self, place: dict[str, Any]) -> None:
         self._supply.load_state_dict(place)
-
-
-_DROPPING = {
-    *("POP_TOP", "POP_ITER", "END_FOR", "FOR_ITER"),
-    *("DELETE_FAST", "DELETE_NAME", "DELETE_GLOBAL", "STORE_FAST", "STORE_NAME", "STORE_GLOBAL"),
-}
-"""Instructions that drop an iterator, unless they raise; of CPython 3.11 to 3.14."""
-
-
-@dataclass
-class StepsEnd:
-    """How the steps come to be closed before their end."""
-
-    by_hand: bool = False
-    """Whether by `break` or `return`, with nothing run since then."""
-
-
-class Steps:
-    """The iterator over the steps of `make`, which it closes as soon as it is dropped."""
-
-    def __init__(self, make: Callable[[StepsEnd], Generator[object, None, None]]) -> None:
-        self._leaving, self._process = StepsEnd(), os.getpid()
-        self._steps = make(self._leaving)
-        self._users: frozenset[int] = frozenset()
-        self._abandoned = False
-        _OPEN.add(self)
-
-    def __iter__(self) -> Iterator[object]:
-        return self
-
-    def __next__(self) -> object:
-        self._users = _users(sys._getframe(1))
-        return next(self._steps)
-
-    def abandon(self) -> None:
-        """Leave the loop without a commit, unless it was left before."""
-        self._abandoned = True
-        if os.getpid() == self._process:  # else: a worker that was forked in the loop
-            self._steps.close()
-
-    def __del__(self) -> None:
-        if self._abandoned or os.getpid() != self._process:  # Python itself may be half gone
-            return
-        self._leaving.by_hand = _is_left_by_hand(sys._getframe().f_back, self._users)
-        self._steps.close()
-
-
-def describe_uncommitted(step: int, steps: int) -> str:
-    """What becomes of a loop that is left after `step` of its `steps`, but not by hand."""
-    return (
-        f"the loop was left after step {step} of {steps} by an exception, or with its iterator "
-        "kept in a variable; the steps since the newest checkpoint are made again at the next start"
-    )
-
-
-_OPEN: weakref.WeakSet[Steps] = weakref.WeakSet()
-
-
-def _abandon_open() -> None:
-    for steps in list(_OPEN):
-        steps.abandon()
-
-
-# While threads can still be started: what `atexit` calls comes too late for that, from 3.12 on.
-threading._register_atexit(_abandon_open)  # type: ignore[attr-defined]
-
-
-def _users(frame: FrameType | None) -> frozenset[int]:
-    """The frames that a step goes through: of generators and iterators around the steps, such as a
-    progress bar, and the one that has their loop."""
-    users = set()
-    while frame is not None:
-        users.add(id(frame))
-        if not _is_generator(frame) and frame.f_code.co_name != "__next__":
-            break
-        frame = frame.f_back
-    return frozenset(users)
-
-
-def _is_left_by_hand(frame: FrameType | None, users: frozenset[int]) -> bool:
-    """Whether `frame` drops the iterator of a loop in one of `users` by `break` or `return`.
-
-    Where a generator is closed that has the loop, what has dropped that generator counts.
-    """
-    while frame is not None:
-        if _instruction(frame) in _DROPPING and id(frame) in users and not _raises(frame):
-            return True
-        if not _is_generator(frame):
-            return False
-        frame = frame.f_back
-    return False
-
-
-def _instruction(frame: FrameType) -> str:
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
-
-
-def _raises(frame: FrameType) -> bool:
-    """Whether the present instruction of `frame` has raised."""
-    references = gc.get_referrers(frame)
-    return any(isinstance(o, TracebackType) and o.tb_lasti == frame.f_lasti for o in references)
-
-
-def _is_generator(frame: FrameType) -> bool:
-    return bool(frame.f_code.co_flags & CO_GENERATOR)
 
 
 Step = TypeVar("Step", covariant=True)

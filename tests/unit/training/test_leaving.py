@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from patience import scaled
 
-from kempner.training import survivor
+from kempner.training import leaving
 
 WAYS = Path(__file__).with_name("ways_to_leave.py")
 OTHERS = (shutil.which(f"python3.{minor}") for minor in (11, 12, 13, 14))
@@ -25,6 +25,6 @@ def runs(python: str) -> bool:
 def test_ways_to_leave_a_loop_are_told_apart(python: str) -> None:
     if not runs(python):
         pytest.skip(f"{python} does not run here")
-    command = [python, WAYS, survivor.__file__]
+    command = [python, WAYS, leaving.__file__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")

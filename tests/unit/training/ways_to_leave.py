@@ -1,6 +1,6 @@
 """Loops that are left in every way, for the Python that runs this: prints those that are mistaken.
 
-    python ways_to_leave.py .../kempner/training/survivor.py
+    python ways_to_leave.py .../kempner/training/leaving.py
 
 What is called `left_*` leaves its loop by `break`, by `return` or at the end of what bounds it;
 `failed_*` by an exception; `kept_*` keeps the iterator, and leaves the loop before it is dropped.

@@ -308,11 +308,11 @@ def _subclasses(kind: type[LedgerEvent]) -> Iterator[type[LedgerEvent]]:
 
 @cache
 def _modules() -> list[tuple[str, ast.Module]]:
-    vocabulary = Path(events.__path__[0])
+    spelt = Path(events.__file__)
     return [
         (str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8")))
         for path in sorted((ROOT / "kempner").rglob("*.py"))
-        if not path.is_relative_to(vocabulary)
+        if path != spelt
     ]
 
 

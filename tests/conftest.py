@@ -24,7 +24,7 @@ from hypothesis import settings
 from warm import ending
 
 from kempner.cluster.machine.limits import MemoryGroup, memory_group
-from kempner.supervisor.launchers.family import PR_SET_CHILD_SUBREAPER
+from kempner.supervisor.launchers.children import PR_SET_CHILD_SUBREAPER
 
 DRILLS = Path(__file__).with_name("drills")
 

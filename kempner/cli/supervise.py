@@ -168,9 +168,8 @@ def _in_a_job(
     from kempner.supervisor.launchers.agents.affinity import why_no_agents
     from kempner.supervisor.launchers.agents.joined.launcher import PoolLauncher
     from kempner.supervisor.launchers.agents.launcher import AgentLauncher
-    from kempner.supervisor.launchers.srun import SrunLauncher
+    from kempner.supervisor.launchers.srun import SrunLauncher, TorchrunLauncher
     from kempner.supervisor.launchers.surroundings import Surroundings
-    from kempner.supervisor.launchers.torchrun import TorchrunLauncher
     from kempner.supervisor.slurm.job_monitor import JobMonitor
     from kempner.supervisor.slurm.setup import (
         bound_here,

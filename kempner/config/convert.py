@@ -12,9 +12,8 @@ import tomli_w
 import yaml
 
 from kempner.config.errors import ConfigError, quote, unknown
-from kempner.config.foreign_resources import RESOURCES, translate
 from kempner.config.loading import known_keys, read_file
-from kempner.config.overrides import place
+from kempner.config.overrides import RESOURCES, place, translate
 
 _RENAMED: Mapping[str, str] = {
     "training.steps": "train.max_steps",

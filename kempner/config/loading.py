@@ -15,8 +15,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from kempner.config.errors import ConfigError, describe_error, dotted, shorten
-from kempner.config.foreign_resources import translate
-from kempner.config.overrides import Override, parse, place
+from kempner.config.overrides import Override, parse, place, translate
 from kempner.config.section import expand_home
 from kempner.config.sections import Config, RunSection
 

@@ -22,8 +22,7 @@ from kempner.insight.status.job import JobStatus
 from kempner.insight.status.read import JobWatch
 from kempner.insight.status.runs import RunFollower
 from kempner.insight.status.summary import Status
-from kempner.insight.triage.ledger import triage_run
-from kempner.insight.triage.logs import triage_logs
+from kempner.insight.triage.first_failure import triage_logs, triage_run
 from kempner.run.output.logs import logger
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.process.exit_codes import RunError, UsageError, cannot_read

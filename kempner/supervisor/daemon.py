@@ -1,11 +1,22 @@
-"""The daemon: runs one attempt after another, passes stops on, decides how the run ends."""
+"""The daemon: runs one attempt after another, passes stops on, decides how the run ends.
+
+Bounds what ranks print into files of the attempt: the first and the last of it are kept.
+
+A rank writes into its file by itself, appending, so that nothing slows it down and no reader can
+block it. A thread looks at the sizes; from a file that has grown too large it takes the middle out.
+
+Shows the user what happens between the launch of the ranks and their first step.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 
 from kempner.cluster.machine.limits import raise_open_file_limit
@@ -13,8 +24,16 @@ from kempner.cluster.slurm.job import restart_count
 from kempner.config.sections import Config
 from kempner.run.control.launch_env import BuddyTerms, Control, Launch
 from kempner.run.control.leftovers import end_leftovers
-from kempner.run.control.protocol import Secret
+from kempner.run.control.protocol import Phase, Secret
+from kempner.run.output.console import (
+    can_rewrite,
+    erase_line,
+    leave_line_to_others,
+    say,
+    show_for_now,
+)
 from kempner.run.output.logs import logger, open_log
+from kempner.run.output.units import count
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.retry import (
     StorageUnavailableError,
@@ -23,7 +42,7 @@ from kempner.run.process.retry import (
     storage_waits,
 )
 from kempner.run.process.signals import LEFT_AT_ONCE, ReceivedSignal, SignalInbox, insists
-from kempner.run.process.threads import unless
+from kempner.run.process.threads import helper_thread, unless
 from kempner.run.record.attempts import Attempt, begin_attempt, prune_attempts
 from kempner.run.record.events import AttemptEnded, AttemptStarted, ProgramAdvanced, StorageWaited
 from kempner.run.record.gave_up import refuse_if_given_up
@@ -33,26 +52,24 @@ from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.attempt import AttemptEvent, AttemptFollower, UserStopSignal
 from kempner.supervisor.context import SupervisorContext
-from kempner.supervisor.control.auth import Membership, listen
 from kempner.supervisor.control.file_transport import FileTransport
+from kempner.supervisor.control.peers import Membership, listen
 from kempner.supervisor.control.program_reports import ProgramReports
-from kempner.supervisor.control.rank_roster import RankRoster
-from kempner.supervisor.control.rank_status import RankStatusFile
+from kempner.supervisor.control.rank_roster import RankRoster, RankStatusFile
 from kempner.supervisor.control.server import ControlServer
 from kempner.supervisor.hooks import Hooks, LedgerWithHooks
 from kempner.supervisor.launchers.base import Launcher, Program
 from kempner.supervisor.metrics_export import MetricsExports
 from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.nodes.exclusion import known_suspects
-from kempner.supervisor.output_limit import OutputLimit
 from kempner.supervisor.policy.outcome import (
     Decision,
     ReportedLoop,
     after_training,
     decide_outcome,
+    has_advanced,
     left_early,
 )
-from kempner.supervisor.policy.program import has_advanced
 from kempner.supervisor.policy.restart import failures
 from kempner.supervisor.policy.salvage import why_not_kept
 from kempner.supervisor.preflight import choose_nodes
@@ -61,7 +78,168 @@ from kempner.supervisor.recovery import is_asked_to_stop, restart_or_finish
 from kempner.supervisor.salvage import salvage
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobView
 from kempner.supervisor.slurm.requeue_job import end_without_requeue, job_facts, requeue_or_explain
-from kempner.supervisor.start_progress import StartProgress
+
+EVERY = 1.0
+"""Seconds between two looks; of many files, a hundredth of a second each."""
+
+CLOSED_WITHIN = 5.0
+"""Seconds for the last look: storage may hang."""
+
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bytes of a file that are kept: the first `head`, and at least the last `tail`.
+
+    A file is cut once it is larger than `most`; what was last in it by then is in a file beside it.
+    """
+
+    head: int = 16 << 20
+    tail: int = 16 << 20
+    most: int = 48 << 20
+
+
+class OutputLimit:
+    """Looks after the outputs in the folder of an attempt, from `start` until `close`."""
+
+    def __init__(self, folder: Path, bounds: Bounds = Bounds()) -> None:
+        self._folder, self._bounds = folder, bounds
+        self._over = threading.Event()
+        self._thread = helper_thread(self._serve, "outputs")
+        self._told = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look for a last time."""
+        self._over.set()
+        self._thread.join(CLOSED_WITHIN)
+
+    def _serve(self) -> None:
+        over = False
+        while not over:
+            over = self._over.is_set()
+            looked_at = self._look()
+            self._over.wait(max(EVERY, looked_at / 100))
+
+    def _look(self) -> int:
+        """Cut what is too large; how many files there are."""
+        files = 0
+        try:
+            for path in self._folder.glob("rank-*.out"):
+                files += 1
+                if path.stat().st_size > self._bounds.most:
+                    self._tell(path)
+                    cut(path, self._bounds)
+        except OSError as error:
+            logger().info("cannot look at the ranks' output", error=str(error))
+        return files
+
+    def _tell(self, path: Path) -> None:
+        if self._told:
+            return
+        self._told = True
+        most, first = self._bounds.most >> 20, self._bounds.head >> 20
+        logger().warning(
+            f"a rank has printed more than {most} MiB: the first {first} MiB of each rank's output "
+            f"in this attempt are kept, and the last of it, in {path} and {before(path).name}"
+        )
+
+
+def before(path: Path) -> Path:
+    """Where the last part is of what was taken out of an output."""
+    return path.with_name(f"{path.name}.before")
+
+
+def cut(path: Path, bounds: Bounds) -> None:
+    """Take out what is between the head and what comes from now on; its last part is kept beside.
+
+    What is written in the milliseconds in which that happens is lost with the rest. Raises
+    `OSError`.
+    """
+    with path.open("r+b") as file, before(path).open("wb") as kept:
+        size = os.fstat(file.fileno()).st_size
+        at = max(bounds.head, size - bounds.tail)
+        while at < size and (piece := os.pread(file.fileno(), min(_PIECE, size - at), at)):
+            kept.write(piece)
+            at += len(piece)
+        os.ftruncate(file.fileno(), bounds.head)
+    said = f"\n[kempner: output was left out here; the last of it is in {before(path).name}]\n"
+    with path.open("ab", buffering=0) as file:
+        file.write(said.encode())
+
+
+_ON_THE_WAY = (Phase.START, Phase.RENDEZVOUS, Phase.LOAD)
+"""The phases before the first step, in their order."""
+
+
+def describe_start(size: int, phases: Collection[Phase], last_step: int | None) -> str:
+    """What `size` ranks are about, as a line; empty once one of them trains.
+
+    `phases` are those of the ranks that have connected, `last_step` the newest commit.
+    """
+    if any(phase not in _ON_THE_WAY for phase in phases):
+        return ""
+    ranks = count(size, "rank")
+    if len(phases) < size:  # until a fork server, which imports torch for all, has done so
+        return f"starting {ranks}: importing torch"
+    match min(phases, key=_ON_THE_WAY.index):
+        case Phase.START:
+            return f"{ranks}: importing torch"
+        case Phase.RENDEZVOUS:
+            return f"{ranks}: meeting"
+        case _:
+            doing = "building the model" if last_step is None else f"loading step {last_step}"
+            return f"{ranks}: {doing}"
+
+
+class StartProgress:
+    """One line on a terminal, with the seconds since the start, a few in a file; silent once
+    training has begun.
+
+    Of a program of the user's own, which prints its own progress, only the start is shown.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        last_step: int | None,
+        ours: bool,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._size, self._last_step, self._now = size, last_step, now
+        self._shown, self._over, self._began = "", not ours, now()
+        if ours:
+            self.update(())
+        else:
+            say(f"starting {count(size, 'rank')}")
+
+    def update(self, phases: Collection[Phase]) -> None:
+        """Show where the ranks are that have connected, if that is news."""
+        if self._over:
+            return
+        line = describe_start(self._size, phases, self._last_step)
+        if not line:
+            self._over = True
+            leave_line_to_others(True)  # rank 0 shows its own there
+            return
+        seconds = int(self._now() - self._began)
+        if seconds and can_rewrite():
+            line = f"{line}, {seconds} s"
+        if line != self._shown:
+            self._shown = line
+            show_for_now(line)
+
+    def close(self, clean: bool) -> None:
+        """No rank is left; `clean` is whether rank 0 had the time to close its own line."""
+        if not self._over:
+            self._over = True
+            erase_line()
+        elif clean:
+            leave_line_to_others(False)
+
 
 NOT_KEPT = "checkpoint.in_memory=true is for `kempner train`; this program's steps are not kept"
 

@@ -42,7 +42,7 @@ from kempner.run.record.history import RunHistory
 from kempner.run.record.ledger import EventRecorder
 from kempner.run.record.recorded_config import changes_since, describe_changes, used_before
 from kempner.run.record.run_dir import RunDirectory
-from kempner.training.compute.communication import choose_communication
+from kempner.training.compute.forward_backward import choose_communication
 from kempner.training.compute.optimizer import build_optimizer
 from kempner.training.fault_injection import FaultInjector
 from kempner.training.groups.process_groups import Ranks

@@ -34,8 +34,13 @@ from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.training.build import build
 from kempner.training.fault_injection import arm
-from kempner.training.groups.device_check import check_device
-from kempner.training.groups.process_groups import Ranks, add_variables, choose_device, connect
+from kempner.training.groups.process_groups import (
+    Ranks,
+    add_variables,
+    check_device,
+    choose_device,
+    connect,
+)
 from kempner.training.loop import Training, train
 from kempner.training.rank_link.rank_link import RankLink
 from kempner.training.rank_link.shutdown import StopListener

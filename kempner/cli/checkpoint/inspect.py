@@ -27,8 +27,7 @@ from kempner.checkpoint.store.retention import (
 )
 from kempner.checkpoint.store.retention import prune as delete
 from kempner.cli.progress import bar
-from kempner.insight.words import spans
-from kempner.run.output.units import size_text
+from kempner.run.output.units import size_text, spans
 from kempner.run.process.exit_codes import CheckpointWriteError, DataError, ExitCode, UsageError
 from kempner.training.observe.progress_bar import SteadyConsole
 

@@ -27,8 +27,7 @@ from kempner.insight.doctor.checks.fit import PlannedWorld
 from kempner.insight.doctor.examine import Examination, Supervisor, examine
 from kempner.insight.doctor.facts.plan import JobPlan, read_plan
 from kempner.insight.doctor.facts.slurm import job_plan, there_is_slurm
-from kempner.insight.doctor.finding import Finding, Level, fail, finding, worst
-from kempner.insight.doctor.table import lines, show
+from kempner.insight.doctor.finding import Finding, Level, fail, finding, lines, show, worst
 from kempner.run.output import logs
 from kempner.run.process.exit_codes import ExitCode, UsageError, cannot_read
 from kempner.run.record.run_dir import RunDirectory

@@ -16,8 +16,7 @@ from kempner.insight.status.activity import Activity
 from kempner.insight.status.facts import CheckpointFacts
 from kempner.insight.status.job import JobStatus
 from kempner.insight.status.summary import AttemptStatus, EndOfAttempt, RunProgress, Status
-from kempner.insight.words import name_or_count
-from kempner.run.output.units import count
+from kempner.run.output.units import count, name_or_count
 
 UNKNOWN = "-"
 

@@ -42,7 +42,7 @@ def join(
     inbox().install()
     logs.configure()
     from kempner.cluster.machine.job_place import JobPlace, find_place
-    from kempner.supervisor.joining.joiner import Joiner
+    from kempner.supervisor.joining import Joiner
     from kempner.supervisor.slurm.job_monitor import JobMonitor
     from kempner.supervisor.slurm.setup import forget_other_jobs
 

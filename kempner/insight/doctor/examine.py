@@ -18,10 +18,17 @@ from kempner.insight.doctor.checks import fit, nodes, storage
 from kempner.insight.doctor.checks import fit as slurm_checks
 from kempner.insight.doctor.checks import storage as data_checks
 from kempner.insight.doctor.facts import slurm as slurm_facts
-from kempner.insight.doctor.facts.data import DataSet, find_data_set
 from kempner.insight.doctor.facts.nodes import NodeQuestions, Survey, survey_here, survey_nodes
 from kempner.insight.doctor.facts.plan import JobPlan
-from kempner.insight.doctor.facts.storage import Disk, RunState, look_at_disk, look_at_run, nearest
+from kempner.insight.doctor.facts.storage import (
+    DataSet,
+    Disk,
+    RunState,
+    find_data_set,
+    look_at_disk,
+    look_at_run,
+    nearest,
+)
 from kempner.insight.doctor.finding import Finding, Level, fail, finding, passed, skipped
 from kempner.model.spec.memory import checkpoint_bytes
 from kempner.run.process.exit_codes import RunError

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from kempner.insight.report.attempts import AttemptFacts, cause_of
 from kempner.insight.status.facts import RankPlace, RunFacts
-from kempner.insight.words import name_or_count
 from kempner.run.control.protocol import Phase
+from kempner.run.output.units import name_or_count
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.record.events import AttemptEnded, StopRequested
 from kempner.run.record.history import Entry

@@ -19,8 +19,8 @@ from kempner.insight.report.page.words import duration
 from kempner.insight.status.activity import Activity, ActivityNote, decide
 from kempner.insight.status.facts import CheckpointFacts, RankPlace, RunFacts
 from kempner.insight.status.job import JobStatus
-from kempner.insight.words import name_or_count, name_ranks
 from kempner.run.control.protocol import Phase
+from kempner.run.output.units import name_or_count, name_ranks
 from kempner.run.record.events import (
     AttemptEnded,
     AttemptFailed,

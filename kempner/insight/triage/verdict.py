@@ -16,7 +16,7 @@ from kempner.insight.triage.places import same_node
 from kempner.insight.triage.rules import SignLevel, Sure
 from kempner.insight.triage.scan import SHOWN, SURVIVED, About, LogFinding, Scan
 from kempner.insight.triage.table.everything import CAUSES
-from kempner.insight.words import spans
+from kempner.run.output.units import spans
 
 _OF_SLURM = ("srun: ", "slurmstepd: ")
 """Whose lines are of the whole step, where they name no node."""

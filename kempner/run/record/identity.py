@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
-from kempner.run.output.redact import redacted
+from kempner.run.output.logs import redacted
 from kempner.run.process.durable_io import replace_durable
 from kempner.run.record.run_dir import RunDirectory
 

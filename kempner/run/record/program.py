@@ -20,8 +20,7 @@ from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 
-from kempner.run.output.logs import logger
-from kempner.run.output.redact import is_secret
+from kempner.run.output.logs import is_secret, logger
 from kempner.run.record.identity import RunIdentity
 from kempner.run.record.run_dir import RunDirectory
 

@@ -1,11 +1,19 @@
-"""Which ranks of an attempt have joined, which connections are broken, and how each rank ended."""
+"""Which ranks of an attempt have joined, which connections are broken, and how each rank ended.
+
+Writes each rank's last known step and phase to disk, for `kempner status`.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from operator import itemgetter
+from pathlib import Path
 from typing import NamedTuple
 
+from kempner.run.control.heartbeat import describe_places
+from kempner.run.output.background_files import LatestContent
+from kempner.run.output.logs import warn
 from kempner.run.process.stop_reason import LEFT_EARLY
 from kempner.supervisor.control.events import Connected, Disconnected, LastReport
 from kempner.supervisor.policy.outcome import RankExit, failed, is_lost
@@ -160,3 +168,24 @@ class RankRoster:
         """Hosts of ranks whose end was not seen: the machines may be gone, too."""
         lost = (end.rank for end in self.ends if is_lost(end))
         return sorted({self.joined[rank].host for rank in lost if rank in self.joined})
+
+
+EVERY = 2.0
+"""Seconds between two versions of the file."""
+
+
+class RankStatusFile:
+    """Keeps the file up to date. It is worth having, but never worth the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = LatestContent(path, warn)
+        self._written: Mapping[int, LastReport] = {}
+        self._due_at = 0.0
+
+    def update(self, seen: Mapping[int, LastReport], *, now: bool = False) -> None:
+        """Write what has changed, if it is time, or `now`."""
+        if seen == self._written or (time.monotonic() < self._due_at and not now):
+            return
+        self._due_at = time.monotonic() + EVERY
+        self._file.replace(describe_places({rank: last.report for rank, last in seen.items()}))
+        self._written = seen

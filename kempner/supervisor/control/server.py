@@ -4,6 +4,10 @@ A new connection has `peers.OPENING_TIME` to prove that it knows the attempt's t
 unexpected closes the connection, with a reason in the log, and has no other effect. A rank may
 connect again at any time: its newest connection counts. One that cannot connect writes to a file
 (`file_transport`).
+
+What ranks are told: at once those that are there, and later those that join.
+
+What the ranks of an attempt have said, over whatever way it came.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from kempner.run.control.protocol import (
@@ -24,6 +30,9 @@ from kempner.run.control.protocol import (
     Hello,
     MessageError,
     Noted,
+    PeerLost,
+    Report,
+    Stop,
     Usage,
     Welcome,
     decode_from_rank,
@@ -31,13 +40,78 @@ from kempner.run.control.protocol import (
 from kempner.run.control.transport import Connection, HungUpError
 from kempner.run.output.logs import logger
 from kempner.run.process.threads import helper_thread
-from kempner.supervisor.control.auth import Membership
-from kempner.supervisor.control.events import Connected, Disconnected, LastReport, News
+from kempner.supervisor.control.events import Connected, Disconnected, LastReport, News, RankMessage
 from kempner.supervisor.control.file_transport import FileTransport
-from kempner.supervisor.control.orders import Orders
-from kempner.supervisor.control.peers import Peer, UnprovedPeers
-from kempner.supervisor.control.rank_inbox import RankInbox
+from kempner.supervisor.control.peers import Membership, Peer, UnprovedPeers
 from kempner.supervisor.policy.outcome import RankExit
+
+
+class Orders:
+    """Messages that wait to be sent, and those that hold for the rest of the attempt."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[FromSupervisor, int | None]] = deque()
+        self._standing: list[tuple[FromSupervisor, float]] = []
+
+    def add(self, message: FromSupervisor, rank: int | None) -> None:
+        """To be sent to a rank, or to all (None); may be called from any thread."""
+        self._waiting.append((message, rank))
+
+    def take(self) -> Iterator[tuple[FromSupervisor, int | None]]:
+        """What is to be sent now, and to whom; a stop or a loss that all are told stands."""
+        while self._waiting:
+            message, rank = self._waiting.popleft()
+            if rank is None and isinstance(message, Stop | PeerLost):
+                self._standing.append((message, time.monotonic()))
+            yield message, rank
+
+    def so_far(self) -> list[FromSupervisor]:
+        """What a rank that joins only now must know, a deadline as it is now."""
+        now = time.monotonic()
+        return [
+            replace(message, seconds_left=max(0.0, message.seconds_left - (now - told_at)))
+            if isinstance(message, Stop) and message.seconds_left is not None
+            else message
+            for message, told_at in self._standing
+        ]
+
+
+class RankInbox:
+    """Keeps the newest report and usage of each rank, and hands the rest on to `post`, once.
+
+    Written by one thread; the others may read `last_reports` and `usage`.
+    """
+
+    def __init__(self, post: Callable[[News], None]) -> None:
+        self.post = post
+        self._last_reports: dict[int, LastReport] = {}
+        self._usage: dict[int, Usage] = {}
+        self._noted: dict[int, int] = {}
+
+    def last_reports(self) -> dict[int, LastReport]:
+        """The newest report of every rank that has sent one."""
+        return dict(self._last_reports)
+
+    def usage(self) -> dict[int, Usage]:
+        """What every rank last said that it uses of its node."""
+        return dict(self._usage)
+
+    def noted(self, rank: int) -> int:
+        """The number of the last message of a rank that was handed on; 0 before the first."""
+        return self._noted.get(rank, 0)
+
+    def take_in(self, rank: int, message: FromRank) -> None:
+        """A rank that is known has said something; raises `MessageError` if it makes no sense."""
+        if isinstance(message, Report):
+            self._last_reports[rank] = LastReport(message, time.monotonic())
+        elif isinstance(message, Usage):
+            self._usage[rank] = message
+        elif isinstance(message, Hello):
+            raise MessageError("it says hello twice")
+        elif message.number > self.noted(rank):  # not one that is sent again
+            self._noted[rank] = message.number
+            self.post(RankMessage(rank, message))
+
 
 TICK = 2.0
 """Seconds between two signs of life to the ranks, and between two looks at their files."""

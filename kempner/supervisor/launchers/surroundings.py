@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kempner.cluster.network.interfaces import choose, named, read_interfaces, route_address
-from kempner.cluster.slurm.containers import binding_option, container_options
+from kempner.cluster.slurm.node_step import binding_option, container_options
 from kempner.config.site import SlurmSection
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.worker_process import SAFE_MODULE

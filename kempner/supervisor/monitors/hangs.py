@@ -9,7 +9,7 @@ from math import inf
 from typing import TypeAlias
 
 from kempner.config.resilience import ResilienceSection
-from kempner.run.control.progress_watchdog import Standstill, patience
+from kempner.run.control.heartbeat import Standstill, patience
 from kempner.run.control.protocol import DumpStacks, FromSupervisor, Phase, Report
 from kempner.run.output.logs import logger
 from kempner.run.process.retry import LONGEST_PAUSE

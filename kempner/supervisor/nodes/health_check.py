@@ -13,8 +13,7 @@ from kempner.cluster.machine.limits import (
     open_files_needed,
 )
 from kempner.cluster.network.interfaces import nodes_off_network
-from kempner.supervisor.nodes.code_identity import other_code
-from kempner.supervisor.nodes.probe import SITE_CHECK, ProbeResult
+from kempner.supervisor.nodes.probe import SITE_CHECK, ProbeResult, other_code
 
 NO_ANSWER = "it does not respond"
 """What is wrong with a node that is gone."""

@@ -26,10 +26,15 @@ from kempner.cluster.slurm.command import (
     judge,
     patiently,
 )
-from kempner.cluster.slurm.containers import IMAGE, knows_option
 from kempner.cluster.slurm.hostlist import node_name
 from kempner.cluster.slurm.job import NodeShare, job_id, parse_job
-from kempner.cluster.slurm.node_step import NO_GPUS, NodeStepOutput, run_on_nodes
+from kempner.cluster.slurm.node_step import (
+    IMAGE,
+    NO_GPUS,
+    NodeStepOutput,
+    knows_option,
+    run_on_nodes,
+)
 from kempner.cluster.slurm.resources import (
     TELLING,
     NodeResources,
@@ -39,8 +44,7 @@ from kempner.cluster.slurm.resources import (
 )
 from kempner.config.sections import Config
 from kempner.run.control.protocol import PROTOCOL
-from kempner.run.output.logs import logger
-from kempner.run.output.redact import redacted
+from kempner.run.output.logs import logger, redacted
 from kempner.run.output.units import count
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.process.threads import unless

@@ -1,6 +1,8 @@
 """Process groups of a rank, from rendezvous to the final barrier.
 
 Rendezvous: ranks meet by environment variables, and agree on the network to use.
+
+Device check: a small computation with a known result.
 """
 
 from __future__ import annotations
@@ -23,8 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from kempner.cluster.machine.limits import raise_open_file_limit
-from kempner.cluster.machine.visible_gpus import own_part
+from kempner.cluster.machine.limits import own_part, raise_open_file_limit
 from kempner.cluster.network.interfaces import Interface, InterfaceChoice, disagreement
 from kempner.cluster.network.ports import (
     ExportedMaster,
@@ -44,7 +45,7 @@ from kempner.config.site import DistributedSection
 from kempner.model.spec.mesh import MeshDegrees, check_tensor_groups, resolve_mesh
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
-from kempner.run.process.exit_codes import PeersLostError, UsageError
+from kempner.run.process.exit_codes import PeersLostError, UnfitNodeError, UsageError
 
 _LAST_WORD = timedelta(seconds=30)
 
@@ -386,3 +387,29 @@ def _bind(world: World, section: DistributedSection, address: str) -> InterfaceC
 
 def _leave_key(rank: int) -> str:
     return f"kempner/goodbye/{rank}"
+
+
+SIZE = 256
+"""Rows of the matrices: enough to use every part of a GPU that multiplies, a moment on a CPU."""
+
+
+class UnfitDeviceError(UnfitNodeError):
+    """The device computes something else than what is right."""
+
+
+def check_device(device: torch.device, node: str) -> None:
+    """Multiply matrices of small integers on `device`, which is exact in float32 and in TF32.
+
+    Products of numbers up to 7 sum up to less than 2^24, so that no order of addition rounds.
+    Raises `UnfitDeviceError`; whatever the device itself raises passes through.
+    """
+    rows, columns = torch.arange(SIZE).unsqueeze(1), torch.arange(SIZE).unsqueeze(0)
+    left, right = (3 * rows + 5 * columns) % 8, (7 * rows + columns * columns) % 8
+    expected = left.to(torch.float64) @ right.to(torch.float64)
+    got = left.to(device, torch.float32) @ right.to(device, torch.float32)
+    wrong = int((got.cpu().to(torch.float64) != expected).sum())
+    if wrong:
+        raise UnfitDeviceError(
+            f"{device} of {node} computes wrong results: {wrong} of {SIZE * SIZE} product elements "
+            "are wrong"
+        )

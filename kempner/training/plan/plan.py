@@ -38,7 +38,7 @@ from kempner.model.spec.step_time import (
 from kempner.run.output.units import size_text
 from kempner.run.process.exit_codes import UsageError
 from kempner.run.record.save_times import young_interval
-from kempner.training.compute.communication import situation_of
+from kempner.training.compute.forward_backward import situation_of
 from kempner.training.plan.timeline import KINDS, Collective, PeakMemory, StepPhase, TracedStep
 from kempner.training.plan.trace import Step, traced
 

@@ -21,7 +21,7 @@ from kempner.run.record import attempts
 from kempner.supervisor.monitors import hangs
 from kempner.supervisor.policy import outcome, requeue, restart, stop
 from kempner.training.policy import anomalies, final_save
-from kempner.training.rank_link import orphan_requeue
+from kempner.training.rank_link import rank_link
 from simulated import daemon
 from simulated.checks.oracle import Invariant
 from simulated.faults import Kind
@@ -96,10 +96,10 @@ MUTANTS = (
             "if not job.running:", "if False:", REVIVED),
     _mutant("a job that completes counts as running", job.JobState, "running",
             '{"COMPLETING", "STAGE_OUT"', '{"STAGE_OUT"', REVIVED),
-    _mutant("orphaned ranks requeue without a look at the state", orphan_requeue,
+    _mutant("orphaned ranks requeue without a look at the state", rank_link,
             "decide_orphan_requeue", "if not (job.running or script_died):", "if False:", REVIVED,
             kinds=(Kind.BATCH_HOST_LOST, Kind.ORPHANS, Kind.CANCEL)),
-    _mutant("orphaned ranks never requeue", orphan_requeue, "decide_orphan_requeue",
+    _mutant("orphaned ranks never requeue", rank_link, "decide_orphan_requeue",
             "return RequeueDecision(True,", "return RequeueDecision(False,", UNFINISHED,
             kinds=(Kind.BATCH_HOST_LOST,)),
     _mutant("a stop is no reason to requeue", requeue, "decide_requeue",

@@ -17,7 +17,7 @@ from kempner.cluster.world import World
 from kempner.config.sections import Config, ModelSection, ParallelismSection, TrainSection
 from kempner.config.site import DistributedSection
 from kempner.model.spec.communication import Choice
-from kempner.training.compute.communication import choose_communication
+from kempner.training.compute.forward_backward import choose_communication
 from kempner.training.groups.process_groups import Ranks, adopt
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -14,7 +14,7 @@ from kempner.run.control.heartbeat import Progress
 from kempner.run.process.exit_codes import DataError
 from kempner.run.record.events import LedgerEvent
 from kempner.run.record.run_dir import RunDirectory
-from kempner.training.groups.device_check import UnfitDeviceError, check_device
+from kempner.training.groups.process_groups import UnfitDeviceError, check_device
 from kempner.training.rank_link.rank_link import RankLink
 
 CPU = torch.device("cpu")

@@ -11,10 +11,9 @@ from pathlib import Path
 from kempner.checkpoint.store.commit import judge_room
 from kempner.config.sections import Config
 from kempner.data.files.index import check_held_out, check_samples, vocabulary
-from kempner.insight.doctor.facts.data import DataSet
 from kempner.insight.doctor.facts.node import NodeAnswer
 from kempner.insight.doctor.facts.nodes import Survey
-from kempner.insight.doctor.facts.storage import Disk, RunState
+from kempner.insight.doctor.facts.storage import DataSet, Disk, RunState
 from kempner.insight.doctor.finding import (
     CheckOutcome,
     Finding,

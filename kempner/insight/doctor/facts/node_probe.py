@@ -38,11 +38,12 @@ from kempner.insight.doctor.facts.node import (
     NetworkQuestion,
     NodeAnswer,
     NodeQuestion,
+    WriteRate,
     answer_text,
+    look_at_software,
     read_question,
+    write_test,
 )
-from kempner.insight.doctor.facts.software import look_at_software
-from kempner.insight.doctor.facts.write_test import WriteRate, write_test
 from kempner.run.process.durable_io import comes_to_hold
 
 SHM = "/dev/shm"

@@ -20,6 +20,7 @@ from kempner.cluster.slurm.allocation import Allocation
 from kempner.cluster.slurm.node_step import NO_GPUS, run_on_nodes
 from kempner.insight.doctor.facts import node_probe
 from kempner.insight.doctor.facts.node import (
+    IMPORT_WITHIN,
     FolderQuestion,
     NetworkQuestion,
     NodeAnswer,
@@ -27,7 +28,6 @@ from kempner.insight.doctor.facts.node import (
     question_text,
     read_answers,
 )
-from kempner.insight.doctor.facts.software import IMPORT_WITHIN
 from kempner.run.process.durable_io import comes_to_hold
 from kempner.run.process.worker_process import SAFE_MODULE
 

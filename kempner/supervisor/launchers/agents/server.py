@@ -23,8 +23,7 @@ from kempner.run.control.protocol import (
 from kempner.run.control.transport import Connection
 from kempner.run.output.logs import logger
 from kempner.run.process.threads import helper_thread
-from kempner.supervisor.control.auth import Membership
-from kempner.supervisor.control.peers import Peer, UnprovedPeers
+from kempner.supervisor.control.peers import Membership, Peer, UnprovedPeers
 from kempner.supervisor.launchers.agents.messages import (
     AgentConfirmation,
     AgentHello,

@@ -21,7 +21,7 @@ from kempner.cluster.slurm.command import (
 from kempner.run.output.logs import logger
 from kempner.run.process.threads import start_thread
 from kempner.supervisor.launchers.agents.messages import ADDRESSES, PORT, STEP, TOKEN
-from kempner.supervisor.launchers.srun_output import StepErrors
+from kempner.supervisor.launchers.srun import StepErrors
 
 
 class AgentStep:

@@ -39,15 +39,15 @@ from kempner.insight.doctor.facts.node import (
     Limits,
     NetworkFacts,
     NodeAnswer,
+    Software,
+    WriteRate,
     answer_text,
     read_answers,
 )
 from kempner.insight.doctor.facts.nodes import Survey
 from kempner.insight.doctor.facts.plan import EarlySignal, JobPlan
 from kempner.insight.doctor.facts.slurm import Partition, SlurmFacts
-from kempner.insight.doctor.facts.software import Software
 from kempner.insight.doctor.facts.storage import Disk, RunState
-from kempner.insight.doctor.facts.write_test import WriteRate
 from kempner.insight.doctor.finding import Finding
 
 MIB, GIB = 2**20, 2**30

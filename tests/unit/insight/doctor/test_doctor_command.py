@@ -22,8 +22,16 @@ from kempner.config.loading import load
 from kempner.insight.doctor.checks.fit import PlannedWorld
 from kempner.insight.doctor.examine import Examination, Supervisor, examine
 from kempner.insight.doctor.facts import node_probe
-from kempner.insight.doctor.finding import CheckOutcome, Finding, Level, fail, passed, per_node
-from kempner.insight.doctor.table import lines, show
+from kempner.insight.doctor.finding import (
+    CheckOutcome,
+    Finding,
+    Level,
+    fail,
+    lines,
+    passed,
+    per_node,
+    show,
+)
 from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.lease import Lease
 from kempner.run.record.run_dir import RunDirectory

@@ -15,10 +15,10 @@ from sick_site import PARTITION, mounted, smi
 
 from kempner.cluster.network.interfaces import InterfaceNetwork, read_interfaces
 from kempner.cluster.slurm.job import node_fields
+from kempner.insight.doctor.facts import node as write_module
 from kempner.insight.doctor.facts import node_probe
-from kempner.insight.doctor.facts import write_test as write_module
 from kempner.insight.doctor.facts.gpus import read_survey, survey_gpus
-from kempner.insight.doctor.facts.node import NetworkQuestion
+from kempner.insight.doctor.facts.node import NetworkQuestion, look_at_software, write_test
 from kempner.insight.doctor.facts.node_probe import network_facts
 from kempner.insight.doctor.facts.nodes import listening
 from kempner.insight.doctor.facts.plan import (
@@ -30,8 +30,6 @@ from kempner.insight.doctor.facts.plan import (
     read_plan,
 )
 from kempner.insight.doctor.facts.slurm import Partition, read_partition, there_is_slurm
-from kempner.insight.doctor.facts.software import look_at_software
-from kempner.insight.doctor.facts.write_test import write_test
 
 
 def test_the_projects_own_script_is_understood() -> None:

@@ -22,7 +22,7 @@ from kempner.run.record.attempts import begin_attempt
 from kempner.run.record.lease import RELEASED, Holder, Lease, LeaseReading
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.events import LastReport
-from kempner.supervisor.control.rank_status import RankStatusFile
+from kempner.supervisor.control.rank_roster import RankStatusFile
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from callers import LOOPBACK, SIZE, Relay, Stranger, Supervisor
 from harness import wait_until
 from patience import scaled
 
-from kempner.run.control import client, file_exchange, handshake
+from kempner.run.control import client, handshake
 from kempner.run.control.handshake import introduce
 from kempner.run.control.launch_env import Control
 from kempner.run.control.protocol import (
@@ -32,8 +32,8 @@ from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events import Resumed, Signalled, StartedAnew
 from kempner.supervisor.control import server as channel_module
-from kempner.supervisor.control.auth import listen
 from kempner.supervisor.control.events import Connected, Disconnected, RankMessage
+from kempner.supervisor.control.peers import listen
 
 OTHER, SILENT = "127.0.0.7", "127.0.0.8"
 
@@ -139,7 +139,7 @@ def test_files_take_over_where_no_connection_is_possible(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "ALONE", 0.0)
-    monkeypatch.setattr(file_exchange, "FILE_BEAT", 0.1)
+    monkeypatch.setattr(client, "FILE_BEAT", 0.1)
     with socket.socket() as taken:
         taken.bind((LOOPBACK, 0))  # nobody listens there
         rank = supervisor.link(1, port=taken.getsockname()[1])

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kempner.run.control import heartbeat
+from kempner.run.control.client import Outbox, SupervisorTimeout
 from kempner.run.control.heartbeat import Progress, StepDelays
-from kempner.run.control.outbox import Outbox
 from kempner.run.control.protocol import (
     LINE_LIMIT,
     WORDS_LIMIT,
@@ -39,7 +39,6 @@ from kempner.run.control.protocol import (
     new_nonce,
     shorten,
 )
-from kempner.run.control.supervisor_timeout import SupervisorTimeout
 from kempner.run.process import awake_clock as awake
 from kempner.run.process.awake_clock import LONGEST_NAP
 from kempner.run.process.stop_reason import StopReason

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kempner.run.control.protocol import Phase
-from kempner.supervisor import start_progress
-from kempner.supervisor.start_progress import StartProgress, describe_start
+from kempner.supervisor import daemon
+from kempner.supervisor.daemon import StartProgress, describe_start
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_a_file_gets_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_terminal_is_told_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(start_progress, "can_rewrite", lambda: True)
-    monkeypatch.setattr(start_progress, "show_for_now", shown.append)
+    monkeypatch.setattr(daemon, "can_rewrite", lambda: True)
+    monkeypatch.setattr(daemon, "show_for_now", shown.append)
     clock = iter([0.0, 0.1, 0.6, 1.2, 1.7, 2.3])
     progress = StartProgress(1, None, ours=True, now=lambda: next(clock))
     for _ in range(4):

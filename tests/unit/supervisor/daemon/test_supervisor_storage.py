@@ -25,9 +25,9 @@ from kempner.run.record.lease import Lease, look
 from kempner.run.record.ledger import read_lines
 from kempner.run.record.run_dir import RunDirectory
 from kempner.supervisor.control.file_transport import FileTransport
-from kempner.supervisor.give_up import give_up
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.restart import Failure
+from kempner.supervisor.recovery import give_up
 
 
 @pytest.fixture

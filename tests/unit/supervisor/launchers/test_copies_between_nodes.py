@@ -34,7 +34,7 @@ from kempner.run.record.attempts import Attempt
 from kempner.supervisor.launchers.agents.buddy import sender
 from kempner.supervisor.launchers.agents.buddy.receiver import CopyReceiver
 from kempner.supervisor.launchers.agents.buddy.sender import Buddy, CopySender
-from kempner.supervisor.launchers.agents.slots_away import buddies
+from kempner.supervisor.launchers.agents.launcher import buddies
 
 SECRET = Secret.new()
 IMAGE = os.urandom(24 << 20)  # more than two sockets hold

@@ -18,8 +18,12 @@ from harness import drills, wait_until
 from patience import scaled
 
 from kempner.supervisor.launchers.base import Program
-from kempner.supervisor.launchers.children import ChildRank, Children
-from kempner.supervisor.launchers.family import PR_SET_CHILD_SUBREAPER, Family
+from kempner.supervisor.launchers.children import (
+    PR_SET_CHILD_SUBREAPER,
+    ChildRank,
+    Children,
+    Family,
+)
 from kempner.supervisor.launchers.fork_server import client
 from kempner.supervisor.launchers.fork_server.client import CannotForkError, ForkServerClient
 from kempner.supervisor.launchers.fork_server.messages import (
@@ -207,7 +211,7 @@ def test_a_program_of_the_users_is_not_told_to_stop_by_the_death_of_the_server(
 
 SUPERVISOR = """
 import os, sys, time
-from kempner.supervisor.launchers.family import Family
+from kempner.supervisor.launchers.children import Family
 from kempner.supervisor.launchers.fork_server.client import ForkServerClient
 Family()
 forks = ForkServerClient(())

@@ -29,9 +29,8 @@ from kempner.run.record.events import (
 from kempner.run.record.ledger import Ledger
 from kempner.run.record.run_dir import RunDirectory
 from kempner.run.record.save_times import SaveSeconds
-from kempner.supervisor.joining import joiner
-from kempner.supervisor.joining.agent import AgentEnded
-from kempner.supervisor.joining.stop_times import StopTimes
+from kempner.supervisor import joining
+from kempner.supervisor.joining import AgentEnded, StopTimes
 from kempner.supervisor.launchers import srun
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.joined.invitation import Invitation
@@ -197,8 +196,8 @@ def test_one_that_was_let_go_waits_for_another_invitation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, left: Invitation | None
 ) -> None:
     """The supervisor is about to withdraw its own."""
-    monkeypatch.setattr(joiner, "AGAIN_AFTER", 0.0)
-    waits = joiner.Joiner(RunDirectory(tmp_path), 2, None, inbox(), 60.0)
+    monkeypatch.setattr(joining, "AGAIN_AFTER", 0.0)
+    waits = joining.Joiner(RunDirectory(tmp_path), 2, None, inbox(), 60.0)
     waits._invitation = INVITATION
     agent = SimpleNamespace(invitation=INVITATION, began=time.monotonic())
     assert waits._take_in(AgentEnded(agent, code)) is None

@@ -9,9 +9,8 @@ import pytest
 
 from kempner.cluster.machine.limits import OPEN_FILES, ROOM, SKEW
 from kempner.cluster.network.interfaces import Interface
-from kempner.supervisor.nodes.code_identity import CodeIdentity
 from kempner.supervisor.nodes.health_check import Diagnosis, diagnose, health_problems
-from kempner.supervisor.nodes.probe import SITE_CHECK, ProbedMemory, ProbeResult
+from kempner.supervisor.nodes.probe import SITE_CHECK, CodeIdentity, ProbedMemory, ProbeResult
 
 DURING = (1000.0, 1002.0)
 GIB = 2**30

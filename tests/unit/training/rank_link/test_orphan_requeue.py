@@ -18,8 +18,8 @@ from kempner.run.record.events import CheckpointCommitted
 from kempner.run.record.lease import RELEASED, Holder, LeaseReading
 from kempner.run.record.ledger import Ledger, read_lines
 from kempner.run.record.run_dir import RunDirectory
-from kempner.training.rank_link import orphan_requeue
-from kempner.training.rank_link.orphan_requeue import (
+from kempner.training.rank_link import rank_link
+from kempner.training.rank_link.rank_link import (
     SupervisorWatch,
     Watched,
     decide_orphan_requeue,
@@ -124,7 +124,7 @@ def test_only_a_job_that_did_not_go_back_is_to_be_submitted_again(
 ) -> None:
     told: list[str] = []
     quiet = SimpleNamespace(warning=told.append, info=lambda *_, **__: None)
-    monkeypatch.setattr(orphan_requeue, "logger", lambda: quiet)
+    monkeypatch.setattr(rank_link, "logger", lambda: quiet)
 
     def refuse(job: str) -> JobState:
         raise SlurmRefusedError("scontrol show job 7", "Invalid job id specified")
@@ -174,8 +174,8 @@ def test_the_lease_is_looked_at_from_time_to_time_and_what_has_died_stays_dead(
         at.looks += 1
         return LeaseReading(1, replace(HOLDER, machine="boot-b/1"), at.beat)
 
-    monkeypatch.setattr(orphan_requeue, "look", look)
-    monkeypatch.setattr(orphan_requeue, "AwakeClock", lambda: SimpleNamespace(now=lambda: at.now))
+    monkeypatch.setattr(rank_link, "look", look)
+    monkeypatch.setattr(rank_link, "AwakeClock", lambda: SimpleNamespace(now=lambda: at.now))
     watch, found = SupervisorWatch(tmp_path), []
     for now, beat in ((0.0, "4"), (0.4, "4"), (0.5, "4"), (8.0, "4"), (9.0, "5")):
         at.now, at.beat = now, beat

@@ -1,7 +1,11 @@
-"""Pool launcher: ranks on the nodes of a Slurm job, and on those of others that have joined."""
+"""Pool launcher: ranks on the nodes of a Slurm job, and on those of others that have joined.
+
+The nodes of other jobs that have joined, and what is known of each.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -14,13 +18,46 @@ from kempner.run.output.logs import logger
 from kempner.supervisor.launchers.agents import node_agent
 from kempner.supervisor.launchers.agents.fleet import FleetNews
 from kempner.supervisor.launchers.agents.joined.invitation import Invitation
-from kempner.supervisor.launchers.agents.joined.roster import JoinedNodes
 from kempner.supervisor.launchers.agents.launcher import AgentLauncher
-from kempner.supervisor.launchers.agents.messages import AgentHello, DepartureRequest
+from kempner.supervisor.launchers.agents.messages import AgentHello, DepartureRequest, Joins
 from kempner.supervisor.launchers.agents.server import AgentConnected
 from kempner.supervisor.launchers.base import CannotRestart, Idle, JoinedNode, Program
 from kempner.supervisor.launchers.surroundings import Surroundings
 from kempner.supervisor.policy.outcome import RankExit
+
+
+class JoinedNodes:
+    """Filled by the thread that listens to agents, read by others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nodes: dict[str, JoinedNode] = {}
+
+    def __contains__(self, node: str) -> bool:
+        return node in self._nodes
+
+    def all(self) -> Mapping[str, JoinedNode]:
+        """All that ever joined, by node, in this order."""
+        with self._lock:
+            return dict(self._nodes)
+
+    def come(self, node: str, pid: int, joins: Joins) -> bool:
+        """A node has joined, or its agent has connected again; whether that is another agent."""
+        until = None if joins.seconds is None else time.monotonic() + joins.seconds
+        with self._lock:
+            known = self._nodes.get(node)
+            another = known is None or known.pid != pid
+            if another:
+                self._nodes[node] = JoinedNode(joins.job, pid, until)
+            return another
+
+    def depart(self, node: str, departs: DepartureRequest) -> None:
+        """Note that a node wants to leave."""
+        by = time.monotonic() + departs.seconds
+        with self._lock:
+            if (known := self._nodes.get(node)) is not None:
+                self._nodes[node] = replace(known, leaves_by=by, reason=departs.reason)
+
 
 AWAY, HUNG_UP = 15.0, 1.0
 """Seconds after which an agent of another job whose link is over is not waited for; where its

@@ -2,33 +2,172 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from math import inf
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from kempner.cluster.slurm.job import JobState
 from kempner.cluster.slurm.scontrol import RequeueDecision, put_back
+from kempner.run.control.protocol import Phase
 from kempner.run.output.console import say
 from kempner.run.output.logs import logger
-from kempner.run.process.exit_codes import ExitCode
+from kempner.run.process.exit_codes import ExitCode, UsageError
 from kempner.run.process.signals import ReceivedSignal, SignalInbox, insists
 from kempner.run.process.stop_reason import reason_of_signal
-from kempner.run.record.events import AttemptEnded
+from kempner.run.process.threads import keep_running, start_thread
+from kempner.run.process.worker_process import SAFE_MODULE
+from kempner.run.record.events import AttemptEnded, PhaseDurationsLearned
 from kempner.run.record.gave_up import refuse_if_given_up
 from kempner.run.record.history import RunHistory
 from kempner.run.record.run_dir import RunDirectory
-from kempner.supervisor.joining.agent import Agent, AgentEnded
-from kempner.supervisor.joining.invitation_watch import InvitationSeen, InvitationWatch
-from kempner.supervisor.joining.stop_times import StopTimes
 from kempner.supervisor.launchers.agents import node_agent
-from kempner.supervisor.launchers.agents.joined.invitation import Invitation
-from kempner.supervisor.launchers.agents.joined.terms import Departure, JoinTerms
+from kempner.supervisor.launchers.agents.joined.invitation import Departure, Invitation, JoinTerms
+from kempner.supervisor.launchers.agents.messages import ADDRESSES, PORT, STEP, TOKEN
+from kempner.supervisor.monitors.phase_stats import PhaseStats
+from kempner.supervisor.monitors.run_times import RunTimes
 from kempner.supervisor.policy.outcome import Decision
 from kempner.supervisor.policy.requeue import decide_requeue
 from kempner.supervisor.policy.stop import StandingStop, StopOrder
 from kempner.supervisor.slurm.job_monitor import JobMonitor, JobSeen, JobView
+
+ENDS_WITHIN = 15.0
+"""Seconds for an agent to end its ranks."""
+
+
+@dataclass(frozen=True)
+class AgentEnded:
+    """An agent has ended, with this exit code or minus the number of a signal."""
+
+    agent: Agent
+    code: int
+
+
+class Agent:
+    """An agent of this node, in a session of its own: it is told by its input when to leave, and
+    ends with this process. `post` is called with its end, from a thread."""
+
+    def __init__(
+        self, invitation: Invitation, terms: JoinTerms, post: Callable[[AgentEnded], None]
+    ) -> None:
+        self.invitation, self.began = invitation, time.monotonic()
+        at = {ADDRESSES: ",".join(invitation.addresses), PORT: str(invitation.port)}
+        step = {STEP: str(time.time_ns() // 1_000_000)}  # higher than that of any agent before it
+        self._process = subprocess.Popen(
+            [sys.executable, *SAFE_MODULE, node_agent.__name__, invitation.program],
+            stdin=subprocess.PIPE,
+            cwd=invitation.folder,
+            env=os.environ | at | {TOKEN: invitation.token} | step | terms.environment(),
+            start_new_session=True,
+        )
+        start_thread("agent's end", lambda: post(AgentEnded(self, self._process.wait())))
+
+    def depart(self, departure: Departure) -> None:
+        """Have it ask the supervisor to let it go."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(departure.line())
+            self._process.stdin.flush()
+
+    def end(self) -> None:
+        """End it, and its ranks with it."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(ENDS_WITHIN)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+LOOK_AT_INVITATION = 1.0
+"""Seconds between two looks."""
+
+
+@dataclass(frozen=True)
+class InvitationSeen:
+    """It is another one than before, or none any more."""
+
+    invitation: Invitation | None
+
+
+class InvitationWatch:
+    """Looks at a file, and posts what has changed."""
+
+    def __init__(self, path: Path, post: Callable[[InvitationSeen], None]) -> None:
+        self._path, self._post = path, post
+        self._seen: Invitation | None = None
+
+    def start(self) -> Invitation | None:
+        """The invitation that is there now; changes are posted from a thread. Raises `UsageError`
+        for one of another user."""
+        self._look_once()
+        found = self._seen
+        keep_running("invitation", self._look)
+        return found
+
+    def _look(self) -> None:
+        """For as long as this process lives."""
+        while True:
+            time.sleep(LOOK_AT_INVITATION)
+            try:
+                self._look_once()
+            except UsageError as error:
+                logger().warning(str(error))
+
+    def _look_once(self) -> None:
+        try:
+            found = Invitation.read(self._path)
+        except OSError as error:
+            logger().info("the invitation cannot be read now", reason=error.strerror)
+            return
+        if found != self._seen:
+            self._seen = found
+            self._post(InvitationSeen(found))
+
+
+class StopTimes:
+    """`times` is what is known of the run, whatever its number of ranks, which changes."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run, self.times = run, RunTimes()
+        self._read_with: float | None = None
+        self._reader: threading.Thread | None = None
+
+    def update(self, left: float | None) -> None:
+        """Have the ledger read when half of the time is over that was `left` when it was read last,
+        in seconds (None: without end): a run learns, and a long ledger is not read often.
+
+        By a thread: storage that does not answer must not keep the agent from leaving in time.
+        """
+        now = inf if left is None else left
+        before = self._read_with
+        due = before is None or (now < inf and now <= before / 2)
+        if due and (self._reader is None or not self._reader.is_alive()):
+            self._reader = start_thread("stop times", partial(self._read, now))
+
+    def _read(self, left: float) -> None:
+        try:
+            history = RunHistory.read(self._run.ledger)
+        except OSError as error:
+            logger().info("the ledger cannot be read now", reason=error.strerror)
+            return
+        phases = PhaseStats()
+        for event in history.events(PhaseDurationsLearned)[-1:]:
+            if (steps := event.phases.get(Phase.STEP)) is not None:
+                phases.took(Phase.STEP, steps.median + steps.spread)
+        self.times.saves, self.times.phases = history.durations, phases
+        self._read_with = left
+
 
 LOOK = 1.0
 """Seconds between two looks at what there is to do."""

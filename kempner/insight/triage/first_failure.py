@@ -1,8 +1,8 @@
-"""What failed first in a run of kempner's: its ledger says who, the ranks' logs say more of why."""
+"""What failed first: in a job by its logs alone, in a run by its ledger and its logs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from kempner.insight.triage.log.reading import read_log
 from kempner.insight.triage.rules import Cause, SignLevel, Sure
 from kempner.insight.triage.scan import Scan, match
 from kempner.insight.triage.table.everything import CAUSES
-from kempner.insight.triage.table.program import RAISED
-from kempner.insight.triage.table.run import (
+from kempner.insight.triage.table.program import (
     BAD_DATA,
     DISAPPEARED,
     HANG,
     NOTHING,
+    RAISED,
     STOPPED,
     UNEXPLAINED,
 )
@@ -28,7 +28,7 @@ from kempner.insight.triage.verdict import (
     Verdict,
     decide,
 )
-from kempner.insight.words import spans
+from kempner.run.output.units import spans
 from kempner.run.process.exit_codes import ExitCode
 from kempner.run.process.stop_reason import StopReason
 from kempner.run.record.events import (
@@ -256,3 +256,14 @@ def _stopped(history: RunHistory) -> Verdict:
     cause = CAUSES.get(_STOPS.get(reason, ""), STOPPED)
     says = last.sentence or f"stopped after step {last.step}, {last.lost_steps} steps lost"
     return Verdict(cause.name, cause.says, cause.do, Sure.CERTAIN, told=FirstError(says))
+
+
+def triage_logs(paths: Sequence[Path]) -> Verdict:
+    """The verdict on one job, of which these are the logs.
+
+    Raises `OSError` if one cannot be read.
+    """
+    scan = Scan()
+    for path in paths:
+        scan.read(str(path), read_log(path))
+    return decide(scan)
